@@ -29,7 +29,7 @@ from wds_tensorcache.training.order import EpochOrder
 __all__ = ["ResumablePipeline", "SharedEpochs"]
 
 POSITION = "__position__"
-VERSION = 1
+VERSION = 2  # 1 divided the shards among ranks differently
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 _PREFIX = "tensorcache-position:"
 _DOES_ITSELF = (split_by_node, split_by_worker, tarfile_samples)
@@ -55,9 +55,9 @@ class ResumablePipeline(IterableDataset[Any]):
     requests in flight for the next few MiB, retries, and `If-Match`. After `load_state_dict`, a remote shard is read from its
     first sample that is not done, unless it has changed, is compressed, or its server sends no ETag and no date.
 
-    Ranks and workers get about the same number of bytes if all shards are local files, else about the same number of shards. So
-    ranks may have different numbers of samples. Each worker has its own state. torchdata's `StatefulDataLoader` collects these
-    states, and resumes with the same number of workers.
+    Ranks, and then the workers of a rank, get about the same number of bytes if all shards are local files, else about the same
+    number of shards. So ranks may have different numbers of samples. Each worker has its own state. torchdata's
+    `StatefulDataLoader` collects these states, and resumes with the same number of workers.
 
     Args:
         urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A `PathLike`,
@@ -229,7 +229,9 @@ class ResumablePipeline(IterableDataset[Any]):
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         order = self._order(self._epoch, range(len(self._urls))).tolist()
-        return _shards_of(order, self._loads, self._rank * num_workers + worker, self._world_size * num_workers)
+        # ranks first: the workers of one rank must not take all shards while another rank has none
+        mine = _shards_of(order, self._loads, self._rank, self._world_size)
+        return _shards_of(mine, self._loads, worker, num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the samples that have left the last stage, as plain values for JSON.
@@ -249,10 +251,17 @@ class ResumablePipeline(IterableDataset[Any]):
         """Resume at the point at which the state was saved.
 
         Raises:
-            ValueError: The state is damaged, or belongs to other shards, another order, or another number of ranks or
-                workers.
+            ValueError: The state is damaged, is of another version, or belongs to other shards, another order, or another
+                number of ranks or workers.
         """
         mine = self._identity(self._enter())
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if type(version) is int and version != VERSION:
+            raise ValueError(
+                f"the state has version {version}, expected {VERSION}: this release divides the shards among ranks and "
+                f"workers differently, so the state cannot resume; without it, set_epoch({state.get('epoch')!r:.20}) starts "
+                "the state's epoch again"
+            )
         if not isinstance(state, Mapping) or state.get("version") != VERSION or state.get("of") != mine:
             of = state.get("of") if isinstance(state, Mapping) else state
             raise ValueError(f"the state belongs to a different stream: {of!r:.500}; this stream is {mine}")
@@ -439,15 +448,15 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
             yield from _positions(one)
 
 
-def _shards_of(shards: list[int], loads: list[int], worker: int, num_workers: int) -> list[int]:
-    """Return a worker's shards. Each of `shards`, in order, goes to the worker that has the fewest bytes so far."""
-    # a heap, since 10^5 shards may be divided among 10^4 workers
-    totals = [(0, each) for each in range(num_workers)]
+def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -> list[int]:
+    """Return the shards of one part. Each of `shards`, in order, goes to the part that has the fewest bytes so far."""
+    # a heap, since 10^5 shards may be divided among 10^4 ranks
+    totals = [(0, each) for each in range(num_parts)]
     mine = []
     for shard in shards:
         total, least = totals[0]
         heapq.heapreplace(totals, (total + loads[shard], least))
-        if least == worker:
+        if least == part:
             mine.append(shard)
     return mine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from webdataset.gopen import Pipe
 from webdataset.handlers import reraise_exception
 from webdataset.tariterators import base_plus_ext
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, user_level
 from wds_tensorcache.integrations.webdataset_urls import open_url, shown_url
 from wds_tensorcache.shards.tar.stream import TarStream
 from wds_tensorcache.storage.remote.stream import RemoteStream
@@ -116,7 +117,9 @@ class TarSamples:
             for number, sample in self._group(tar, common, is_wanted, first.number, on_start):
                 if sample is not None and not sample.get(_BAD):
                     yield number, sample
-            tar.finish()
+            hidden = tar.finish()
+            if hidden is not None:
+                warnings.warn(str(hidden.at(shown_url(url))), stacklevel=user_level())
             is_over = True
         except FormatError as exc:
             raise exc.at(shown_url(url)) from exc

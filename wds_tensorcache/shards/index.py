@@ -196,6 +196,8 @@ class ShardIndex:
         end: Byte offset of the end-of-archive marker.
         fingerprint: Description of how the cache was made; None if unknown.
         origins: Digests of the items and original names of the samples; None if there are none.
+        hidden: Byte offset of a tar header after the end, whose member readers do not see; None if a scan found no such
+            header, or if the index was not made by a scan.
     """
 
     keys: Keys
@@ -205,6 +207,7 @@ class ShardIndex:
     end: int
     fingerprint: Mapping[str, Any] | None = None
     origins: Origins | None = None
+    hidden: int | None = None
 
     def __repr__(self) -> str:
         return f"ShardIndex({len(self.keys)} samples, caches {list(self.caches)}, other members {list(self.members)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumn
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import APART, find_half, split_member
 from wds_tensorcache.shards.tar.headers import Scanner
+from wds_tensorcache.shards.tar.hidden import find_header
 
 __all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
 
@@ -148,6 +149,8 @@ class IndexBuilder:
 def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
     """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
 
+    The bytes after the end of the archive are searched for a tar header, whose offset is the index's `hidden`.
+
     Raises:
         FormatError: The file is not a tar, or is truncated; a key occurs twice, or the members of a sample are not adjacent;
             or the two members of a cache do not belong together.
@@ -174,7 +177,7 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
         members[suffix] = begin, size
     if key is not None:
         _add(builder, scanner, key, members)
-    return builder.finish(scanner.end)
+    return replace(builder.finish(scanner.end), hidden=find_header(read, scanner.end, nbytes))
 
 
 def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, tuple[int, int]]) -> None:

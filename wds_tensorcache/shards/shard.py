@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from shlex import quote
@@ -17,7 +18,7 @@ from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_pr
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.views import are_equal_at, read_windows, view_bytes
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError, TensorCacheError, user_level
 from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
@@ -26,6 +27,7 @@ from wds_tensorcache.shards.remote.find_index import FindIndex
 from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, names_of
+from wds_tensorcache.shards.tar.hidden import hidden_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import Maps, read_ranges
 from wds_tensorcache.storage.memory_pool import Pool
@@ -198,10 +200,10 @@ class Shard:
             setattr(self, name, value)
 
     def _read_index(self) -> ShardIndex:
-        if not self.is_remote:
-            return load_index(self.file)
-        index = self._read_remote_index(may_scan=True)
+        index = self._read_remote_index(may_scan=True) if self.is_remote else load_index(self.file)
         assert index is not None
+        if index.hidden is not None:
+            warnings.warn(str(hidden_members(index.end, index.hidden).at(self.path)), stacklevel=user_level())
         return index
 
     def _read_remote_index(self, *, may_scan: bool) -> ShardIndex | None:

@@ -25,6 +25,9 @@ from wds_tensorcache.integrations.exporting.structure import STRUCTURE
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_metadata
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.join import JoinedCache
+from wds_tensorcache.shards.tar.hidden import hidden_members
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
@@ -100,6 +103,7 @@ def export_cache(
     if is_url(text := os.fsdecode(out)):
         raise ValueError(f"{shown(text)}: files are exported to local folders; export to one, and copy it")
     check_not_url(text, ())
+    _check_hidden(cache)
     out, report = os.path.realpath(text), ExportReport()
     os.makedirs(out, exist_ok=True)
     if is_tar and os.path.lexists(os.path.join(out, TAR)):
@@ -128,6 +132,15 @@ def export_cache(
             os.unlink(path)  # so that the folder is as empty as before
         raise
     return report
+
+
+def _check_hidden(cache: Cache) -> None:
+    """Raise TarFormatError if a shard has members that the cache does not see."""
+    for part in cache._caches if isinstance(cache, JoinedCache) else ():
+        _check_hidden(part)
+    for shard in cache._store.shards if isinstance(cache, TensorCache) else ():
+        if shard.index.hidden is not None:
+            raise hidden_members(shard.index.end, shard.index.hidden).at(shard.path)
 
 
 def _claim(path: str) -> None:

@@ -89,7 +89,8 @@ class FindIndex:
             return None
         if index is None:
             index, is_own = scan_remote(file), True
-        if kept is not None:
+        # a shard with hidden members is scanned again, and reported, in each run
+        if kept is not None and index.hidden is None:
             kept.write(url, file.state, build_footer(index, state.nbytes), is_own=is_own)
         return index, is_own and file.state.tag is not None
 

@@ -13,6 +13,7 @@ from typing import Any
 from wds_tensorcache.errors import Kind, TarFormatError
 from wds_tensorcache.shards.tar.fields import adds_up, check_length
 from wds_tensorcache.shards.tar.headers import BLOCK, Header, Headers, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.tar.hidden import find_header_in, hidden_members
 from wds_tensorcache.shards.tar.sparse import SparseMap, read_map
 
 __all__ = ["TarStream"]
@@ -96,14 +97,21 @@ class TarStream:
                 raise
             raise TarFormatError(exc.reason, offset=begin, kind="sparse") from exc
 
-    def finish(self) -> None:
-        """Read a compressed stream to its end, so that the checksum there is verified.
+    def finish(self) -> TarFormatError | None:
+        """Read the stream to its end, which verifies the checksum of a compressed stream.
+
+        Returns:
+            The error for members after the end of the archive, which iterating did not yield; None if there are none.
 
         Raises:
             FormatError: The compressed stream is cut short or damaged.
         """
-        while self._is_compressed and self._take(_MAX_SKIP_NBYTES):
-            pass
+        end, hidden = self._at - BLOCK, None
+        while (hidden is None or self._is_compressed) and (blocks := self._take(_MAX_SKIP_NBYTES)):
+            found = find_header_in(blocks) if hidden is None else None
+            if found is not None:
+                hidden = hidden_members(end, self._at - len(blocks) + found)
+        return hidden
 
     def _decompress(self) -> None:
         head = self._take(_MAX_MAGIC_NBYTES)

@@ -14,6 +14,7 @@ from wds_tensorcache.shards.footer import build_footer, stale_footer
 from wds_tensorcache.shards.index import Origins, ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.remote.find_index import scan_remote
+from wds_tensorcache.shards.tar.hidden import hidden_members
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.fetch import run
@@ -50,6 +51,8 @@ def index_url(url: str, *, dali_index: bool, index_folder: str | None) -> ShardI
     file, _ = RemoteFile.of_tail(url, 0)
     try:
         index = scan_remote(file)
+        if index.hidden is not None:
+            raise hidden_members(index.end, index.hidden)
     except TensorCacheError as exc:
         raise exc.at(shown(url)) from exc
     before = _stored_index(file, objects, sidecar_path(target))

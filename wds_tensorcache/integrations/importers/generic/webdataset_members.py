@@ -35,6 +35,7 @@ from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar.headers import Scanner
+from wds_tensorcache.shards.tar.hidden import find_header, hidden_members
 
 __all__ = ["FORMAT", "find_shard"]
 
@@ -109,6 +110,9 @@ def _open(folder: SourceFolder) -> Source:
                 if suffix in members:
                     raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
                 members[suffix] = begin, begin + nbytes
+            hidden = find_header(partial(folder.read_range, name), scanner.end, os.path.getsize(folder.locate(name)))
+            if hidden is not None:
+                bad[name] = str(hidden_members(scanner.end, hidden))
             bad |= {f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links}
         except (FormatError, OSError) as exc:
             bad[name] = str(exc)
