@@ -22,8 +22,7 @@ from wds_tensorcache.storage.remote.http.transport import Response, Transport
 from wds_tensorcache.storage.remote.http.whole import WholeCopies
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import Attempts, Target, TransientError
-from wds_tensorcache.storage.remote.secret_parts import reveal, without_credentials
-from wds_tensorcache.storage.remote.urls import web_url
+from wds_tensorcache.storage.remote.urls import reveal, web_url
 from wds_tensorcache.storage.system import skip_bytes
 
 __all__ = ["HttpClient"]
@@ -48,10 +47,10 @@ class HttpClient:
     Threads/fork/pickle: as `Client`.
     """
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self, origin: str, credentials: tuple[str, str] | None = None) -> None:
         self.origin = origin
         self.pace = Pace()
-        self._transport = Transport(origin)
+        self._transport = Transport(origin, credentials)
         self._has_ranges = True
         self._has_suffix_ranges = True
         self._copies = WholeCopies(self._fetch)
@@ -313,6 +312,6 @@ def _check_whole(
 
 def _checked(url: str) -> str:
     try:
-        return web_url(reveal(without_credentials(url)))
+        return web_url(reveal(url))
     except ValueError as exc:
         raise Target(url).error(f"{exc}") from None
