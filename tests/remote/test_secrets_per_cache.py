@@ -206,7 +206,9 @@ def test_two_users(server: HttpServer, contents: list[dict[str, bytes]], tmp_pat
         for name, content in contents[0].items():
             server.put(f"{folder}/{name}", content)
     options: dict[str, Any] = {"keep_indexes": tmp_path / "kept", "cache_dir": tmp_path / "blocks"}
-    caches = [tc.open(f"{server.url.replace('://', f'://{user}@')}/{folder}", **options) for folder, user in users.items()]
+    caches = [
+        tc.open(f"{server.url.replace('://', f'://{user}@')}/{folder}", **options) for folder, user in users.items()
+    ]
     caches.append(tc.open(f"{server.url}/public", **options))
     for i in range(COUNT):
         for cache in caches:

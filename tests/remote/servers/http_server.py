@@ -13,6 +13,7 @@ Faults, in the order of requests to a path; each applies to one request, or to `
     content_range, etag, headers   replace headers of the answer; None removes them
     replace               another content of the object, from this request on
     redirect              address to which the answer redirects, with `status` (302)
+    ignores_range         the whole object, with status 200, whatever the request asks for
     drip_s                one byte of the body each so many seconds
     stall_s               wait before the answer
     raw                   the whole answer, after which the connection is closed
@@ -283,7 +284,9 @@ class _Server:
             if is_another or (date and headers.get("if-unmodified-since", date) != date):
                 status, content = 412, b""
             else:
-                status, begin, end = self._range(headers.get("range"), length, sent)
+                status, begin, end = self._range(
+                    None if fault.get("ignores_range") else headers.get("range"), length, sent
+                )
         sent["Content-Length"] = str(end - begin)
         if "content_range" in fault:
             sent["Content-Range"] = fault["content_range"]

@@ -52,6 +52,7 @@ class RemoteFile:
         url: The url, concealed.
         path: The url for messages, without secrets.
         nbytes: Length of the object.
+        is_asked: True if a response has told the object's state. A tag of None then stands for a server without tags.
 
     Raises:
         FileNotFoundError: The object does not exist; with `nbytes`, the first read raises MissingShardError.
@@ -69,6 +70,7 @@ class RemoteFile:
         state = ObjectInfo(nbytes, tag) if nbytes is not None else run(lambda: client_for(self.url).stat(self.url))
         self.nbytes = state.nbytes
         self.manifest = manifest
+        self.is_asked = nbytes is None
         self._state = state
 
     @classmethod
@@ -92,6 +94,7 @@ class RemoteFile:
     def fix(self, found: ObjectInfo) -> None:
         """Record the state that a response reports; raise FormatError if it is another than before."""
         with _lock:
+            self.is_asked = True
             known = self._state
             if known.tag is None and known.nbytes == found.nbytes:
                 self._state = found
