@@ -23,7 +23,7 @@ from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, o
 from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.secret_parts import adopt, for_children
+from wds_tensorcache.storage.remote.urls import reveal
 from wds_tensorcache.training.order import EpochOrder
 
 __all__ = ["ResumablePipeline", "SharedEpochs"]
@@ -117,13 +117,6 @@ class ResumablePipeline(IterableDataset[Any]):
         self._pid = os.getpid()
         self._iteration = 0
         self._move(0, {}, is_over=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_for_children": for_children()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        adopt(state.pop("_for_children"))
-        self.__dict__.update(state)
 
     def _move(self, epoch: int, done: dict[int, _Done], *, is_over: bool) -> None:
         """Set the position at which the next iteration starts, and end the current iteration."""
@@ -462,9 +455,9 @@ def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -
 
 
 def _names(urls: list[str]) -> list[str]:
-    """Return urls for the identity of a stream: without signatures, which change, unless they alone tell shards apart."""
+    """Return urls for the identity of a stream: without queries, which change, unless they alone tell shards apart."""
     names = [shown_url(url) for url in urls]
-    return names if len(set(names)) == len(set(urls)) else urls
+    return names if len(set(names)) == len(set(urls)) else [reveal(url) for url in urls]
 
 
 def _loads(urls: list[str]) -> list[int]:

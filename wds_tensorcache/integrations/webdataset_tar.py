@@ -106,7 +106,7 @@ class TarSamples:
         """
         url, stream = shard["url"], shard["stream"] if "stream" in shard else open_url(shard["url"])
         if isinstance(stream, RemoteStream):
-            url = stream.url  # without credentials
+            url = str(stream.url)  # without secrets
         url = os.fspath(url) if isinstance(url, os.PathLike) else url
         common = {"__url__": url}
         if shard.get("local_path") is not None:

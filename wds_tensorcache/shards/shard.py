@@ -142,7 +142,7 @@ class Shard:
     ) -> None:
         self.is_remote = is_url(path)
         # also valid in other processes and after os.chdir; pickled once
-        self.path = sys.intern(path if self.is_remote else os.path.abspath(path))
+        self.path = path if self.is_remote else sys.intern(os.path.abspath(path))
         self.name = name
         self.files = files
         self.pool = pool
@@ -680,4 +680,4 @@ class _ShardSource(_StoredBytes):
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         file, first = self._open()
-        return FileSource(file.path, file.identity), first + begin
+        return FileSource(self._shard.path, file.identity), first + begin

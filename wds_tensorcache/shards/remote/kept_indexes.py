@@ -1,8 +1,8 @@
 """A folder of indexes of remote shards, so that later runs and other processes need not fetch them again.
 
-A file has the name of a digest of the shard's url, and contains one line of JSON (url, tag and length of the shard, and
-where the index was found), then the index as in a sidecar (FORMAT.md 4). Nothing in it is executed. A reader ignores a
-file whose url, tag, length or digest does not match, and fetches the index again.
+A file has the name of a digest of the shard's url, and contains one line of JSON (public url, tag and length of the shard, a
+digest of these and the query, and where the index was found), then the index as in a sidecar (FORMAT.md 4). Nothing in it
+is executed. A reader ignores a file of which any of these does not match, and fetches the index again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from wds_tensorcache.shards.footer import parse_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.node_cache.identity import digest_of, unsigned
 from wds_tensorcache.storage.remote.client import ObjectInfo
 
 __all__ = ["VARIABLE", "KeptIndexes", "default_folder"]
@@ -67,7 +68,7 @@ class KeptIndexes:
         return KeptIndexes, (self.folder, self.max_nbytes)
 
     def _path(self, url: str) -> str:
-        digest = hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
+        digest = hashlib.sha256(unsigned(url).encode("utf-8", "surrogateescape")).hexdigest()
         return os.path.join(self.folder, digest[:40] + _SUFFIX)
 
     def _most_nbytes(self) -> int:
@@ -138,4 +139,5 @@ class KeptIndexes:
 
 
 def _head(url: str, info: ObjectInfo, *, is_own: Any) -> dict[str, Any]:
-    return {"url": url, "tag": info.tag, "nbytes": info.nbytes, "is_own": is_own}
+    object_digest = digest_of(url, info).hex()
+    return {"url": str(url), "tag": info.tag, "nbytes": info.nbytes, "object": object_digest, "is_own": is_own}
