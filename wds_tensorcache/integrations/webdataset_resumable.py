@@ -21,6 +21,7 @@ from webdataset.tariterators import tarfile_samples
 from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
+from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.urls import reveal
@@ -71,7 +72,7 @@ class ResumablePipeline(IterableDataset[Any]):
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
         rank, world_size, group: As for `Loader`.
-        handler, select_files, rename_files: As for `tarfile_to_samples`.
+        handler, select_files, rename_files, max_expanded_nbytes: As for `tarfile_to_samples`.
 
     Raises:
         TypeError: `urls` has a type that is not listed above.
@@ -96,6 +97,7 @@ class ResumablePipeline(IterableDataset[Any]):
         handler: Callable[[Exception], bool] = reraise_exception,
         select_files: Callable[[str], bool] | None = None,
         rename_files: Callable[[str], str] | None = None,
+        max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     ) -> None:
         self._urls = find_urls(urls)
         if not self._urls:
@@ -111,7 +113,7 @@ class ResumablePipeline(IterableDataset[Any]):
         if len(self._urls) < self._world_size:
             raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some ranks would have none")
         self._handler = handler
-        self._tars = TarSamples(handler, select_files, rename_files)
+        self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
         self._epochs = SharedEpochs()
         self._pid = os.getpid()

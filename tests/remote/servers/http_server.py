@@ -69,7 +69,7 @@ class HttpServer(ServerProcess):
     Args:
         folder: Serve its files, too.
         ranges, suffix_ranges: Obey `Range`, and those for the end of an object. `suffix_ranges` may be the status
-            that refuses one.
+            that refuses one, or "first": the answer to `bytes=-5` is the first 6 bytes, as of s3rver.
         etag: "strong", "weak", "length" (a strong one that depends on the length alone) or None.
         last_modified: Send a `Last-Modified` header; a number is the time in it, for all objects.
         head: Answer HEAD; else it gets status 405.
@@ -88,7 +88,7 @@ class HttpServer(ServerProcess):
         folder: str | os.PathLike[str] | None = None,
         *,
         ranges: bool = True,
-        suffix_ranges: bool | int = True,
+        suffix_ranges: bool | int | str = True,
         etag: str | None = "strong",
         last_modified: bool | int = True,
         head: bool = True,
@@ -317,10 +317,12 @@ class _Server:
             return 200, 0, length
         first, _, last = asked[6:].partition("-")
         if not first:
-            if self.options["suffix_ranges"] is not True:
+            if self.options["suffix_ranges"] not in (True, "first"):
                 refused = self.options["suffix_ranges"]
                 return (200, 0, length) if not refused or refused == 200 else (int(refused), 0, 0)
             begin, end = max(0, length - int(last)), length
+            if self.options["suffix_ranges"] == "first":
+                begin, end = 0, min(int(last) + 1, length)
         else:
             begin, end = int(first), min(int(last) + 1, length) if last else length
         if begin >= end:
