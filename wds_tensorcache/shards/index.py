@@ -156,6 +156,7 @@ class ShardIndex:
         layouts: Layouts, to which the `layout` columns of the caches refer.
         end: Byte offset of the end-of-archive marker.
         fingerprint: Description of how the cache was made; None if unknown.
+        digest: Digest in the trailer of the footer or sidecar that contains the index, as in a manifest; None after a scan.
     """
 
     keys: Keys
@@ -164,6 +165,7 @@ class ShardIndex:
     layouts: LayoutTable
     end: int
     fingerprint: Mapping[str, Any] | None = None
+    digest: str | None = None
 
     def __repr__(self) -> str:
         return f"ShardIndex({len(self.keys)} samples, caches {list(self.caches)}, other members {list(self.members)})"

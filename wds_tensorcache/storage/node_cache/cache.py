@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.storage.aio import Reads, address_of, read_many
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, Evicted
 from wds_tensorcache.storage.node_cache.fill import Fetch, Range, Wanted, block_runs, fill
@@ -247,7 +247,7 @@ class NodeCache:
     def _warn(self, reason: Exception | str) -> None:
         if not self._is_warned:
             self._is_warned = True
-            warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=_user_level())
+            warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=user_level())
 
 
 class CachedFile(RemoteFile):
@@ -293,14 +293,6 @@ class CachedFile(RemoteFile):
 
     def __reduce__(self) -> Any:
         return CachedFile, (self.cache, self.url, *self.identity, self.manifest)
-
-
-def _user_level() -> int:
-    """Return the `stacklevel` for the first frame outside this package; in a thread of this package, the user has no frame."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _cached(file: RemoteFile) -> CachedFile:
