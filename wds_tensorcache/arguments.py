@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from wds_tensorcache.errors import list_names
 
-__all__ = ["as_int", "check_options"]
+__all__ = ["as_int", "check_options", "user_level"]
+
+_OWN = frozenset({__name__.partition(".")[0], "dali_plugin"})
 
 
 def as_int(name: str, value: Any) -> int:
@@ -43,3 +46,14 @@ def check_options(
         own = [each.name for each in inspect.signature(call).parameters.values() if each.kind != each.VAR_KEYWORD]
         hint = f"use {remedy}" if remedy else f"there are {list_names(list(dict.fromkeys([*own, *known])), name)}"
         raise TypeError(f"{call.__name__} has no argument {name!r:.100}; {hint}")
+
+
+def user_level() -> int:
+    """Return the `stacklevel` of a warning for the first frame outside this package, from the function that warns.
+
+    In a thread of this package, the user has no frame.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OWN:
+        level, frame = level + 1, frame.f_back
+    return level

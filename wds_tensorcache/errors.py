@@ -17,7 +17,6 @@ from __future__ import annotations
 import difflib
 import errno
 import pickle
-import sys
 import tarfile
 from collections.abc import Collection, Iterable
 from itertools import islice
@@ -39,7 +38,6 @@ __all__ = [
     "did_you_mean",
     "list_names",
     "unknown_name",
-    "user_level",
 ]
 
 _Error = TypeVar("_Error", bound="TensorCacheError")
@@ -204,11 +202,3 @@ def did_you_mean(wanted: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'manifest.json'?` for names that are similar to a wrong one; an empty text if there are none."""
     near = difflib.get_close_matches(wanted[:_NUM_CHARS], islice(known, _NUM_COMPARED), 2)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-def user_level() -> int:
-    """Return the `stacklevel` for the first frame outside this package; in a thread of this package, the user has no frame."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -26,7 +26,7 @@ INSTALL_DALI = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without
 INSTALL_WIDS = "needs wids, which webdataset 0.2.86 has and 1.0 has not"
 SHARDS = [
     ShardEntry("b-000.tar", 10, 20480),
-    ShardEntry("a/é \udcff.tar", 0, 1024),
+    ShardEntry("a/é \udcff.tar", 0, 1024, "0123456789abcdef"),
     ShardEntry("s3://x/y.tar", 1 << 40, 1 << 62),
 ]
 EXTRA = {"version": 1, "caches": {"b-000.tar": {"": 10, "é": 3}}, "none": None, "ratio": 0.5}
@@ -55,7 +55,10 @@ def test_read_back(tmp_path: Path, shards: list[ShardEntry], extra: dict[str, An
     assert json.loads(path.read_text()) == {
         "__kind__": "wids-shard-index-v1",
         "wids_version": 1,
-        "shardlist": [{"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes} for s in shards],
+        "shardlist": [
+            {"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes} | ({"index": s.digest} if s.digest else {})
+            for s in shards
+        ],
         "tensorcache": extra,
     }
     assert len(path.read_text().splitlines()) == 7 + max(len(shards), 1)
@@ -65,9 +68,12 @@ def test_read_back(tmp_path: Path, shards: list[ShardEntry], extra: dict[str, An
     st.lists(
         st.builds(
             ShardEntry,
-            st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+            st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(
+                lambda url: not url.startswith("/") and ".." not in url
+            ),
             st.integers(0, 9),
             st.integers(0, 9),
+            st.none() | st.from_regex("[0-9a-f]{16}", fullmatch=True),
         ),
         unique_by=lambda s: s.url,
     )
@@ -124,6 +130,10 @@ INVALID = {
     "a bool": (shardlist(nsamples=True), r"shardlist\[1\]: nsamples is True, expected a non-negative integer"),
     "a float": (shardlist(filesize=1.5), r"shardlist\[1\]: filesize is 1.5, expected a non-negative integer"),
     "no number": (shardlist(filesize=None), r"shardlist\[1\]: filesize is None, expected a non-negative integer"),
+    "digest is a number": (shardlist(index=1), r"shardlist\[1\]: index is 1, expected 16 hexadecimal digits"),
+    "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
+    "url goes up": (shardlist(url="../y"), r"shardlist\[1\]: url '../y' is outside the manifest's folder; .*tc.open"),
+    "absolute url": (shardlist(url="/y"), r"shardlist\[1\]: url '/y' is outside the manifest's folder; .*tc.open"),
     "more than 63 bits": (shardlist(filesize=1 << 63), r"shardlist\[1\]: filesize is 9223372036854775808, expected"),
 }  # fmt: skip
 
@@ -351,10 +361,7 @@ def relist(folder: Path, *urls: str) -> None:
 
 SPELLINGS = [
     "./0.tar",
-    "sub/../0.tar",
     ".//0.tar",
-    "{folder}/0.tar",
-    "../d/0.tar",
     "soft.tar",
     "hard.tar",
     "sub/link/0.tar",
@@ -369,7 +376,6 @@ def test_one_file_listed_under_two_names(folder: Path, url: str, is_first: bool)
     if url == "hard.tar":
         (folder / url).hardlink_to(folder / "0.tar")
     (folder / "sub" / "link").symlink_to(folder)
-    url = url.format(folder=folder)
     relist(folder, *([url, "0.tar"] if is_first else ["0.tar", url]), "1.tar")
     twice = "0.tar" if is_first else url
     for source in (folder, folder / "manifest.json", str(folder / "*.json"), [folder]):
@@ -397,7 +403,6 @@ UNREADABLE = {
     "s3://bucket/0.tar": "is a url in a local manifest",
     "0.tar/": "'0.tar/' is not a possible path",
     "0.tar/x": "'0.tar/x' is not a possible path",
-    "0.tar/../1.tar": "is not a possible path",
     "x" * 5000: "'x+.* is not a possible path",
     "x" * 256 + ".tar": "'x+.* is not a possible path",
     "/".join(["y" * 200] * 30): "'y+.* is not a possible path",
@@ -405,7 +410,8 @@ UNREADABLE = {
     "sub": "is a folder, pipe or device, expected a file",
     ".": "is a folder, pipe or device, expected a file",
     "pipe.tar": "is a folder, pipe or device, expected a file",
-    "/dev/zero": "is a folder, pipe or device, expected a file",
+    "/dev/zero": "url '/dev/zero' is outside the manifest's folder",
+    "0.tar/../1.tar": "url '0.tar/../1.tar' is outside the manifest's folder",
 }
 
 

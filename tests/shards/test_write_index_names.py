@@ -27,11 +27,11 @@ def relist(folder: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize("footer", [True, False])
-@pytest.mark.parametrize("url", ["000000.tar", "./000000.tar", "../x/000000.tar", "absolute", "link.tar"])
+@pytest.mark.parametrize("url", ["000000.tar", "./000000.tar", "link.tar"])
 def test_however_the_manifest_spells_it(tmp_path: Path, url: str, footer: bool) -> None:
     path = write(tmp_path / "x", footer=False)
     (tmp_path / "x" / "link.tar").symlink_to(path)
-    relist(tmp_path / "x", path.name, str(path) if url == "absolute" else url)
+    relist(tmp_path / "x", path.name, url)
     tc.write_index(path, footer=footer)
     assert list(tc.open(tmp_path / "x").keys()) == KEYS
     entries = json.loads((tmp_path / "x" / "manifest.json").read_text())
@@ -68,8 +68,9 @@ def test_by_a_hard_link(tmp_path: Path, name: str) -> None:
         f"x/{name}",
         *(["x/manifest.json"] if name == path.name else []),
     }
-    for folder in ("x", "y"):
-        assert list(tc.open(tmp_path / folder).keys()) == KEYS
+    assert list(tc.open(tmp_path / "y").keys()) == KEYS
+    with pytest.warns(UserWarning, match=r"does not list 1 of the shards in the folder \('link.tar'\)"):
+        assert list(tc.open(tmp_path / "x").keys()) == KEYS
 
 
 @pytest.mark.parametrize("footer", [True, False])

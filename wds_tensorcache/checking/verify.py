@@ -17,10 +17,18 @@ from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.progress import ProgressOption
-from wds_tensorcache.reading.find_shards import find_shards
+from wds_tensorcache.reading.find_shards import find_shards, shard_names
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.manifest import MANIFEST, Found, ShardEntry, are_counts, locate_shards, read_manifest
+from wds_tensorcache.shards.manifest import (
+    MANIFEST,
+    Found,
+    ShardEntry,
+    are_counts,
+    locate_shards,
+    read_manifest,
+    stored_digest,
+)
 from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
 from wds_tensorcache.storage.threads import ThreadPool, run_in_order
@@ -193,9 +201,9 @@ class _Manifest:
                 paths.append(path)
                 self._entries[os.path.abspath(path)] = entry
         folder = os.path.dirname(self._path)
-        for name in sorted(os.listdir(folder or ".")):
+        for name in shard_names(os.listdir(folder or os.curdir)):
             path = os.path.join(folder, name)
-            if name.endswith(".tar") and not name.startswith(".") and os.path.abspath(path) not in self._entries:
+            if os.path.abspath(path) not in self._entries:
                 paths.append(path)
                 if entries is not None and self._where == MANIFEST:
                     fault(path, f"{MANIFEST} does not list it")
@@ -226,6 +234,8 @@ class _Manifest:
             differ(f"has {found.nbytes} bytes", entry.nbytes)
         if entry.num_samples != num_samples:
             differ(f"has {num_samples} samples", entry.num_samples)
+        if entry.digest is not None and (digest := stored_digest(found.path)) != entry.digest:
+            differ("has no index" if digest is None else f"has an index with the digest {digest}", entry.digest)
         if counts is not None and not are_counts(counts):
             wrong(f"caches {counts!r:.200} for this shard, expected numbers of samples by name")
         elif counts is not None and counts != caches and len(found.index.keys) == entry.num_samples:

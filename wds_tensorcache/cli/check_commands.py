@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import click
@@ -11,6 +12,8 @@ import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Report
 from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, counted, json_option, plain
+from wds_tensorcache.writing.index_folder import index_folder
+from wds_tensorcache.writing.index_shard import index_shard
 
 __all__ = ["index", "repair", "verify"]
 
@@ -20,22 +23,45 @@ _threads_option = click.option(
 
 
 @click.command()
-@click.argument("shards", nargs=-1, required=True, type=LocalPath(dir_okay=False, urls=True))
+@click.argument("shards", nargs=-1, required=True, type=LocalPath(urls=True))
 @click.option("--footer", is_flag=True, help="Append the index to the shard instead of writing PATH.index.")
 @click.option("--no-dali-index", is_flag=True, help="Do not write the .idx file for DALI.")
 @json_option
 def index(shards: tuple[str, ...], footer: bool, no_dali_index: bool, as_json: bool) -> None:
-    """Index SHARDS that another program made, so that opening them needs no scan."""
+    """Index SHARDS that another program made, so that opening them needs no scan.
+
+    Shards beside a manifest.json that does not list them are added to it. For a folder, its manifest.json is written anew from
+    all shards that are in it.
+    """
     output = Output(as_json)
     found: list[dict[str, Any]] = []
     with output.progress("indexing") as show:
         for number, path in enumerate(shards):
+            if os.path.isdir(path):
+                report = index_folder(path, footer=footer, dali_index=not no_dali_index, show=show)
+                found.append({"folder": path, **dataclasses.asdict(report)})
+                continue
             show(number, len(shards))
-            made = tc.write_index(path, footer=footer, dali_index=not no_dali_index)
-            found.append({"shard": path, "num_samples": len(made.keys)})
+            made, manifest = index_shard(path, footer, not no_dali_index)
+            found.append({"shard": path, "num_samples": len(made.keys), "added_to": manifest})
     for each in found:
-        output.line(f"{each['shard']}: {counted(each['num_samples'], 'sample')}")
+        if "folder" in each:
+            _print_folder(output, each["folder"], each)
+        else:
+            added = f", added to {each['added_to']}" if each["added_to"] else ""
+            output.line(f"{each['shard']}: {counted(each['num_samples'], 'sample')}{added}")
     output.result(found)
+
+
+def _print_folder(output: Output, folder: str, found: dict[str, Any]) -> None:
+    for name in found["added"]:
+        output.line(
+            f"{os.path.join(folder, name)}: {counted(found['num_samples'][name], 'sample')}, added to the manifest"
+        )
+    for url in found["removed"]:
+        output.line(f"{os.path.join(folder, url)} does not exist: removed from the manifest")
+    counts = found["num_samples"].values()
+    output.line(f"{folder}: {counted(len(counts), 'shard')}, {counted(sum(counts), 'sample')}")
 
 
 @click.command()

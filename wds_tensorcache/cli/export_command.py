@@ -9,6 +9,7 @@ import click
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.integrations.exporting.export_cache import KINDS, export_cache
+from wds_tensorcache.reading.find_shards import find_shards
 
 __all__ = ["export"]
 
@@ -28,6 +29,7 @@ def export(path: str, out: str, kind: str, resume: bool, cache_name: str | None,
     output = Output(as_json)
     if kind == "webdataset" and resume:
         raise click.UsageError("an interrupted tar cannot be continued; export it again without --resume")
+    find_shards(path, copies=True)
     with open_cache(path, cache_name) as cache, output.progress("exporting") as show:
         report = export_cache(cache, out, kind, resume=resume, progress=show)
     for key, name in report.renamed.items():

@@ -12,7 +12,8 @@ from webdataset.gopen import Pipe
 from webdataset.handlers import reraise_exception
 from webdataset.tariterators import base_plus_ext
 
-from wds_tensorcache.errors import FormatError, user_level
+from wds_tensorcache.arguments import user_level
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.webdataset_urls import open_url, shown_url
 from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.tar.stream import TarStream

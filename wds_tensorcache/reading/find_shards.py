@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from shlex import quote
 from typing import Any, TypeAlias
 
 from braceexpand import braceexpand
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError, did_you_mean
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.remote.find import find_remote
 from wds_tensorcache.shards.manifest import MANIFEST, Found, listed_shard, locate_shards, read_manifest
+from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
-__all__ = ["CachePaths", "existing_folder", "expand_braces", "find_shards"]
+__all__ = ["CachePaths", "existing_folder", "expand_braces", "find_shards", "shard_names"]
 
+_NUM_SHOWN = 3
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
 
 
 def find_shards(
-    source: Any, listed: Callable[[str], list[Found]] | None = None, *, local_for: str | None = None
+    source: Any,
+    listed: Callable[[str], list[Found]] | None = None,
+    *,
+    local_for: str | None = None,
+    copies: bool = False,
 ) -> list[Found]:
-    """Return the shards of a `source` as in `open`.
+    """Return the shards of a `source` as in `open`. Warn if a local folder contains shards that its manifest does not list.
 
     Args:
         listed: Replaces the function that returns the shards of a local manifest.
         local_for: Past participle of an action that needs local shards, such as `"verified"`. Urls then raise ValueError.
+        copies: A new cache is made of the shards: raise FormatError instead of the warning.
     """
     listed = listed or _from_manifest
     if isinstance(source, (str, os.PathLike)):
@@ -36,21 +46,21 @@ def find_shards(
         if local_for is not None and is_url(path):
             what = f"{shown(path)}: only local shards can be {local_for}"
             raise ValueError(f"{what}; copy them to a disk first, with a tool of the store")
-        return _find_one(path, listed)
+        return _find_one(path, listed, copies)
     if isinstance(source, (bytes, Cache)) or not isinstance(source, Sequence):
         raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
-    found = [shard for part in source for shard in find_shards(part, listed, local_for=local_for)]
+    found = [shard for part in source for shard in find_shards(part, listed, local_for=local_for, copies=copies)]
     if not found:
         raise FileNotFoundError("no shards: the list is empty")
     return found
 
 
-def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
+def _find_one(source: str, listed: Callable[[str], list[Found]], copies: bool) -> list[Found]:
     """Return the shards of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
     if is_url(source):
         return find_remote(source)
     if os.path.exists(source):
-        return _find_path(source, listed)
+        return _find_path(source, listed, copies)
     check_not_url(source)
     found: list[Found] = []
     for path in expand_braces(source):
@@ -62,7 +72,7 @@ def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
         for match in matches:
             if not os.path.exists(match):
                 raise FileNotFoundError(f"{match} is a link to a file that does not exist")
-            found += _find_path(match, listed)
+            found += _find_path(match, listed, copies)
     return found
 
 
@@ -76,17 +86,56 @@ def _near(path: str) -> str:
         return f"; there is no folder {folder} that can be read"
 
 
-def _find_path(path: str, listed: Callable[[str], list[Found]]) -> list[Found]:
+def _find_path(path: str, listed: Callable[[str], list[Found]], copies: bool) -> list[Found]:
     """Return the shards of a path to a folder, a manifest or a shard. Braces and wildcards in the path are literal."""
     if os.path.isdir(path):
         manifest = os.path.join(path, MANIFEST)
         if os.path.exists(manifest):
-            return listed(manifest)
-        shards = sorted(file for file in os.listdir(path) if file.endswith(".tar") and not file.startswith("."))
+            found = listed(manifest)
+            # a folder may permit reading files by name, but no listing
+            with contextlib.suppress(OSError):
+                _check_unlisted(path, [shard for shard, *_ in found], copies)
+            return found
+        shards = shard_names(os.listdir(path))
         if not shards:
             raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar")
         return [(os.path.join(path, file), None, None) for file in shards]
     return listed(path) if path.endswith(".json") else [(path, None, None)]
+
+
+def shard_names(names: Iterable[str]) -> list[str]:
+    """Return the sorted names of shards among the names of files: those that end in `.tar`, without hidden ones."""
+    return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
+
+
+def _check_unlisted(folder: str, found: list[str], copies: bool) -> None:
+    """Warn, or raise FormatError, if a folder contains shards besides those `found` in its manifest."""
+    known = set(map(os.path.normpath, found))
+    paths = [os.path.normpath(os.path.join(folder, name)) for name in shard_names(os.listdir(folder))]
+    unlisted = [path for path in paths if path not in known]
+    # Hazard: a writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
+    # the manifest, read again, lists them; unless they were killed.
+    if not unlisted or is_being_written(folder):
+        return
+    manifest = os.path.join(folder, MANIFEST)
+    located = [each.path for each in locate_shards(manifest, read_manifest(manifest)[0]) if each.error is None]
+    are_listed = set(map(_identity, located))  # links have other names
+    unlisted = [path for path in unlisted if os.path.isfile(path) and _identity(path) not in are_listed]
+    if unlisted:
+        names = ", ".join(repr(os.path.basename(path)) for path in unlisted[:_NUM_SHOWN])
+        names += ", …" * (len(unlisted) > _NUM_SHOWN)
+        what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({names})"
+        what = f"{folder}: {what}, so their samples are left out"
+        command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
+        what = f"{what}; add them with {command}, or move them to another folder"
+        if copies:
+            raise FormatError(what, kind="index")
+        warnings.warn(what, stacklevel=user_level())
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def expand_braces(pattern: str) -> list[str]:

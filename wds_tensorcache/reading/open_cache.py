@@ -104,7 +104,7 @@ def open(
                 files.expect_remote(path, listed.nbytes, listed.manifest)
         # the manifest lists the caches; without one, the indexes do
         known = {
-            path: Shard(path, "", files, pool, table, num_samples=listed.num_samples, find_index=find_index)
+            path: Shard(path, "", files, pool, table, listed=listed, find_index=find_index)
             for path, listed in lists.items()
             if listed.caches is None
         }
@@ -122,13 +122,13 @@ def open(
                 check_fingerprint(path, fingerprint, as_fingerprint(expect))
         shards = []
         for path, *_ in found:
-            num_samples, counts, manifest, _ = lists[path]
-            count = counts.get(name, 0) if counts is not None else None
-            shards.append(Shard(path, name, files, pool, table, count, None, num_samples, find_index=find_index))
+            listed = lists[path]
+            count = listed.caches.get(name, 0) if listed.caches is not None else None
+            shards.append(Shard(path, name, files, pool, table, count, None, listed, find_index=find_index))
             if path in known:
                 shards[-1].take_index(known[path])
             if not shards[-1].is_remote:
-                files.expect(shards[-1].path, manifest)
+                files.expect(shards[-1].path, listed.manifest)
         return TensorCache(
             Store(
                 shards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from struct import Struct
@@ -25,6 +26,7 @@ from wds_tensorcache.shards.tar.headers import padding
 __all__ = [
     "TRAILER_NBYTES",
     "build_footer",
+    "declared_digest",
     "declared_nbytes",
     "declared_place",
     "parse_footer",
@@ -142,6 +144,16 @@ def declared_nbytes(sidecar: bytes) -> int | None:
     return None if trailer is None else trailer.shard_nbytes
 
 
+def declared_digest(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> str | None:
+    """Return the digest of the index at the end of a file, as 16 hexadecimal digits.
+
+    The index may be damaged. Returns None if the last bytes of the file are not a trailer, or do not declare a shard of
+    `shard_nbytes` bytes.
+    """
+    trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
+    return None if trailer is None else f"{trailer.digest:016x}"
+
+
 class _Trailer(NamedTuple):
     index_nbytes: int
     end: int
@@ -184,7 +196,7 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
             )
         arrays[tensor.name] = np.frombuffer(body, f"<u{STORED[tensor.dtype][0]}", tensor.shape[0], tensor.begin)
     try:
-        index = _assemble(arrays, trailer.end)
+        index = dataclasses.replace(_assemble(arrays, trailer.end), digest=f"{trailer.digest:016x}")
     # ValueError includes FormatError, and errors of the JSON parser
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
         raise FormatError(f"the index is incomplete or malformed: {exc!r}", kind="index") from exc

@@ -198,6 +198,7 @@ class ShardIndex:
         origins: Digests of the items and original names of the samples; None if there are none.
         hidden: Byte offset of a tar header after the end, whose member readers do not see; None if a scan found no such
             header, or if the index was not made by a scan.
+        digest: Digest in the trailer of the footer or sidecar that contains the index, as in a manifest; None after a scan.
     """
 
     keys: Keys
@@ -208,6 +209,7 @@ class ShardIndex:
     fingerprint: Mapping[str, Any] | None = None
     origins: Origins | None = None
     hidden: int | None = None
+    digest: str | None = None
 
     def __repr__(self) -> str:
         return f"ShardIndex({len(self.keys)} samples, caches {list(self.caches)}, other members {list(self.members)})"

@@ -9,17 +9,19 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any, NamedTuple
 
 from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError
+from wds_tensorcache.shards.footer import declared_digest
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import locked_folder
-from wds_tensorcache.storage.remote.urls import shown
+from wds_tensorcache.storage.remote.urls import is_url, shown
 
 __all__ = [
     "MANIFEST",
@@ -30,29 +32,42 @@ __all__ = [
     "Located",
     "ShardEntry",
     "are_counts",
+    "check_listed",
     "listed_shard",
     "locate_shards",
     "parse_listing",
     "parse_manifest",
     "read_manifest",
+    "stored_digest",
     "write_manifest",
 ]
 
 MANIFEST = "manifest.json"
+MAX_NBYTES = 1 << 28  # lists about two million shards
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
 _OURS, _OUR_VERSION = "tensorcache", 1
 _NO_NAME = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
 _NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # no file name contains these, even with surrogateescape
+_DIGEST = re.compile("[0-9a-f]{16}").fullmatch
+_MIN_VALUE_NBYTES, _NUM_SHORT = 6, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One shard in a manifest. A relative url starts from the manifest's folder; `nbytes` is the length of the whole file."""
+    """One shard in a manifest. `digest` is that of its index, as of `stored_digest`.
+
+    The url is relative to the manifest's folder; `nbytes` is the length of the whole file.
+    """
 
     url: str
     num_samples: int
     nbytes: int
+    digest: str | None = None
+
+    def is_listed(self, listed: ShardEntry | None) -> bool:
+        """Return whether a manifest has this entry, perhaps with another digest, since earlier writers list none."""
+        return listed is not None and replace(listed, digest=self.digest) == self
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +84,15 @@ class Located:
 class ListedCounts(NamedTuple):
     """Numbers in a manifest about a shard: all samples, and those of each cache; path of the manifest; bytes of the shard.
 
-    None if unknown. `nbytes` is set only for remote shards, whose lengths are not known otherwise.
+    None if unknown. `nbytes` is set only for remote shards, whose lengths are not known otherwise. `digest` is that of
+    the shard's index.
     """
 
     num_samples: int | None = None
     caches: Mapping[str, int] | None = None
     manifest: str | None = None
     nbytes: int | None = None
+    digest: str | None = None
 
 
 # path or url of a shard; if a manifest lists it, also its numbers and its fingerprint
@@ -95,7 +112,13 @@ def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any
 
 
 def _build_manifest(shards: Sequence[ShardEntry], extra: dict[str, Any]) -> bytes:
-    entries = [json.dumps({"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes}) for s in shards]
+    entries = [
+        json.dumps(
+            {"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes}
+            | ({} if s.digest is None else {"index": s.digest})
+        )
+        for s in shards
+    ]
     text = (
         f'{{\n"__kind__": "{_KIND}",\n"wids_version": {_WIDS_VERSION},\n"shardlist": [\n'
         + ",\n".join(entries)
@@ -110,19 +133,20 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
     Manifests from wids's own tool are also accepted, except those that use `base` or `datasets`.
 
     Raises:
-        FormatError: The file is not a manifest, or uses `base` or `datasets`.
+        FormatError: The file is not a manifest, uses `base` or `datasets`, or lists a file outside its folder.
         OSError: The file cannot be read.
     """
     file = ShardFile(path)
-    content = file.read(0, file.nbytes)
     try:
-        return parse_manifest(content)
+        if file.nbytes > MAX_NBYTES:
+            raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_NBYTES:,}")
+        return parse_manifest(file.read(0, file.nbytes))
     except FormatError as exc:
         raise exc.at(path) from exc
 
 
 def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]:
-    """Yield the location of each of `entries`, in order; relative urls start from the folder of the manifest at `path`."""
+    """Yield the location of each of `entries`, in order; urls start from the folder of the manifest at `path`."""
     urls: dict[Any, str] = {}  # the first url of each file
     folder = os.path.dirname(path)
     for entry in entries:
@@ -130,7 +154,7 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
         error: FormatError | OSError | None = None
         try:
             status = _status(entry, shard)
-            # `./a.tar`, links and absolute paths may all name the same file
+            # `./a.tar` and links may all name the same file
             nbytes, identity = status.st_size, (status.st_dev, status.st_ino)
             first = urls.setdefault(identity if status.st_ino else os.path.realpath(shard), entry.url)
             if first != entry.url:
@@ -187,8 +211,32 @@ def listed_shard(
     if fingerprint is not None and not isinstance(fingerprint, dict):
         raise FormatError(f"{manifest}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
     nbytes = entry.nbytes if is_remote else None
-    listed = ListedCounts(entry.num_samples, counts, manifest if is_remote else os.path.abspath(manifest), nbytes)
-    return path, listed, fingerprint
+    manifest = manifest if is_remote else os.path.abspath(manifest)
+    return path, ListedCounts(entry.num_samples, counts, manifest, nbytes, entry.digest), fingerprint
+
+
+def stored_digest(path: str) -> str | None:
+    """Return the digest of the index at the end of the shard at `path`, or else in its sidecar; None without an index."""
+    file = ShardFile(path)
+    return next(stored(file, lambda each: declared_digest(each.read, each.nbytes, file.nbytes)), None)
+
+
+def check_listed(path: str, index: ShardIndex, listed: ListedCounts) -> None:
+    """Compare the index of the shard at `path` with what the manifest lists about the shard.
+
+    Raises:
+        FormatError: They have different numbers of samples, or different digests.
+    """
+    is_remote = is_url(path)
+    command = f"`tensorcache index {quote(path)}` (tc.write_index)"
+    if listed.num_samples not in (None, len(index.keys)):
+        what = f"{len(index.keys)} samples in all, but the manifest, which is stale, lists {listed.num_samples}"
+        raise FormatError(f"{path}: {what}; run {command}")
+    if None not in (listed.digest, index.digest) and listed.digest != index.digest:
+        what = f"its index has the digest {index.digest}, but {listed.manifest} lists {listed.digest}"
+        remedy = "upload its own manifest again" if is_remote else f"list it with {command}"
+        remedy = f"copy the right shard again, or, if this is the right one, {remedy}"
+        raise FormatError(f"{path}: another shard has replaced the one that was listed: {what}; {remedy}", kind="index")
 
 
 def are_counts(counts: Any) -> bool:
@@ -198,6 +246,13 @@ def are_counts(counts: Any) -> bool:
 
 def parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     """Return the shards and the value of the key `tensorcache` of a manifest with this content; see `read_manifest`."""
+    # Hazard: small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each.
+    num_values = sum(map(content.count, (b"{", b"[", b",", b":")))
+    if num_values > _NUM_SHORT + len(content) // _MIN_VALUE_NBYTES:
+        what = (
+            f"{num_values:,} keys, values and containers in {len(content):,} bytes, more than the limit for a manifest"
+        )
+        raise FormatError(f"{what}: {_NUM_SHORT:,}, and one for each {_MIN_VALUE_NBYTES} bytes", kind="index")
     try:
         document = parse_json(content)
     except (ValueError, RecursionError) as exc:
@@ -228,10 +283,17 @@ def _parse_shard(shard: Any, where: str) -> ShardEntry:
     url, num_samples, nbytes = shard.get("url"), shard.get("nsamples"), shard.get("filesize")
     if not isinstance(url, str) or not url or _NO_PATH.search(url):
         raise _wrong(f"{where}: url", url, "a path or a url")
+    # Hazard: a downloaded manifest must not make a reader or a tool read private files.
+    if os.path.isabs(url) or ".." in re.split(r"[/\\]", url):
+        remedy = "a manifest lists files of its own folder only; to read another shard, pass its own path to tc.open"
+        raise FormatError(f"{where}: url {shown(url)!r:.200} is outside the manifest's folder; {remedy}", kind="index")
     for key, count in (("nsamples", num_samples), ("filesize", nbytes)):
         if type(count) is not int or not 0 <= count < 1 << 63:
             raise _wrong(f"{where}: {key}", count, "a non-negative integer below 2^63")
-    return ShardEntry(url, num_samples, nbytes)  # type: ignore[arg-type]
+    digest = shard.get("index")
+    if digest is not None and not (isinstance(digest, str) and _DIGEST(digest)):
+        raise _wrong(f"{where}: index", digest, "16 hexadecimal digits")
+    return ShardEntry(url, num_samples, nbytes, digest)  # type: ignore[arg-type]
 
 
 def _expect(is_good: bool, what: str, value: object, expected: str, kind: Kind = "index") -> None:
@@ -255,12 +317,11 @@ class Listing:
     fingerprints: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     folder: str = ""
-    _spelled: dict[str, str] = field(init=False)  # maps `a.tar` to its url if that is `./a.tar` or an absolute path
+    _spelled: dict[str, str] = field(init=False)  # maps `a.tar` to its url if that is `./a.tar`
 
     def __post_init__(self) -> None:
-        spelled = {os.path.basename(url): url for url in self.entries if os.path.basename(url) != url}
-        where = {name: [os.path.abspath(self._locate(each)) for each in (name, url)] for name, url in spelled.items()}
-        self._spelled = {name: url for name, url in spelled.items() if where[name][0] == where[name][1]}
+        plain = {os.path.normpath(url): url for url in self.entries}
+        self._spelled = {name: url for name, url in plain.items() if name != url and os.path.basename(name) == name}
 
     def _locate(self, url: str) -> str:
         return os.path.join(self.folder, url)
@@ -277,7 +338,14 @@ class Listing:
     def lists(self, path: str, index: ShardIndex) -> bool:
         """Return whether the manifest lists the shard at `path` with its current length and number of samples."""
         entry = _entry(path, index)
-        return self.entries.get(entry.url) == entry
+        return entry.is_listed(self.entries.get(entry.url))
+
+    def check(self, path: str, name: str, index: ShardIndex, nbytes: int) -> None:
+        """Raise FormatError if another shard of `nbytes` bytes has replaced the listed one; other differences are stale."""
+        entry = self.entries.get(name)
+        if entry is not None and entry.nbytes == nbytes:
+            listed = ListedCounts(manifest=os.path.join(self.folder, MANIFEST), digest=entry.digest)
+            check_listed(path, index, listed)
 
     def fingerprint(self, name: str) -> Any:
         """Return the fingerprint of the shard with this file name; None if the manifest has none."""
@@ -314,7 +382,7 @@ class Listing:
 
 
 def _entry(path: str, index: ShardIndex) -> ShardEntry:
-    return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path))
+    return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path), stored_digest(path))
 
 
 def parse_listing(content: bytes, path: str, folder: str) -> Listing:

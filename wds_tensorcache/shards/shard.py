@@ -12,16 +12,18 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
 from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_preamble, sign_header
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.views import are_equal_at, read_windows, view_bytes
-from wds_tensorcache.errors import FormatError, TensorCacheError, user_level
+from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.manifest import ListedCounts, check_listed
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.remote.find_index import FindIndex
 from wds_tensorcache.shards.sidecar import open_sidecar
@@ -136,7 +138,7 @@ class Shard:
         allow: Mapping[tuple[str, str], type],
         count: int | None = None,
         index: ShardIndex | None = None,
-        num_samples: int | None = None,
+        listed: ListedCounts = ListedCounts(),  # noqa: B008  # immutable
         *,
         find_index: FindIndex | None = None,
     ) -> None:
@@ -146,7 +148,7 @@ class Shard:
         self.name = name
         self.files = files
         self.pool = pool
-        self._num_samples = num_samples  # from the manifest; includes samples without this cache
+        self._listed = listed  # the numbers include samples without this cache
         self._allow = allow
         self._count = count
         self._index = index
@@ -158,7 +160,7 @@ class Shard:
         self._templates: list[Template] = []
 
     def __reduce__(self) -> Any:
-        known = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._num_samples)
+        known = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._listed)
         return partial(Shard, find_index=self._find_index), known
 
     def __len__(self) -> int:
@@ -186,11 +188,11 @@ class Shard:
     def _load(self) -> None:
         index = self._index or self._read_index()
         columns = index.caches.get(self.name, _NONE)
-        of = f"with cache {self.name!r}"
-        for found, listed, which in ((len(columns), self._count, of), (len(index.keys), self._num_samples, "in all")):
-            if listed not in (None, found):
-                what = f"{found} samples {which}, but the manifest, which is stale, lists {listed}"
-                raise FormatError(f"{self.path}: {what}; run `tensorcache index {quote(self.path)}` (tc.write_index)")
+        check_listed(self.path, index, self._listed)
+        if self._count not in (None, len(columns)):
+            of = f"{len(columns)} samples with cache {self.name!r}"
+            what = f"{of}, but the manifest, which is stale, lists {self._count}"
+            raise FormatError(f"{self.path}: {what}; run `tensorcache index {quote(self.path)}` (tc.write_index)")
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
@@ -209,7 +211,7 @@ class Shard:
     def _read_remote_index(self, *, may_scan: bool) -> ShardIndex | None:
         find_index = self._find_index or FindIndex()
         try:
-            found = find_index.load(self.path, self.files, self._num_samples, may_scan=may_scan)
+            found = find_index.load(self.path, self.files, self._listed.num_samples, may_scan=may_scan)
         except FormatError as exc:  # the messages of other errors have the url
             raise exc.at(self.path) from exc
         if found is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Any
 
 from wds_tensorcache.storage.threads import NO_FORK, call_when_gone
 
-__all__ = ["Held", "locked_folder", "open_regular"]
+__all__ = ["Held", "is_being_written", "locked_folder", "open_regular"]
 
 try:
     import fcntl
@@ -22,6 +23,8 @@ except ImportError:  # Windows
 
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
 _REGULAR = os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+# files that the writer of a pattern, and a write by Ray, create in their folder, and lock until they end
+_LOCK = re.compile(r"\.tensorcache\.[0-9a-f]{8}\.lock|\.ray-[0-9a-f]{8}\.writing").fullmatch
 _WAIT_S = 10.0  # the longest wait during which nothing in the folder changes; the total wait may be six times as long
 
 
@@ -110,6 +113,28 @@ def locked_folder(folder: str) -> Iterator[bool]:
                 raise FileExistsError(f"{folder}: {what}; wait until that process ends, or write to another folder")
             time.sleep(pause_s := min(2 * pause_s, 0.05))
         yield is_locked is True
+
+
+def is_being_written(folder: str) -> bool:
+    """Return whether a writer holds the lock of its pattern, or of its write, in a folder; its new shards may be unlisted.
+
+    Without locks, as on some network file systems, a writer counts as active until its lock file is deleted.
+    """
+    try:
+        # Hazard: a writer that starts meanwhile must not find its lock file, or that of a killed writer, locked by this call.
+        with locked_folder(folder):
+            return any(_is_held(os.path.join(folder, name)) for name in os.listdir(folder) if _LOCK(name))
+    except FileExistsError:  # a process that hangs holds the folder
+        return True
+
+
+def _is_held(path: str) -> bool:
+    try:
+        file = Held(path, os.O_RDONLY | _REGULAR & ~os.O_RDWR)
+    except OSError as exc:
+        return not isinstance(exc, FileNotFoundError)
+    with file:
+        return file.lock() is not True
 
 
 def _holder(fd: int) -> int | None:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.after_end import check_end
 from wds_tensorcache.shards.dali_index import write_dali_index
-from wds_tensorcache.shards.footer import build_footer, stale_footer
+from wds_tensorcache.shards.footer import build_footer, declared_digest, stale_footer
 from wds_tensorcache.shards.index import Origins, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
-from wds_tensorcache.shards.manifest import Catalog, Listing, ShardEntry
+from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry, stored_digest
 from wds_tensorcache.shards.shard import load_index
-from wds_tensorcache.shards.sidecar import stored
+from wds_tensorcache.shards.sidecar import open_sidecar, stored
 from wds_tensorcache.shards.tar.headers import END_OF_ARCHIVE
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.storage.remote.urls import is_url, shown
 from wds_tensorcache.writing.destination.index_url import index_url
 
-__all__ = ["write_index"]
+__all__ = ["index_shard", "write_index"]
 
 _CHUNK_NBYTES = 1 << 22
 
@@ -39,10 +41,13 @@ def write_index(
     """Index a shard that another writer made, so that opening it needs no scan.
 
     The index keeps the fingerprint in an older index of the shard, or else the one in the manifest. For samples whose keys are
-    in an older index, it also keeps the digests of items and the original names. Manifests that list the
-    shard get its new length and numbers of samples. These manifests may be in the folder of the shard and, if `path` is a link,
-    in the folder of the link. After an interruption, the shard can be read as before, with one exception: between the updates
-    of manifest and shard, an interruption makes readers of the manifest refuse the shard until the next call of this function.
+    in an older index, it also keeps the digests of items and the original names. Manifests that list the shard get its new
+    length, numbers of samples and digest. These manifests may be in the folder of the shard and, if `path` is a link, in the
+    folder of the link. If a manifest in the folder of `path` does not list a shard `*.tar`, the shard is added, unless a writer
+    holds the folder.
+
+    After an interruption, the shard can be read as before, with one exception: between the updates of manifest and shard, an
+    interruption makes readers of the manifest refuse the shard until the next call of this function.
 
     Versions of a cache share shards by hard links. A shard with several hard links is copied before its footer is written,
     so that the file under its other names does not change.
@@ -72,12 +77,18 @@ def write_index(
         ValueError: `footer` is True for a url; `index_folder` is not None for a local shard; or the indexes cannot be written
             to a web server.
     """
-    path = os.fsdecode(path)
+    return index_shard(os.fsdecode(path), footer, dali_index, index_folder)[0]
+
+
+def index_shard(
+    path: str, footer: bool, dali_index: bool, index_folder: str | os.PathLike[str] | None = None
+) -> tuple[ShardIndex, str | None]:
+    """Index a shard as `write_index` does; return the index, and the path of the manifest to which the shard was added."""
     if is_url(path):
         if footer:
             raise ValueError(f"{shown(path)}: objects cannot be extended; pass footer=False")
         folder = None if index_folder is None else os.fsdecode(index_folder)
-        return index_url(path, dali_index=dali_index, index_folder=folder)
+        return index_url(path, dali_index=dali_index, index_folder=folder), None
     if index_folder is not None:
         raise ValueError(
             f"{path} is local: index_folder= is for shards at urls, since the index must be next to the shard"
@@ -91,8 +102,10 @@ def write_index(
     spellings = list(dict.fromkeys(map(os.path.abspath, (path, os.path.realpath(path)))))
     check_replaceable(*map(sidecar_path, spellings), *[dali_index_path(path)] * dali_index)
     lists: list[tuple[Catalog, Listing, str]] = []
+    added = None
     with contextlib.nullcontext() if footer else contextlib.suppress(FormatError):
         lists = _lists_of(file, spellings)
+        added = _unlisted_in(spellings[0], lists)
     before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
     fingerprint = _fingerprint(before, [listing.fingerprint(url) for _, listing, url in lists])
     origins = None if before is None else Origins.of(before.origins_of(found.keys))
@@ -100,10 +113,10 @@ def write_index(
     tail = END_OF_ARCHIVE + build_footer(found)
     nbytes = found.end + len(tail)
 
-    def list_it(nbytes: int) -> None:
+    def list_it(nbytes: int, digest: Callable[[str], str | None]) -> None:
         for catalog, before, url in lists:
-            entry = ShardEntry(url, len(found.keys), nbytes)
-            if before.entries[url] != entry:
+            entry = ShardEntry(url, len(found.keys), nbytes, digest(os.path.join(catalog.folder, url)))
+            if before.entries.get(url) != entry:
                 with catalog.changed() as listing:
                     listing.add(path, found, entry)
                 before.entries[url] = entry
@@ -119,25 +132,33 @@ def write_index(
             # Hazard: a kill or a full disk may stop the write. So the manifest gets the new length first, then the shard,
             # and then the index is written. Meanwhile the lengths agree, and readers, finding no whole index, scan the shard.
             try:
-                list_it(nbytes)
+                list_it(nbytes, lambda _: declared_digest(lambda begin, end: tail[begin:end], len(tail)))
                 shard.truncate(nbytes)
             except BaseException:
-                list_it(file.nbytes)
+                list_it(file.nbytes, stored_digest)
                 raise
             shard.seek(found.end)
             shard.write(tail)
             shard.flush()
             os.fsync(shard.fileno())
     else:
+        nbytes = file.nbytes
         if not footer:
-            write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
-        list_it(file.nbytes)
+            sidecar = build_footer(found, nbytes)
+            # Hazard: a kill between the two files must not leave the digest of an older index in the manifest.
+            older = open_sidecar(path)
+            if older is not None and older.read(0, older.nbytes) != sidecar:
+                list_it(nbytes, lambda _: None)
+            write_atomically(sidecar_path(path), [sidecar])
+    if added is not None:
+        lists.append((Catalog(os.path.dirname(added)), Listing(), os.path.basename(path)))
+    list_it(nbytes, stored_digest)
     for beside in map(sidecar_path, spellings if footer else ()):
         if os.path.exists(beside):
             os.remove(beside)
     if dali_index:
         write_dali_index(dali_index_path(path), found)
-    return load_index(ShardFile(path))
+    return load_index(ShardFile(path)), added
 
 
 def _lists_of(file: ShardFile, spellings: list[str]) -> list[tuple[Catalog, Listing, str]]:
@@ -150,6 +171,16 @@ def _lists_of(file: ShardFile, spellings: list[str]) -> list[tuple[Catalog, List
         if url is not None:
             lists.append((catalog, listing, url))
     return lists
+
+
+def _unlisted_in(path: str, lists: list[tuple[Catalog, Listing, str]]) -> str | None:
+    """Return the path of the manifest in the folder of a shard if it lists other shards only; None if a writer may add it."""
+    folder, name = os.path.split(path)
+    manifest = os.path.join(folder, MANIFEST)
+    is_listed = any(catalog.folder == folder for catalog, *_ in lists)
+    if is_listed or not shard_names([name]) or not os.path.exists(manifest) or is_being_written(folder):
+        return None
+    return manifest
 
 
 def _fingerprint(before: ShardIndex | None, listed: list[Any]) -> Mapping[str, Any] | None:

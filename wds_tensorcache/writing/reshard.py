@@ -247,9 +247,8 @@ def merge(
 
 
 def _load(source: CachePaths, prefix: str, files: Files) -> list[_OldShard]:
-    found = find_shards(source, local_for="merged or resharded")
-    listed = {path: fingerprint for path, _, fingerprint in found}
-    indexes = load_finished(listed, listed, files).indexes
+    found = find_shards(source, local_for="merged or resharded", copies=True)
+    indexes = load_finished({path: (listed, made) for path, listed, made in found}, files).indexes
     return [_OldShard(path, indexes[path], prefix, files.get(path).identity) for path, *_ in found]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import MemberColumns, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.manifest import Catalog
+from wds_tensorcache.shards.manifest import Catalog, ListedCounts, check_listed
 from wds_tensorcache.shards.names import older_key
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files
@@ -105,19 +105,25 @@ class FinishedShards:
 
 
 def load_finished(
-    paths: Iterable[str], listed: Mapping[str, Mapping[str, Any] | None], files: Files | None = None
+    shards: Mapping[str, tuple[ListedCounts | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
-    """Load the indexes of finished shards; `listed` contains, by path, fingerprints for indexes that have none.
+    """Load the indexes of finished shards.
+
+    Args:
+        shards: By path, what a manifest lists, and the fingerprint for an index that has none.
+        files: The opened shards.
 
     Raises:
-        FormatError: A shard is damaged.
+        FormatError: A shard is damaged, or differs from what the manifest lists.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
-    for path in paths:
+    for path, (listed, fingerprint) in shards.items():
         with contextlib.suppress(OSError):  # `load_whole` reports it
             files.expect(path)
         index = load_whole(path)
-        indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=listed.get(path))
+        if listed is not None:
+            check_listed(path, index, listed)
+        indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=fingerprint)
     return FinishedShards(indexes, files)
 
 
@@ -136,11 +142,13 @@ def take_over(
         StaleCacheError: A shard has another fingerprint.
     """
     listing = None if catalog is None else catalog.read()
-    listed = {} if listing is None else {path: listing.fingerprints.get(os.path.basename(path)) for path in paths}
-    finished = load_finished(paths, listed)
+    made = {} if listing is None else listing.fingerprints
+    finished = load_finished({path: (None, made.get(os.path.basename(path))) for path in paths})
     unlisted = {path: i for path, i in finished.indexes.items() if listing is not None and not listing.lists(path, i)}
     for path, index in finished.indexes.items():
         check_same(path, index.fingerprint, fingerprint)
+        if listing is not None:
+            listing.check(path, os.path.basename(path), index, os.path.getsize(path))
         # an `.idx` of an unlisted shard may be stale
         if dali_index and (path in unlisted or not os.path.exists(dali_index_path(path))):
             write_dali_index(dali_index_path(path), index, fsync)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wds_tensorcache.errors import FormatError, RemoteError
 from wds_tensorcache.shards.footer import build_footer, declared_nbytes, declared_place, parse_footer, read_footer
@@ -91,7 +91,7 @@ class FindIndex:
             index, is_own = scan_remote(file), True
         # a shard with hidden members is scanned again, and reported, in each run
         if kept is not None and index.hidden is None:
-            kept.write(url, file.state, build_footer(index, state.nbytes), is_own=is_own)
+            kept.write(url, file.state, build_footer(index, state.nbytes), is_own=is_own, digest=index.digest)
         return index, is_own and file.state.tag is not None
 
     def _elsewhere(self, url: str, files: Files) -> ShardIndex | None:
@@ -110,7 +110,9 @@ class FindIndex:
             nbytes = declared_nbytes(content)
             if nbytes is not None:
                 files.expect_remote(url, nbytes)
-        return None if nbytes is None else parse_footer(content, nbytes)
+        index = None if nbytes is None else parse_footer(content, nbytes)
+        # a manifest lists the digest of the index in or next to the shard; this one may have been made by another tool
+        return None if index is None else replace(index, digest=None)
 
     def _sidecar(self, url: str, shard_nbytes: int) -> ShardIndex | None:
         content = _read_if_there(url)

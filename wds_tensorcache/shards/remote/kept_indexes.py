@@ -1,8 +1,9 @@
 """A folder of indexes of remote shards, so that later runs and other processes need not fetch them again.
 
 A file has the name of a digest of the shard's url, and contains one line of JSON (public url, tag and length of the shard, a
-digest of these and the query, and where the index was found), then the index as in a sidecar (FORMAT.md 4). Nothing in it
-is executed. A reader ignores a file of which any of these does not match, and fetches the index again.
+digest of these and the query, where the index was found, and the index's digest there), then the index as in a sidecar
+(FORMAT.md 4). Nothing in it is executed. A reader ignores a file of which any of these does not match, and fetches the index
+again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,7 @@ class KeptIndexes:
             content = file.read(0, file.nbytes)
             line = content[:_MAX_LINE_NBYTES].partition(b"\n")[0]
             head = parse_json(line)
-            if head != _head(url, info, is_own=head["is_own"]):
+            if head != _head(url, info, is_own=head["is_own"], digest=head["digest"]):
                 return None
             index = parse_footer(content[len(line) + 1 :], info.nbytes)
         except (OSError, FormatError, ValueError, KeyError, TypeError, RecursionError):
@@ -99,11 +101,14 @@ class KeptIndexes:
             return None
         with contextlib.suppress(OSError):
             os.utime(file.path)  # recently used
-        return index, head["is_own"] is True
+        return replace(index, digest=head["digest"]), head["is_own"] is True
 
-    def write(self, url: str, info: ObjectInfo, footer: bytes, *, is_own: bool) -> None:
-        """Keep an index as bytes of a sidecar; `is_own` tells whether it was found in the shard itself."""
-        line = json.dumps(_head(url, info, is_own=is_own)).encode("ascii") + b"\n"
+    def write(self, url: str, info: ObjectInfo, footer: bytes, *, is_own: bool, digest: str | None) -> None:
+        """Keep an index as bytes of a sidecar; `is_own` tells whether it was found in the shard itself.
+
+        `digest` is that of the index where it was found, since `footer` may have other bytes.
+        """
+        line = json.dumps(_head(url, info, is_own=is_own, digest=digest)).encode("ascii") + b"\n"
         nbytes = len(line) + len(footer)
         if info.tag is None or len(line) > _MAX_LINE_NBYTES or nbytes > self._most_nbytes():
             return
@@ -138,6 +143,13 @@ class KeptIndexes:
                 excess -= nbytes
 
 
-def _head(url: str, info: ObjectInfo, *, is_own: Any) -> dict[str, Any]:
+def _head(url: str, info: ObjectInfo, *, is_own: Any, digest: Any) -> dict[str, Any]:
     object_digest = digest_of(url, info).hex()
-    return {"url": str(url), "tag": info.tag, "nbytes": info.nbytes, "object": object_digest, "is_own": is_own}
+    return {
+        "url": str(url),
+        "tag": info.tag,
+        "nbytes": info.nbytes,
+        "object": object_digest,
+        "is_own": is_own,
+        "digest": digest,
+    }

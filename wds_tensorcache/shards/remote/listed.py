@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.manifest import Found, listed_shard, parse_manifest
+from wds_tensorcache.shards.manifest import MAX_NBYTES, Found, listed_shard, parse_manifest
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.urls import is_web, join_url, keep_secrets, shown
 
 __all__ = ["read_remote_manifest", "shard_url"]
 
-_MAX_NBYTES = 1 << 28  # lists about two million shards
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*\Z").match
 _COMMAND = re.compile(r"(?i:pipe|file|data):")
 
@@ -25,7 +24,7 @@ def read_remote_manifest(url: str) -> list[Found]:
         FormatError: The object is not a manifest, or lists a shard that is not in the folder of the manifest.
         RemoteError: The request failed.
     """
-    _, content = run(lambda: client_for(url).read_whole(url, _MAX_NBYTES))
+    _, content = run(lambda: client_for(url).read_whole(url, MAX_NBYTES))
     try:
         entries, extra = parse_manifest(content)
         folder = keep_secrets(url, url.rpartition("/")[0])
@@ -52,7 +51,7 @@ def shard_url(folder: str, listed: str) -> str:
 
     Args:
         listed: Path of the shard relative to the folder, as a local manifest has it, not percent-encoded; or the url of an
-            object in the folder.
+            object in the folder. `parse_manifest` has refused `..`.
 
     Raises:
         FormatError: `listed` names anything else.
@@ -68,9 +67,7 @@ def shard_url(folder: str, listed: str) -> str:
     parts = [part for part in name.split("/") if part != "."]
     if (
         _COMMAND.match(name)
-        or name.startswith("/")
         or "\\" in name
-        or ".." in parts
         or not (parts and all(parts))
         or (name != listed and is_web(folder) and re.search("[?#]|%2[eEfF]|%5[cC]", name))
     ):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.errors import user_level
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.storage.aio import Reads, address_of, read_many
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, Evicted
 from wds_tensorcache.storage.node_cache.fill import Fetch, Range, Wanted, block_runs, fill

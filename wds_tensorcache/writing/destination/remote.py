@@ -82,9 +82,11 @@ class RemoteDestination:
         missing: dict[str, tuple[ShardIndex, ShardEntry]] = {}
         for url, index in indexes.items():
             check_same(shown(url), index.fingerprint, self._options.fingerprint)
-            entry = ShardEntry(name_of(url), len(index.keys), nbytes[url])
-            if listing is not None and listing.entries.get(entry.url) != entry:
-                missing[url] = index, entry
+            entry = ShardEntry(name_of(url), len(index.keys), nbytes[url], index.digest)
+            if listing is not None:
+                listing.check(shown(url), entry.url, index, entry.nbytes)
+                if not entry.is_listed(listing.entries.get(entry.url)):
+                    missing[url] = index, entry
             # an `.idx` of an unlisted shard may be stale
             if self._options.dali_index and (url in missing or dali_index_path(entry.url) not in names):
                 self._objects.put(dali_index_path(url), build_dali_index(list_members(index)))
@@ -148,7 +150,7 @@ class RemoteDestination:
         if dali_index is not None:
             self._objects.put(dali_index_path(url), dali_index)
         if self._catalog is not None:
-            entry = ShardEntry(name_of(url), len(index.keys), len(content))
+            entry = ShardEntry(name_of(url), len(index.keys), len(content), index.digest)
             self._catalog.change((), {url: (index, entry)})
 
     def close(self, error: BaseException | None = None) -> None:

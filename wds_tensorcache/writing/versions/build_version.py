@@ -84,7 +84,7 @@ def build_version(
                 if whole is None:
                     return "incomplete"
                 paths = [path for _, path in pattern.shards_by_age()]
-                computed = load_finished(paths, dict.fromkeys(paths, fingerprint), old.shards.files)
+                computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
                 shards = _put_together(old, computed, whole, name)
                 write_version(out, old, shards, computed, fsync=options.get("fsync", True))
                 shutil.rmtree(folder, ignore_errors=True)

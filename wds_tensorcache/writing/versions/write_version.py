@@ -20,7 +20,7 @@ from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_place
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
-from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry
+from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry, stored_digest
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.tar.headers import BLOCK, Scanner, padding
 from wds_tensorcache.shards.tar.skipped import skipped_members
@@ -54,21 +54,19 @@ class OldCache:
     Raises:
         FileNotFoundError: The folder does not exist, or has no shards.
         FormatError: A shard or the manifest is damaged, or they do not match.
-        ValueError: The path is not a folder, or the manifest lists shards outside the folder.
+        ValueError: The path is not a folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         check_local(folder, "the old cache of a version")
         self.folder = os.fsdecode(folder)
-        listed = {path: fingerprint for path, _, fingerprint in find_shards(self.folder)}
-        self.shards = load_finished(listed, listed)
+        found = find_shards(self.folder, copies=True)
+        if not os.path.isdir(self.folder):
+            raise ValueError(f"{self.folder!r} is not a folder; expected the folder of a cache")
+        self.shards = load_finished({path: (listed, made) for path, listed, made in found})
         self.parts: dict[str, VersionShard] = {}
-        for path in listed:
+        for path in self.shards.indexes:
             url = os.path.relpath(path, self.folder)
-            if not os.path.isdir(self.folder) or os.path.isabs(url) or url.split(os.sep)[0] == os.pardir:
-                raise ValueError(
-                    f"expected a folder that contains all its shards, but {self.folder!r} refers to {path!r}"
-                )
             self.parts[path] = VersionShard(url.replace(os.sep, "/"), path, self.shards)
 
     def next_urls(self, name: str | None) -> Iterator[str]:
@@ -106,7 +104,7 @@ def drop(
         FormatError: A shard or the manifest is damaged, or was changed during the call.
         KeyError: A key has no sample.
         OSError: The disk is full, …
-        ValueError: No sample would remain; `source` is not a folder, or its manifest lists shards outside the folder.
+        ValueError: No sample would remain; or `source` is not a folder.
     """
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys={keys!r:.100}, expected a collection of keys")
@@ -153,10 +151,10 @@ def write_version(
             if os.path.exists(dali_index_path(part.path)):
                 with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
                     write_dali_index(dali_index_path(path), index, fsync)
-            entry = ShardEntry(part.url, len(index.keys), os.path.getsize(path))
+            nbytes = os.path.getsize(path)
             if os.path.exists(sidecar_path(part.path)):
-                write_atomically(sidecar_path(path), [build_footer(index, entry.nbytes)], fsync)
-            listing.add(path, index, entry)
+                write_atomically(sidecar_path(path), [build_footer(index, nbytes)], fsync)
+            listing.add(path, index, ShardEntry(part.url, len(index.keys), nbytes, stored_digest(path)))
         if not any(entry.num_samples for entry in listing.entries.values()):
             raise ValueError(f"{old.folder}: no sample would remain, so nothing was written")
         listing.write(os.path.join(folder, MANIFEST), listing.entries, fsync)

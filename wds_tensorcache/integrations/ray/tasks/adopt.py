@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from wds_tensorcache.integrations.ray.tasks.folder import Folder
+from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.manifest import Listing
 from wds_tensorcache.storage.remote.urls import shown
 
-__all__ = ["adopt", "shard_names"]
-
-
-def shard_names(names: Iterable[str]) -> list[str]:
-    """Return the names of shards among the names of files."""
-    return [name for name in names if name.endswith(".tar") and not name.startswith(".")]
+__all__ = ["adopt"]
 
 
 def adopt(folder: Folder, listing: Listing, fingerprint: Mapping[str, Any]) -> None:

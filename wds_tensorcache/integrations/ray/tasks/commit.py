@@ -9,9 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from wds_tensorcache.errors import InvalidKeyError, list_names
-from wds_tensorcache.integrations.ray.tasks.adopt import adopt, shard_names
+from wds_tensorcache.integrations.ray.tasks.adopt import adopt
 from wds_tensorcache.integrations.ray.tasks.folder import Folder, index_names
 from wds_tensorcache.integrations.ray.tasks.jobs import Part, WriteJob, part_of, writing_name
+from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, Listing
 from wds_tensorcache.storage.remote.urls import shown

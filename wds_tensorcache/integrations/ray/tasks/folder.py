@@ -11,7 +11,7 @@ from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Catalog, Listing, ShardEntry
-from wds_tensorcache.storage.locks import Held, open_regular
+from wds_tensorcache.storage.locks import Held, locked_folder, open_regular
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
 from wds_tensorcache.storage.remote.urls import is_url, join_url, shown
 from wds_tensorcache.writing.destination.remote_catalog import RemoteCatalog
@@ -127,8 +127,9 @@ class LocalFolder:
                 continue  # another process has deleted it
 
     def begin(self, write: str) -> None:
-        self._marker = Held(self._locate(writing_name(write)), os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        self._marker.lock()
+        with locked_folder(self.path):  # otherwise `is_being_written` could lock the new file first
+            self._marker = Held(self._locate(writing_name(write)), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self._marker.lock()
 
     def finish(self, write: str) -> None:
         self.remove([writing_name(write)])
@@ -188,7 +189,7 @@ class RemoteFolder:
         return {urls[url]: index for url, index in found.items()}
 
     def add(self, listing: Listing, name: str, index: ShardIndex) -> None:
-        listing.add(self._locate(name), index, ShardEntry(name, len(index.keys), self._nbytes[name]))
+        listing.add(self._locate(name), index, ShardEntry(name, len(index.keys), self._nbytes[name], index.digest))
 
     def remove(self, names: Iterable[str]) -> None:
         urls = [self._locate(name) for name in names]

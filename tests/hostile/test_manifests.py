@@ -1,0 +1,160 @@
+"""Manifests of strangers: they list files of their own folder only, and take memory in proportion to their bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.cli.command import run_any
+from tests.remote.servers.http_server import HttpServer
+
+OUTSIDE = r"manifest\.json: shardlist\[0\]: url .*p-000000\.tar' is outside the manifest's folder; .*pass its own path to tc\.open"
+
+
+def write(folder: Path, name: str, first: int) -> Path:
+    with tc.ShardWriter(folder / f"{name}-%06d.tar", fsync=False) as sink:
+        for i in range(3):
+            sink.write(f"{name}{i}", {"v": torch.full((2,), first + i)})
+    return folder
+
+
+@pytest.fixture(params=["{private}/p-000000.tar", "../private/p-000000.tar", "sub/../../private/p-000000.tar"])
+def downloaded(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A cache whose manifest also lists a shard of another folder, with the right length and counts."""
+    private, folder = write(tmp_path / "private", "p", 100), write(tmp_path / "downloaded", "d", 0)
+    (folder / "sub").mkdir()
+    there, own = (json.loads((each / "manifest.json").read_text()) for each in (private, folder))
+    url = request.param.format(private=private)
+    own["shardlist"].insert(0, {**there["shardlist"][0], "url": url})
+    own["tensorcache"]["caches"][url] = {"": 3}
+    (folder / "manifest.json").write_text(json.dumps(own))
+    return folder
+
+
+def build(folder: Path, out: Path) -> object:
+    items = [{"__key__": f"d{i}"} for i in range(3)]
+    return tc.build(items, lambda batch: [{"v": torch.zeros(2)} for _ in batch], out, fingerprint={}, reuse=folder)
+
+
+USES: dict[str, Callable[[Path, Path], object]] = {
+    "open": lambda folder, _: tc.open(folder),
+    "open the manifest": lambda folder, _: tc.open(folder / "manifest.json"),
+    "stream": lambda folder, _: tc.ResumablePipeline(str(folder), tc.decode()),
+    "drop": lambda folder, out: tc.drop(folder, out, ["d0"]),
+    "reuse": build,
+    "write": lambda folder, _: write(folder, "e", 0),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_shard_of_another_folder_is_refused(
+    downloaded: Path, tmp_path: Path, use: Callable[[Path, Path], Any]
+) -> None:
+    with pytest.raises(tc.FormatError, match=OUTSIDE):
+        use(downloaded, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["merge", "reshard", "export", "repair", "verify", "index"])
+def test_commands_do_not_copy_it(downloaded: Path, tmp_path: Path, command: str) -> None:
+    result = run_any(command, downloaded, *[tmp_path / "out"] * (command not in ("verify", "index")))
+    assert result.returncode == 1
+    assert "is outside the manifest's folder" in result.stdout + result.stderr
+    copied = [name for path in tmp_path.glob("out/*.tar") for name in tc.open(path).keys()]  # noqa: SIM118
+    assert copied == (["d0", "d1", "d2"] if command == "repair" else [])
+
+
+def test_the_remedy(downloaded: Path, tmp_path: Path) -> None:
+    with tc.open([tmp_path / "private" / "p-000000.tar", downloaded / "d-000000.tar"]) as cache:
+        assert list(cache.keys()) == ["p0", "p1", "p2", "d0", "d1", "d2"]
+
+
+def test_over_http(downloaded: Path) -> None:
+    with HttpServer(downloaded.parent) as server, pytest.raises(tc.FormatError, match=r"outside the manifest's folder"):
+        tc.open(f"{server.url}/downloaded")
+
+
+def test_links_and_folders_inside(tmp_path: Path) -> None:
+    """The files of a snapshot of the Hub are links to its blobs; shards may be in folders of the folder."""
+    folder, blobs = write(tmp_path / "snapshots" / "1", "a", 0), tmp_path / "blobs"
+    blobs.mkdir()
+    for path in list(folder.iterdir()):
+        shutil.move(path, blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    with tc.open(folder) as cache:
+        assert len(cache) == 3
+    assert tc.verify(folder).ok
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    write(whole / "sub", "b", 0)
+    document = json.loads((whole / "sub" / "manifest.json").read_text())
+    document["shardlist"][0]["url"] = "sub/b-000000.tar"
+    (whole / "manifest.json").write_text(json.dumps(document))
+    with tc.open(whole) as cache:
+        assert len(cache) == 3
+
+
+# --- memory ---
+
+
+def manifest(**changes: str) -> bytes:
+    parts = {"wids_version": "1", "shardlist": "[]", "tensorcache": "{}", **changes}
+    return ("{" + ", ".join(f'"{key}": {value}' for key, value in parts.items()) + "}").encode()
+
+
+BOMBS: dict[str, tuple[str, str]] = {
+    "objects": ("[%s{}]", "{},"),
+    "lists": ("[%s0]", "[],"),
+    "objects with a key": ("[%s{}]", '{"a":1},'),
+    "keys": ("[%s{}]", '{"aa":0,"ab":0,"ac":0,"ad":0},'),
+    "numbers": ("[%s0]", "0,"),
+}
+
+
+@pytest.mark.parametrize("where", ["tensorcache", "x", "shardlist"])
+@pytest.mark.parametrize(("whole", "part"), BOMBS.values(), ids=BOMBS)
+def test_small_values_are_refused_by_their_number(tmp_path: Path, whole: str, part: str, where: str) -> None:
+    """At 3968093, 60 MB of `{},` took 1.8 GB."""
+    values = whole % (part * (12_000_000 // len(part)))
+    path = tmp_path / "manifest.json"
+    path.write_bytes(manifest(**{where: f'{{"x": {values}}}' if where == "tensorcache" else values}))
+    nbytes = path.stat().st_size
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            tc.FormatError, match=r"manifest\.json: [0-9,]+ keys, values and containers in 1[0-9,]+ bytes, more than"
+        ):
+            tc.open(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 2 * nbytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_manifest_that_is_too_long(tmp_path: Path) -> None:
+    with open(tmp_path / "manifest.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(
+        tc.FormatError, match=r"has 1,099,511,627,776 bytes, more than the limit for a manifest, 268,435,456"
+    ):
+        tc.open(tmp_path)
+
+
+def test_honest_manifests_of_any_length(tmp_path: Path) -> None:
+    """The shortest entries that a writer makes, of half a million shards: far from the limit."""
+    from wds_tensorcache.shards.manifest import parse_manifest
+
+    count = 500_000
+    urls = [f"{i}.tar" for i in range(count)]
+    shards = ",\n".join(f'{{"url": "{url}", "nsamples": 1, "filesize": 2048}}' for url in urls)
+    caches = ", ".join(f'"{url}": {{"": 1}}' for url in urls)
+    content = manifest(shardlist=f"[\n{shards}\n]", tensorcache=f'{{"version": 1, "caches": {{{caches}}}}}')
+    entries, extra = parse_manifest(content)
+    assert (len(entries), len(extra["caches"])) == (count, count)

@@ -1,0 +1,269 @@
+"""Shards in a folder that its manifest does not list: readers warn, writers of a new cache refuse, `index` adds them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.cli.command import json_of, run_any
+
+UNLISTED = (
+    r"manifest\.json does not list 3 of the shards in the folder \('b-000000\.tar', 'b-000001\.tar', 'b-000002\.tar'\)"
+)
+BOTH_REMEDIES = r"add them with `tensorcache index .*`.*, or move them to another folder"
+
+
+def write(folder: Path, count: int, name: str = "a", **options: Any) -> Path:
+    with tc.ShardWriter(folder / f"{name}-%06d.tar", max_samples=20, fsync=False, **options) as sink:
+        for i in range(count):
+            sink.write(f"{name}{i:03d}", {"v": torch.full((4,), i + 1000 * (name == "b"))})
+    return folder
+
+
+def copy_shards(source: Path, to: Path) -> None:
+    """`cp source/*.tar to/`."""
+    for path in source.glob("*.tar"):
+        shutil.copy(path, to)
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    """A cache of 100 samples, beside which three shards of another one with 60 samples were copied."""
+    folder = write(tmp_path / "a", 100)
+    copy_shards(write(tmp_path / "b", 60, "b"), folder)
+    return folder
+
+
+# --- readers ---
+
+
+def test_open_warns_with_count_names_and_remedies(a: Path) -> None:
+    with pytest.warns(UserWarning, match=f"{UNLISTED}, so their samples are left out; {BOTH_REMEDIES}") as found:
+        cache = tc.open(a)
+    with cache:
+        assert len(cache) == 100
+    assert [each.filename for each in found] == [__file__]
+
+
+def test_a_list_of_folders_warns(a: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=UNLISTED), tc.open([tmp_path / "b", a]) as cache:
+        assert len(cache) == 160
+
+
+def test_streams_warn(a: Path) -> None:
+    with pytest.warns(UserWarning, match=UNLISTED) as found:
+        pipe = tc.ResumablePipeline(str(a), tc.decode())
+    assert len(list(pipe)) == 100
+    assert [each.filename for each in found] == [__file__]
+
+
+def test_verify_reports_each(a: Path) -> None:
+    faults = [str(fault) for fault in tc.verify(a).faults]
+    assert [text for text in faults if "manifest.json does not list it" in text] == faults
+    assert len(faults) == 3
+
+
+def test_a_manifest_in_the_place_of_another(tmp_path: Path) -> None:
+    """`cp -r b/. a/`: the manifest of `a` is gone."""
+    a, b = write(tmp_path / "a", 100), write(tmp_path / "b", 60, "b")
+    shutil.copytree(b, a, dirs_exist_ok=True)
+    message = r"does not list 5 of the shards in the folder \('a-000000\.tar', 'a-000001\.tar', 'a-000002\.tar', …\)"
+    with pytest.warns(UserWarning, match=message), tc.open(a) as cache:
+        assert len(cache) == 60
+    result = run_any("index", a)
+    assert result.returncode == 0
+    with tc.open(a) as cache:
+        assert len(cache) == 160
+
+
+def test_only_shards_count(tmp_path: Path) -> None:
+    """Hidden files, folders, links to listed shards and other files are no shards that are left out."""
+    folder = write(tmp_path, 20)
+    (folder / ".hidden.tar").write_bytes(b"x")
+    (folder / "folder.tar").mkdir()
+    (folder / "link.tar").symlink_to("a-000000.tar")
+    (folder / "nowhere.tar").symlink_to("nothing")
+    (folder / "notes.txt").write_text("x")
+    with tc.open(folder) as cache:
+        assert len(cache) == 20
+
+
+def test_a_manifest_that_the_caller_names(a: Path) -> None:
+    with tc.open(a / "manifest.json") as cache:
+        assert len(cache) == 100
+
+
+def test_a_folder_that_cannot_be_changed(a: Path) -> None:
+    os.chmod(a, 0o555)
+    try:
+        with pytest.warns(UserWarning, match=UNLISTED), tc.open(a) as cache:
+            assert len(cache) == 100
+    finally:
+        os.chmod(a, 0o755)
+
+
+# --- writers that are not finished ---
+
+
+def test_not_while_a_writer_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard has its name before the manifest lists it."""
+    folder = write(tmp_path / "a", 20)
+    seen: list[int] = []
+    from wds_tensorcache.shards.manifest import Catalog
+
+    add = Catalog.add
+
+    def before_it_is_listed(self: Catalog, *arguments: Any) -> None:
+        with tc.open(folder) as cache:
+            seen.append(len(cache))
+        add(self, *arguments)
+
+    monkeypatch.setattr(Catalog, "add", before_it_is_listed)
+    write(folder, 20, "b")
+    with tc.open(folder) as cache:
+        assert (seen, len(cache)) == ([20], 40)
+
+
+def test_a_killed_writer(tmp_path: Path) -> None:
+    """Its lock file stays, but nobody holds it: the shard that it could not list is left out, and `open` says so."""
+    folder = write(tmp_path / "a", 20)
+    shutil.copy(write(tmp_path / "b", 20, "b") / "b-000000.tar", folder)
+    (folder / ".tensorcache.0123abcd.lock").write_text('{"pattern": "b-%06d.tar", "pid": 1, "host": "x", "space": ""}')
+    with pytest.warns(UserWarning, match=r"does not list 1 of the shards"), tc.open(folder) as cache:
+        assert len(cache) == 20
+    write(folder, 20, "b", resume=True)
+    with tc.open(folder) as cache:
+        assert len(cache) == 40
+
+
+# --- commands that write a new cache ---
+
+
+def build(reuse: Path, out: Path) -> object:
+    items = [{"__key__": f"a{i:03d}"} for i in range(100)]
+    return tc.build(items, lambda batch: [{"v": torch.zeros(4)} for _ in batch], out, fingerprint={}, reuse=reuse)
+
+
+WRITERS: dict[str, Callable[[Path, Path], object]] = {
+    "drop": lambda a, out: tc.drop(a, out, ["a000"]),
+    "reuse": build,
+}
+
+
+@pytest.mark.parametrize("write_new", WRITERS.values(), ids=WRITERS)
+def test_new_caches_from_it_are_refused(a: Path, tmp_path: Path, write_new: Callable[[Path, Path], object]) -> None:
+    with pytest.raises(tc.FormatError, match=f"{UNLISTED}, so their samples are left out; {BOTH_REMEDIES}"):
+        write_new(a, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["merge", "reshard", "export", "drop"])
+def test_commands_refuse(a: Path, tmp_path: Path, command: str) -> None:
+    result = run_any(command, a, tmp_path / "out", *["a000"] * (command == "drop"))
+    assert result.returncode == 1
+    assert re.search(f"{UNLISTED}.*{BOTH_REMEDIES}", result.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+# --- index ---
+
+
+def test_index_of_the_folder_adds_and_removes(a: Path) -> None:
+    os.remove(a / "a-000001.tar")
+    result = run_any("index", a)
+    assert (result.returncode, result.stdout.splitlines()) == (
+        0,
+        [
+            *(f"{a}/b-00000{i}.tar: 20 samples, added to the manifest" for i in range(3)),
+            f"{a}/a-000001.tar does not exist: removed from the manifest",
+            f"{a}: 7 shards, 140 samples",
+        ],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tc.open(a) as cache:
+            assert sorted(cache.keys()) == sorted(
+                [*(f"a{i:03d}" for i in range(100) if i // 20 != 1), *(f"b{i:03d}" for i in range(60))]
+            )
+            assert int(cache["b007"]["v"][0]) == 1007
+    assert tc.verify(a).ok
+    again = json_of("index", a)
+    assert (again[0]["added"], again[0]["removed"]) == ([], [])
+
+
+def test_index_of_the_shards_adds_them(a: Path) -> None:
+    result = run_any("index", *sorted(a.glob("b-*.tar")))
+    assert (result.returncode, result.stdout.splitlines()) == (
+        0,
+        [f"{a}/b-00000{i}.tar: 20 samples, added to {a}/manifest.json" for i in range(3)],
+    )
+    with tc.open(a) as cache:
+        assert len(cache) == 160
+    assert run_any("index", a / "b-000000.tar").stdout == f"{a}/b-000000.tar: 20 samples\n"
+
+
+def test_write_index_adds_a_shard(a: Path) -> None:
+    for footer, path in zip((True, False, False), sorted(a.glob("b-*.tar")), strict=True):
+        assert len(tc.write_index(path, footer=footer).keys) == 20
+    with tc.open(a) as cache:
+        assert len(cache) == 160
+    assert tc.verify(a).ok
+
+
+def test_index_makes_a_manifest(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 40, manifest=False, footer=False, dali_index=False)
+    result = run_any("index", folder)
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, f"{folder}: 2 shards, 40 samples")
+    assert sorted(path.name for path in folder.glob("a-000000*")) == [
+        "a-000000.idx",
+        "a-000000.tar",
+        "a-000000.tar.index",
+    ]
+    assert tc.verify(folder).ok
+    with tc.open(folder) as cache:
+        assert len(cache) == 40
+
+
+def test_index_keeps_what_the_manifest_alone_knows(a: Path, tmp_path: Path) -> None:
+    """Fingerprints of shards without an index, keys of others, and shards in folders of the folder."""
+    folder = write(tmp_path / "c", 20, "c", footer=False, fingerprint={"model": "m"})
+    (folder / "sub").mkdir()
+    shutil.copy(a / "a-000000.tar", folder / "sub")
+    document = json.loads((folder / "manifest.json").read_text())
+    entry = {"url": "sub/a-000000.tar", "nsamples": 20, "filesize": os.path.getsize(a / "a-000000.tar")}
+    document["shardlist"].append(entry)
+    document["tensorcache"]["mine"] = [1]
+    (folder / "manifest.json").write_text(json.dumps(document))
+    assert run_any("index", folder).returncode == 0
+    after = json.loads((folder / "manifest.json").read_text())
+    assert after["tensorcache"]["fingerprints"] == {"c-000000.tar": {"model": "m"}}
+    assert after["tensorcache"]["mine"] == [1]
+    with tc.open(folder) as cache:
+        assert len(cache) == 40
+
+
+def test_index_of_a_damaged_folder_changes_nothing(a: Path) -> None:
+    (a / "b-000001.tar").write_bytes(b"no tar" * 1000)
+    before = (a / "manifest.json").read_bytes()
+    assert run_any("index", a).returncode == 1
+    assert (a / "manifest.json").read_bytes() == before
+    assert run_any("index", a / "nowhere").returncode == 2
+    (a / "empty").mkdir()
+    assert run_any("index", a / "empty").returncode == 2
+
+
+def test_index_waits_for_no_writer(a: Path) -> None:
+    with tc.ShardWriter(a / "c-%06d.tar") as sink:
+        result = run_any("index", a)
+        assert (result.returncode, "a writer is writing shards there" in result.stderr) == (2, True)
+        sink.write("0", torch.zeros(1))
