@@ -288,7 +288,13 @@ def test_names_of_objects() -> None:
 
     assert name("https://h/a.tar") == name("https://user:secret@h/a.tar") == name("https://h/a.tar?X-Amz-Signature=1")
     assert name("https://h/a.tar?id=1&Signature=x&Expires=7") == name("https://h/a.tar?id=1&Signature=y&Expires=8")
+    date = ObjectInfo(5, "Wed, 21 Oct 2015 07:28:00 GMT")  # two revisions may have the same
     distinct = [
+        name("https://h/a.tar", date),
+        name("https://h/a.tar?Signature=x", date),
+        name("https://h/a.tar?Signature=y", date),
+        name("https://user:secret@h/a.tar", date),
+        name("https://other:secret@h/a.tar", date),
         name("https://h/a.tar"),
         name("https://h/a.tar?id=1"),
         name("https://h/a.tar?id=2"),

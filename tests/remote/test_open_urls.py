@@ -249,16 +249,8 @@ def test_a_local_manifest_lists_no_urls(server: HttpServer, tmp_path: Path) -> N
 # --- secret parts of urls
 
 
-@pytest.fixture
-def own_server(folder: Path) -> Iterator[HttpServer]:
-    """A server of one test, for whose urls this process may remember secrets."""
-    with HttpServer(folder.parent) as server:
-        yield server
-
-
-def test_queries(own_server: HttpServer) -> None:
+def test_queries(server: HttpServer) -> None:
     """The query of a folder is sent with each request, and shown nowhere."""
-    server = own_server
     cache = tc.open(f"{server.url}/cache?signature=s3cret&b=1")
     assert_same(SAMPLES[7], cache[7])
     assert_same(SAMPLES[2], tc.open(f"{server.url}/cache/000.tar?signature=s3cret&b=1")[2])
