@@ -233,12 +233,20 @@ def _parse_index(index: bytes, end: int) -> tuple[dict[str, Any], dict[str, Any]
     for name, (dtype, shape, first, last) in parse_safetensors(index)[0].items():
         check(dtype in ("U8", "U16", "U32", "U64") and len(shape) == 1, "4.3: dtype")
         arrays[name] = np.frombuffer(index[first:last], f"<u{WIDTH[dtype]}").tolist()
-        check(dtype == "U8" or name not in ("keys.text", "names"), "4.3: bytes")
+        check(dtype == "U8" or name not in ("keys.text", "originals.text", "names"), "4.3: bytes")
+        check(dtype == "U64" or name != "items.digest", "4.3: digests of items")
     text = bytes(arrays["names"]).decode()
     names = json.loads(text, parse_int=size, object_pairs_hook=unique, parse_constant=constant)
     ends, layouts = arrays["keys.ends"], list(zip(arrays["layouts.form"], arrays["layouts.data_begin"], strict=True))
     check(all(a < b for a, b in pairwise([0, *ends])), "4.3: keys")
     check([0, *ends][-1] == len(arrays["keys.text"]), "4.3: keys")
+    check(len(arrays.get("items.digest", ends)) == len(ends), "4.3: digests of items")
+    if any(f"originals.{column}" in arrays for column in ("rows", "text", "ends")):
+        rows, text_ends = arrays["originals.rows"], arrays["originals.ends"]
+        check(len(rows) == len(text_ends), "4.3: original names")
+        check(all(a < b for a, b in pairwise(rows)) and all(r < len(ends) for r in rows), "4.3: original names")
+        check(all(a <= b for a, b in pairwise([0, *text_ends])), "4.3: original names")
+        check([0, *text_ends][-1] == len(arrays["originals.text"]), "4.3: original names")
     lists = [names["caches"], names["members"], names["forms"], names["references"], *names["forms"]]
     lists += [texts for texts in names["references"] if texts is not None]
     check(all(type(each) is list for each in lists), "4.2: lists")

@@ -515,9 +515,22 @@ def test_samples_of_allowed_classes_have_no_references(tmp_path: Path) -> None:
     assert shard.endswith(second_shards.build_trailer(arrays, names, end))
 
 
+ORIGINALS = {"originals.rows": [1, 2], "originals.text": [65, 66, 67], "originals.ends": [0, 3]}
 CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "nothing": lambda arrays, names: None,
     "further arrays and keys": lambda arrays, names: (arrays.update(new=[1]), names.update(new=1)),
+    "digests of items and original names": lambda arrays, names: arrays.update(
+        {"items.digest": [7] * len(arrays["keys.ends"]), **ORIGINALS}
+    ),
+    "a digest of an item too few": lambda arrays, names: arrays.update({"items.digest": arrays["keys.ends"][1:]}),
+    "an original name without ends": lambda arrays, names: arrays.update({**ORIGINALS, "originals.ends": []}),
+    "original names without rows": lambda arrays, names: arrays.update({"originals.text": [65]}),
+    "original names that end too soon": lambda arrays, names: arrays.update({**ORIGINALS, "originals.text": [65] * 4}),
+    "original names that descend": lambda arrays, names: arrays.update({**ORIGINALS, "originals.ends": [4, 3]}),
+    "original names of one sample": lambda arrays, names: arrays.update({**ORIGINALS, "originals.rows": [1, 1]}),
+    "an original name beyond the samples": lambda arrays, names: arrays.update(
+        {**ORIGINALS, "originals.rows": [1, 99]}
+    ),
     "no keys": lambda arrays, names: arrays.pop("keys.text"),
     "an empty key": lambda arrays, names: arrays["keys.ends"].__setitem__(0, 0),
     "keys that end too soon": lambda arrays, names: arrays["keys.text"].append(65),
@@ -564,6 +577,7 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 REFUSED = CHANGES.keys() - {
     "nothing",
     "further arrays and keys",
+    "digests of items and original names",
     "no references",
     "a suffix that is not UTF-8",
     "white space",

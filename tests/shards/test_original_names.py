@@ -78,6 +78,18 @@ def test_build_keeps_names(tmp_path: Path) -> None:
     assert names_in(tmp_path) == NAMES
 
 
+def test_keys_of_a_cache_carry_names(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path / "a", max_samples=2)) as cache:
+        assert [tc.original_name(key) for key in list(cache.keys())] == NAMES
+        assert [tc.original_name(cache.keys()[i]) for i in range(len(NAMES))] == NAMES
+        assert [tc.original_name(key) for key in list(cache[::-1].keys())] == NAMES[::-1]
+        with tc.ShardWriter(tmp_path / "b") as sink:
+            for key in list(cache.keys()):
+                sink.write(key, {"x": 1})
+        tc.build(cache, lambda samples: [{"x": 1}] * len(samples), tmp_path / "c", fingerprint={})
+    assert names_in(tmp_path / "b") == names_in(tmp_path / "c") == NAMES
+
+
 def drop(source: Path, out: Path) -> None:
     tc.drop(source, out, ["a"])
 

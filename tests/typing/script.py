@@ -160,6 +160,7 @@ def build(folder: Path, other: Path) -> None:
         range(8), encode, other, fingerprint={"model": "y"}, keys=[f"{i}" for i in range(8)], progress=False
     )
     assert_type(built, tc.TensorCache)
+    assert_type(built.original_name("0"), str)
     tc.build(
         range(8), encode, other, fingerprint={"model": "y"}, progress=lambda done, total: print(total and done / total)
     )

@@ -17,7 +17,7 @@ from tests.kills import compare
 from tests.shards.forged_index import put_footer
 from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.writing.item_digest import digest_item
+from wds_tensorcache.writing.build_items import digest_item
 
 COUNT = 50
 

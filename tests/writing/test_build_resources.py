@@ -188,8 +188,8 @@ def test_few_batches_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     counts = []
 
     class Counted(Batch):
-        def __init__(self, made: Any, count: int) -> None:
-            super().__init__(made, count)
+        def __init__(self, made: Any, count: int, *names: Any) -> None:
+            super().__init__(made, count, *names)
             alive.add(self)
             counts.append(len(alive))
 

@@ -19,7 +19,7 @@ from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.layout import Form, Layout, make_layout
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.key_table import Keys
-from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
+from wds_tensorcache.shards.names import SKELETON, TENSORS, NamedKey, member_suffix
 
 __all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "MemberTable", "Origins", "ShardIndex", "narrow"]
 
@@ -240,6 +240,16 @@ class ShardIndex:
             return digest, raw.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as exc:
             raise FormatError(f"the index has an original name that is not UTF-8: {raw!r:.100}", kind="index") from exc
+
+    def key(self, row: int) -> str:
+        """Return the key of a sample, as a `NamedKey` if it does not hold the original name, so that copies keep the name."""
+        key, name = self.keys[row], self.origin(row)[1] if self.has_names else None
+        return key if name is None else NamedKey(key, name)
+
+    @property
+    def has_names(self) -> bool:
+        """True if there are samples whose keys do not hold their original names."""
+        return self.origins is not None and len(self.origins.rows) > 0
 
     def origins_of(self, keys: Iterable[str]) -> Iterator[tuple[int, str | None]]:
         """Yield, for each key, the `origin` of its sample; unknown if there is no such sample."""

@@ -236,7 +236,7 @@ class Shard:
 
     def key(self, row: int) -> str:
         """Return the key of a sample."""
-        return self.index.keys[self.sample_row(row)]
+        return self.index.key(self.sample_row(row))
 
     def layout(self, row: int) -> Layout:
         """Return the layout of a sample."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from wds_tensorcache.writing.build_batch import (
     resumable,
     warn_of_positions,
 )
-from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
+from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once, number_in
 from wds_tensorcache.writing.destination.listing import list_build, names_in
 from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -256,21 +257,35 @@ def _check_positions(items: Items, there: FinishedShards, folder: str) -> None:
     Raises:
         StaleCacheError: An item differs from that of its sample, or the source has too few items.
     """
-
-    def digest_of(key: str) -> int | None:
-        places = there.find(key)
-        return there.origin(*places[-1])[0] if places else None
-
-    if items.is_map:
-        changed, num_compared, unknown = items.find_changed(digest_of)
-        _check_moved(items, there, folder, changed, num_compared)
+    if items.is_map and items.are_numbered:
+        stored = _numbered(there)
+        changed, num_compared, unknown = items.find_changed(stored)
+        if items.are_numbered:
+            _check_moved(items, stored, folder, changed, num_compared)
         if unknown:
             warn_of_positions(folder, unknown, num_compared)
 
 
-def _check_moved(items: Items, there: FinishedShards, folder: str, changed: Sequence[int], num_compared: int) -> None:
+def _numbered(there: FinishedShards) -> dict[int, int]:
+    """Return the digest of the item of each sample whose key is the number of an item, by this number; 0 if unknown."""
+    stored: dict[int, int] = {}
+    for index in there.indexes.values():
+        digests = itertools.repeat(0)
+        if index.origins is not None and index.origins.digest is not None:
+            digests = iter(index.origins.digest.tolist())
+        stored |= {
+            number: digest
+            for key, digest in zip(index.keys, digests, strict=False)
+            if (number := number_in(key)) is not None
+        }
+    return stored
+
+
+def _check_moved(
+    items: Items, stored: Mapping[int, int], folder: str, changed: Sequence[int], num_compared: int
+) -> None:
     """Raise StaleCacheError if items whose keys are their numbers have changed, or if samples have no item."""
-    num_removed = items.num_removed(key for index in there.indexes.values() for key in index.keys)
+    num_removed = sum(number >= items.num_all for number in stored)
     if not changed and not num_removed:
         return
     what = [f"item {changed[0]} is not the one from which its sample in {folder!r} was made"] if changed else []
@@ -313,8 +328,8 @@ def _missing(
                 changed.append(item.number)
         if not changed:
             yield targets
-    if items.are_numbered and sink is not None:
-        _check_moved(items, there, folder, changed if items.compares else [], len(seen))
+    if sink is not None and items.are_numbered and (changed or not items.is_map):
+        _check_moved(items, _numbered(there), folder, changed if items.compares else [], len(seen))
     num_gone = 0
     if sink is None and items.world_size > 1:  # this rank does not know the keys of other ranks
         num_gone = max(0, len(there) - items.num_all)

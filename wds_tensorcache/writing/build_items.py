@@ -1,29 +1,38 @@
-"""The items of a dataset with their keys, or one rank's part of them, optionally read by worker processes."""
+"""The items of a dataset with their keys and digests, or one rank's part of them, optionally read by worker processes."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
+from struct import Struct
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import InvalidKeyError, add_note
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.lookup.positions import spread
 from wds_tensorcache.shards.names import check_key
-from wds_tensorcache.writing.item_digest import digest_item
 
-__all__ = ["NO_ITEMS", "Item", "Items", "each_once"]
+__all__ = ["NO_ITEMS", "Item", "Items", "digest_item", "each_once", "number_in"]
 
 NO_ITEMS = "the source has no items"
 _NUM_COMPARED = 64
+_COUNT, _FLOAT = Struct("<cQ").pack, Struct("<cd").pack
+_CONSTANTS = {None: b"N", True: b"T", False: b"F"}
+_ARRAYS, _TENSORS = (np.ndarray, np.memmap), (torch.Tensor, torch.nn.Parameter)
+_KINDS = "biufcSUmM"  # of numpy dtypes whose bytes are their values
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +160,21 @@ class Items(Dataset[Item]):
                     self.are_numbered = not has_key
             yield batch
 
-    def find_changed(self, finished: Callable[[str], int | None]) -> tuple[list[int], int, list[int]]:
+    def find_changed(self, stored: Mapping[int, int]) -> tuple[list[int], int, list[int]]:
         """Compare items whose keys are their numbers with the digests of their finished samples.
 
         All items of a list or tuple are compared. Of another map-style dataset, 64 items are read, at equal distances, and the
         last one: if an item before it was inserted or removed, it differs. An iterable is read as a whole later.
 
         Args:
-            finished: Function from a key to the digest of the item of its sample; 0 if unknown, None without a sample.
+            stored: Digest of the item of each finished sample, by the number in its key; 0 if unknown.
 
         Returns:
             Numbers of the items that differ, number of items compared, and numbers of those for which a digest is unknown.
         """
         if not self.compares or not self.is_map:
             return [], 0, []
-        stored = {number: finished(_number(number)) for batch in self._own_batches() for number in batch}
-        numbers = [number for number, digest in stored.items() if digest is not None]
+        numbers = [number for batch in self._own_batches() for number in batch if number in stored]
         if isinstance(self._items, (list, tuple)):
             read: Iterable[Item] = map(self.__getitem__, numbers)
         else:
@@ -183,13 +191,6 @@ class Items(Dataset[Item]):
             elif digest != item.origin:
                 changed.append(item.number)
         return changed, len(numbers), unknown
-
-    def num_removed(self, keys: Iterable[str]) -> int:
-        """Return how many of these keys of samples are numbers of items that the source does not have."""
-        if not self.are_numbered:
-            return 0
-        numbers = (int(key) for key in keys if key.isascii() and key.isdecimal() and key == _number(int(key)))
-        return sum(number >= self.num_all for number in numbers)
 
     def _read_some(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
         """Yield the items. If all keys of a batch are done, and were known without reading it, its items have no values."""
@@ -298,8 +299,109 @@ def _number(number: int) -> str:
     return f"{number:09d}"
 
 
+def number_in(key: str) -> int | None:
+    """Return the number of the item whose key this is; None if the key is not a number."""
+    return int(key) if key.isascii() and key.isdecimal() and key == _number(int(key)) else None
+
+
 def _length(items: Any) -> int | None:
     try:
         return len(items)
     except (TypeError, NotImplementedError):
         return None
+
+
+def digest_item(value: Any) -> int:
+    """Return the digest of an item that consists of plain values; 0 if it contains anything else.
+
+    The digest is the XXH3-64 of the following bytes, or 1 if that is 0. Each value begins with a letter and, where its length
+    can vary, a count of 8 bytes, so that different values have different bytes. All numbers are little-endian.
+
+    - None, True and False: `N`, `T`, `F`.
+    - int: `i`, count, two's complement. float: `f`, 8 bytes. str: `s`, count, UTF-8. bytes: `b`, count, the bytes.
+    - Paths: `p`, length of the file or 2^64 - 1 if there is no such file, then the path as a str. The file is not read.
+    - list, tuple and dict: `l`, `t` or `d`, count, then the values, or keys and values, in their order.
+    - Arrays and numbers of numpy, and tensors: `a` or `x`, number of dimensions, the dtype as a str, the dimensions, then the
+      bytes in C order.
+
+    Subclasses, such as those of dict, and all other types have no digest: their content may not be all that matters.
+
+    Memory: nothing is copied, except arrays and tensors that are not contiguous, or not in the memory of the CPU.
+    """
+    state = xxh3_64()
+    try:
+        _feed(state.update, value)
+    except (_NoDigest, RuntimeError, TypeError, ValueError):  # also of tensors and arrays of exotic types
+        return 0
+    return state.intdigest() or 1
+
+
+class _NoDigest(Exception):
+    pass
+
+
+def _feed(update: Any, value: Any) -> None:
+    kind = type(value)
+    if kind is str:
+        _feed_bytes(update, b"s", value.encode("utf-8", "surrogatepass"))
+    elif kind is int:
+        _feed_bytes(update, b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    elif value is None or kind is bool:
+        update(_CONSTANTS[value])
+    elif kind is float:
+        update(_FLOAT(b"f", value))
+    elif kind is bytes:
+        _feed_bytes(update, b"b", value)
+    elif kind is dict:
+        update(_COUNT(b"d", len(value)))
+        for key, part in value.items():
+            _feed(update, key)
+            _feed(update, part)
+    elif kind is list or kind is tuple:
+        update(_COUNT(b"l" if kind is list else b"t", len(value)))
+        for part in value:
+            _feed(update, part)
+    elif kind in _ARRAYS or isinstance(value, np.generic):
+        _feed_array(update, b"a", value)
+    elif kind in _TENSORS:
+        _feed_tensor(update, value.detach())
+    elif isinstance(value, PurePath):
+        update(_COUNT(b"p", _file_nbytes(value)))
+        _feed(update, os.fspath(value))
+    else:
+        raise _NoDigest
+
+
+def _feed_bytes(update: Any, letter: bytes, raw: bytes) -> None:
+    update(_COUNT(letter, len(raw)))
+    update(raw)
+
+
+def _feed_array(update: Any, letter: bytes, array: Any) -> None:
+    if array.dtype.kind not in _KINDS:
+        raise _NoDigest
+    _feed_start(update, letter, array.dtype.str, array.shape)
+    update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _feed_tensor(update: Any, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise _NoDigest
+    _feed_start(update, b"x", str(tensor.dtype), tensor.shape)
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    update(plain.reshape(-1).view(torch.uint8).numpy())
+
+
+def _feed_start(update: Any, letter: bytes, dtype: str, shape: Any) -> None:
+    update(_COUNT(letter, len(shape)))
+    _feed(update, dtype)
+    for dim in shape:
+        update(_COUNT(b"n", dim))
+
+
+def _file_nbytes(path: PurePath) -> int:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return (1 << 64) - 1
+    return found.st_size if stat.S_ISREG(found.st_mode) else (1 << 64) - 1

@@ -39,7 +39,9 @@ class KeysView(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         for shard, rows in in_order(self._cache._store, self._cache._where):
             keys, samples = shard.index.keys, shard.columns.rows
-            if samples is None and len(rows) == len(keys) and bool((rows[1:] > rows[:-1]).all()):
+            if shard.index.has_names:
+                yield from map(shard.key, rows.tolist())
+            elif samples is None and len(rows) == len(keys) and bool((rows[1:] > rows[:-1]).all()):
                 yield from keys
             else:
                 yield from map(keys.__getitem__, (rows if samples is None else samples[rows]).tolist())

@@ -89,4 +89,4 @@ class Compute:
         if not keys:
             return encoded_table([], [], self._key)
         made = self._model(to_torch(table, {}))
-        return encoded_table(keys, Batch(made, len(keys)).rows(), self._key, self._allow)
+        return encoded_table(keys, Batch(made, len(keys), lambda i: f"key {keys[i]!r}").rows(), self._key, self._allow)
