@@ -200,11 +200,16 @@ def test_set_epoch_after_loading_a_state(urls: list[str]) -> None:
     whole = take(first, 2 * COUNT)
     first = tc.ResumablePipeline(urls, tc.decode())
     take(first, 7)
-    for epoch, expected in ((0, whole[7:COUNT]), (1, whole[COUNT:])):
-        second = tc.ResumablePipeline(urls, tc.decode())
-        second.load_state_dict(first.state_dict())
-        second.set_epoch(epoch)  # as loops over epochs do
-        assert list(map(number, second)) == expected
+    second = tc.ResumablePipeline(urls, tc.decode())
+    second.load_state_dict(first.state_dict())
+    second.set_epoch(0)  # as loops over epochs do
+    assert list(map(number, second)) == whole[7:COUNT]
+    second.load_state_dict(first.state_dict())
+    with pytest.warns(
+        UserWarning, match=r"set_epoch\(1\) leaves out the rest of epoch 0, of which 7 samples were used"
+    ):
+        second.set_epoch(1)
+    assert list(map(number, second)) == whole[COUNT:]
     with pytest.raises(ValueError, match="a different stream"):
         tc.ResumablePipeline([urls[0], *urls[:0:-1]]).load_state_dict(first.state_dict())
 

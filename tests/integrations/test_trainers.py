@@ -338,10 +338,12 @@ def test_an_accelerator(cache: Any, kind: str) -> None:
     assert len(names) == len(set(names)) == 8
 
 
-def test_an_accelerator_without_a_state_says_what_helps(plain: Any) -> None:
+def test_a_loader_that_skips_batches_has_no_state(plain: Any) -> None:
     loader = tc.torch_loader(plain, 2)
-    next(iter(accelerate.Accelerator(cpu=True).prepare(loader)))
-    with pytest.raises(RuntimeError, match=r"accelerate .* prepare.*use_stateful_dataloader=True.* or do not prepare"):
+    next(iter(accelerate.skip_first_batches(accelerate.Accelerator(cpu=True).prepare(loader), 1)))
+    with pytest.raises(
+        RuntimeError, match=r"skip_first_batches made it, it has none: to resume, load this loader's state"
+    ):
         loader.state_dict()
 
 
@@ -472,26 +474,46 @@ def test_a_trainer_resumes_with_steps_of_any_size(
         assert fit(after, ResumeLoaders(), ckpt_path=path) == whole
 
 
-def test_an_accelerator_with_a_stateful_loader(plain: Any) -> None:
-    """accelerate's own DataLoader has the state; the loader that it wraps raises an error that says so."""
-    pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
-    configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
-
-    def prepared() -> tuple[Any, Any]:
-        loader = tc.torch_loader(plain, 2, shuffle=True)
-        return loader, accelerate.Accelerator(cpu=True, dataloader_config=configuration).prepare(loader)
-
-    loader, made = prepared()
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_an_accelerator_on_one_process(plain: Any, is_stateful: bool) -> None:
+    """As on several processes, `prepare` returns the loader itself, whose state follows the last batch used."""
+    configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
+    made, again = accelerator.prepare(*(tc.torch_loader(plain, 2, shuffle=True) for _ in range(2)))
     names = [name for batch in tc.Loader(plain, 2, shuffle=True) for name in batch["name"]]
     for number, _ in enumerate(made, 1):
         if number == 2:
-            state = copy.deepcopy(made.state_dict())
             break
-    with pytest.raises(RuntimeError, match="another data loader iterates"):
-        loader.state_dict()
-    _, again = prepared()
-    again.load_state_dict(state)
+    again.load_state_dict(made.state_dict())
     assert [name for batch in again for name in batch["name"]] == names[4:]
+
+
+def test_accumulated_gradients_at_the_end_of_an_epoch(plain: Any) -> None:
+    """The last batch of an epoch uses the gradients so far, also if another loop begins in between, or one is left."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, made, other = accelerator.prepare(torch.nn.Linear(4, 1), *(tc.torch_loader(plain, 2) for _ in range(2)))
+    for _ in range(2):
+        synced = []
+        for number, _ in enumerate(made):
+            with accelerator.accumulate(model):
+                synced.append(accelerator.sync_gradients)
+            if number == 1:
+                assert len(list(other)) == 6
+        assert synced == [False, False, False, True, False, True]
+        assert not accelerator.gradient_state.in_dataloader
+        next(iter(other))
+        other.close()
+        assert not accelerator.gradient_state.in_dataloader
+
+
+def test_an_accelerators_device(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = accelerate.Accelerator(cpu=True).prepare(tc.torch_loader(plain, 2))
+    monkeypatch.setitem(accelerate.PartialState._shared_state, "device", torch.device("meta"))
+    batch, info = next(iter(made.with_info()))
+    assert batch["x"].is_meta
+    assert info.is_padding.is_meta
+    unprepared, _ = next(iter(tc.torch_loader(plain, 2).with_info()))
+    assert unprepared["x"].device.type == "cpu"
 
 
 MODES: list[dict[str, Any]] = [{}, {"bucket_by": "x"}, {"weights": [*range(1, 24)]}, {"last_batch": "pad"}]

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from wds_tensorcache.training.base_loader import BaseLoader
 
 __all__ = ["ResumeLoaders"]
 
-# the package that the script uses: their classes do not mix
-_NAMES = ["lightning.pytorch", "pytorch_lightning"]
-_NAMES.sort(key=lambda name: name not in sys.modules)
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+# the package that the script has imported, because their classes do not mix
+_NAME = next((name for name in _NAMES if name in sys.modules), _NAMES[find_spec("lightning") is None])
+try:
+    _lightning: Any = import_module(_NAME)
+except ImportError as exc:
+    raise ImportError(f"ResumeLoaders needs {_NAME}, which cannot be imported ({exc}): pip install lightning") from exc
 
 
-def _package() -> Any:
-    for name in _NAMES:
-        try:
-            return import_module(name)
-        except ImportError:
-            continue
-    raise ImportError("ResumeLoaders needs Lightning: pip install lightning")
+class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
+    """A callback that resumes each `tc.Loader` and `tc.torch_loader` exactly when Lightning loads a checkpoint.
 
+    Without it, Lightning forgets the loaders' states if `configure_optimizers` uses `trainer.estimated_stepping_batches`,
+    counts an epoch that `max_steps` has stopped as finished, and expects batches of the same size as before. Checkpoints that
+    were saved without the callback resume, too.
 
-_Callback: Any = _package().Callback
-
-
-class ResumeLoaders(_Callback):  # type: ignore[misc]
-    """A callback that gives each `tc.Loader` and `tc.torch_loader` its state when Lightning resumes from a checkpoint.
-
-    Without it, Lightning forgets the state if `configure_optimizers` asks for `trainer.estimated_stepping_batches`; it counts
-    an epoch as finished in which `max_steps` stopped it; and it expects batches of the same size.
-
-    Checkpoints that were saved without the callback resume, too.
+    Raises (when training starts):
+        ValueError: A state belongs to a loader with other samples or settings, or to another number of loaders.
     """
 
     def __init__(self) -> None:
@@ -48,26 +43,33 @@ class ResumeLoaders(_Callback):  # type: ignore[misc]
         loops = checkpoint["loops"]["fit_loop"]
         self._states = loops["state_dict"].get("combined_loader", [])
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-        is_counted = epochs["current"]["processed"] == epochs["current"]["ready"]
-        if self._states and is_counted and batches["current"]["ready"] and not batches["is_last_batch"]:
+        is_over = epochs["current"]["processed"] == epochs["current"]["ready"]
+        if self._states and is_over and batches["current"]["ready"] and not batches["is_last_batch"]:
             for counts in epochs.values():
                 counts["processed"] -= 1
                 counts["completed"] = counts["processed"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the states, and count the batches of the epoch in this loader's batches."""
-        if not self._states:
+        """Load the states, and count the used part of the epoch in batches of the loader's size."""
+        states, self._states = self._states, []
+        if not states:
             return
-        loaders = _package().utilities.CombinedLoader(trainer.train_dataloader).flattened
+        loaders = _lightning.utilities.CombinedLoader(trainer.train_dataloader).flattened
         stateful = [each for each in loaders if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
-        for loader, state in zip(stateful, self._states, strict=True):
-            if isinstance(loader, BaseLoader):
-                loader.load_state_dict(state)
-        self._states = []
-        longest = max(loaders, key=len)
-        if isinstance(longest, BaseLoader):
-            batches = trainer.fit_loop.epoch_loop.batch_progress
-            counts = batches.current
-            used = 0 if batches.is_last_batch else len(longest) - longest.num_batches_left
-            counts.completed += used - counts.ready  # one less than `ready` in the hook of a step
-            counts.ready = counts.started = counts.processed = used
+        if len(states) != len(stateful):
+            raise ValueError(
+                f"the checkpoint has states of {len(states)} loaders, but {len(stateful)} loaders have a state"
+            )
+        pairs = zip(stateful, states, strict=True)
+        ours = [(loader, state) for loader, state in pairs if isinstance(loader, BaseLoader)]
+        for loader, state in ours:
+            loader.load_state_dict(state)
+        longest = max((loader for loader, _ in ours), key=len, default=None)
+        if longest is None or len(longest) < trainer.num_training_batches:
+            return  # Lightning counts the batches of another loader
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        counts = batches.current
+        used = 0 if batches.is_last_batch else len(longest) - longest.num_batches_left
+        # after a checkpoint in a hook of a batch, `completed` is one less than the rest
+        counts.completed += used - counts.ready
+        counts.ready = counts.started = counts.processed = used

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from wds_tensorcache.arguments import check_options
@@ -150,9 +151,8 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     worker ends the iteration and is raised here with its type and attributes; the position stays after the last batch
     returned.
 
-    Lightning saves and restores the state. On one rank, accelerate's `prepare` makes a new `DataLoader` from the sampler and
-    the dataset; it has an exact state with `use_stateful_dataloader=True`, and none otherwise. On several ranks, `prepare`
-    returns this loader: its batches stay on the CPU.
+    Lightning saves and restores the state. accelerate's `prepare` returns this loader, on any number of ranks. From then on,
+    its batches are on accelerate's device, and accumulated gradients are used at the end of each epoch.
 
     Threads/fork/pickle: used by one thread, in the process that made the loader.
     """
@@ -174,15 +174,18 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.
         vars(self)["sampler"] = self._plan  # a DistributedSampler
 
+    end_of_dataloader, remainder = False, -1  # accelerate asks for both while it accumulates gradients
+    _is_prepared = False
+
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Tells accelerate's `prepare` to return this loader as it is."""
-        self._plan._find_rank()
-        return self._plan._course.world_size > 1
+        """Tells accelerate's `prepare` to return this loader as it is: accelerate would distribute the steps again."""
+        return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """Accelerate sets it for all loaders that it has returned."""
+        """Accelerate sets it for all loaders that `prepare` has returned."""
+        self._is_prepared = value
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_iterator": None}  # which owns the persistent workers
@@ -191,6 +194,26 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         return self._begin(with_info=False)
 
     def _read_batches(self, pools: Any, *, with_info: bool) -> Iterator[Read]:
+        return self._accelerated(self._read_steps()) if self._is_prepared else self._read_steps()
+
+    def _accelerated(self, steps: Iterator[Read]) -> Iterator[Read]:
+        """Yield the batches on accelerate's device, and mark the last one, with which accelerate uses all gradients."""
+        from accelerate.state import GradientState, PartialState
+        from accelerate.utils import send_to_device
+
+        device, gradients = PartialState().device, GradientState()
+        gradients._add_dataloader(self)
+        try:
+            for batch, _, step, after in steps:
+                self.end_of_dataloader = after.epoch != step.epoch
+                found = [send_to_device(batch, device)]
+                del batch
+                yield found.pop(), torch.from_numpy(step.is_padding).to(device), step, after
+        finally:
+            self.end_of_dataloader = False
+            gradients._remove_dataloader(self)
+
+    def _read_steps(self) -> Iterator[Read]:
         plan, num_ahead = self._plan, self.num_workers * (self.prefetch_factor or 0)
         plan._leader = self._running
         self._planned = plan._position.step + num_ahead

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import operator
 import os
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -118,6 +119,7 @@ class ResumablePipeline(IterableDataset[Any]):
         self._epochs = SharedEpochs()
         self._pid = os.getpid()
         self._iteration = 0
+        self._has_warned = False  # of samples that set_epoch left out
         self._move(0, {}, is_over=False)
 
     def _move(self, epoch: int, done: dict[int, _Done], *, is_over: bool) -> None:
@@ -181,6 +183,8 @@ class ResumablePipeline(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. If a loaded state stopped within this epoch, the iteration resumes there.
 
+        If the rest of an earlier epoch is left out, it warns once.
+
         Raises:
             ValueError: `epoch` is negative or too large.
         """
@@ -188,6 +192,16 @@ class ResumablePipeline(IterableDataset[Any]):
         if not 0 <= epoch < _MAX_EPOCH:
             raise ValueError(f"epoch={epoch}, expected 0 or more, and less than {_MAX_EPOCH}")
         self._enter()
+        num_used = sum(
+            end - begin for one in self._done.values() for begin, end in zip(*[iter(one.edges)] * 2, strict=True)
+        )
+        if num_used and epoch > self._epoch and not (self._is_over or self._has_warned):
+            self._has_warned = True
+            warnings.warn(
+                f"set_epoch({epoch}) leaves out the rest of epoch {self._epoch}, of which {num_used:,} samples were used; "
+                "iterate to its end to use them. Ignore this if epochs end early on purpose; later epochs do not warn",
+                stacklevel=2,
+            )
         is_resumed = self._is_next and epoch == self._epoch and not self._is_over
         self._move(epoch, self._done if is_resumed else {}, is_over=False)
 

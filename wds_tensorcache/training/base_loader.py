@@ -142,8 +142,8 @@ class BaseLoader(ABC):
         """
         if self._plan._is_elsewhere:
             raise RuntimeError(
-                "another data loader iterates over this loader's sampler: save that data loader's state. If accelerate made "
-                "it in prepare, that needs DataLoaderConfiguration(use_stateful_dataloader=True); or do not prepare this loader"
+                "another data loader iterates over this loader's sampler: save that data loader's state. If accelerate's "
+                "skip_first_batches made it, it has none: to resume, load this loader's state instead of skipping batches"
             )
         return self._plan._state(self._plan._position)
 
