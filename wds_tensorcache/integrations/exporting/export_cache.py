@@ -25,6 +25,7 @@ from wds_tensorcache.integrations.exporting.structure import STRUCTURE
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_metadata
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
@@ -44,6 +45,8 @@ class ExportReport:
         renamed: Names of the files by key, for samples whose files could not have the original name.
         widened: Dtypes in the files by tensor name, for tensors whose own dtype the files cannot hold; no number changes.
         as_text: Types by name, for values that JSON cannot hold, such as sets and NaN; the JSON has a text in their place.
+        num_without: Number of samples in the shards that do not have the exported cache, such as pictures alone.
+        others: Names of other caches in the shards, which are not exported.
     """
 
     num_written: int = 0
@@ -51,6 +54,8 @@ class ExportReport:
     renamed: dict[str, str] = field(default_factory=dict)
     widened: dict[str, str] = field(default_factory=dict)
     as_text: dict[str, str] = field(default_factory=dict)
+    num_without: int = 0
+    others: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         present = f", {self.num_present:,} were there" if self.num_present else ""
@@ -101,6 +106,10 @@ def export_cache(
         raise ValueError(f"{shown(text)}: files are exported to local folders; export to one, and copy it")
     check_not_url(text, ())
     out, report = os.path.realpath(text), ExportReport()
+    if isinstance(cache, TensorCache):
+        shards = cache._store.shards
+        report.num_without = sum(len(shard.index.keys) - len(shard) for shard in shards)
+        report.others = sorted({name for shard in shards for name in shard.index.caches if name != shard.name})
     os.makedirs(out, exist_ok=True)
     if is_tar and os.path.lexists(os.path.join(out, TAR)):
         raise FileExistsError(f"{os.path.join(out, TAR)} exists; choose another folder")
