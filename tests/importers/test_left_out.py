@@ -1,4 +1,4 @@
-"""What an import leaves out is said: items of one file, and files in a zip that belong to no sample."""
+"""Notes of imports on what they leave out: items of one file, and files in a zip that belong to no sample."""
 
 from __future__ import annotations
 

@@ -33,4 +33,4 @@ def test_nothing_is_said_if_nothing_is_left_out(tmp_path: Path) -> None:
         sink.write("a", {"x": torch.ones(1)}, jpg=b"\xff\xd8\xff")
     assert run("export", tmp_path / "cache", tmp_path / "out").stderr.strip() == ""
     found = json_of("export", tmp_path / "cache", tmp_path / "json")
-    assert (found["num_without"], found["others"]) == (0, [])
+    assert (found["num_without"], found["other_caches"]) == (0, [])

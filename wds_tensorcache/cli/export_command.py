@@ -39,8 +39,8 @@ def export(path: str, out: str, kind: str, resume: bool, cache_name: str | None,
         output.note(f"{name} is a {cls}, which JSON cannot hold: the files have it as a text")
     if report.num_without:
         output.note(f"{report.num_without:,} samples in the shards have no such cache, and were not exported")
-    if report.others:
-        names = list_names(report.others)
+    if report.other_caches:
+        names = list_names(report.other_caches)
         output.note(f"the samples also have the caches {names}, which were not exported: export them with --cache")
     output.text(report)
     output.result({"out": out, **dataclasses.asdict(report)})
