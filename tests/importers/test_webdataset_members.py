@@ -92,8 +92,11 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
 def test_equal_keys_in_several_tars(tmp_path: Path) -> None:
     for number in range(2):
         write(tmp_path / "in" / f"s{number}.tar", {"k": {"npy": np.full(3, number)}})
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    found, report = imported(tmp_path / "in", tmp_path / "out")
     assert {name: value.tolist() for name, value in found.items()} == {"s0/k": [0] * 3, "s1/k": [1] * 3}
+    assert report.notes == [
+        "1 keys occur in several tars, for example 'k', so all keys begin with the path of their tar"
+    ]
 
 
 class Gadget:

@@ -73,3 +73,6 @@ def test_names_that_keys_do_not_hold(tmp_path: Path) -> None:
             sink.write(tc.safe_key(name), {"x": torch.ones(2)})
     cache = tc.write_ray(tc.read_ray(tmp_path / "in").map(lambda row: row), tmp_path / "out", fsync=False)
     assert sorted(map(cache.original_name, cache.keys())) == names
+    tables = [tc.ray_table([tc.safe_key(name)], [{"x": torch.ones(2)}]) for name in names]
+    cache = tc.write_ray(ray.data.from_arrow(tables), tmp_path / "made", fsync=False)
+    assert sorted(map(cache.original_name, cache.keys())) == names

@@ -8,6 +8,7 @@ import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.errors import list_names
 from wds_tensorcache.integrations.exporting.export_cache import KINDS, export_cache
 from wds_tensorcache.reading.find_shards import find_shards
 
@@ -38,5 +39,10 @@ def export(path: str, out: str, kind: str, resume: bool, cache_name: str | None,
         output.note(f"{name} is {dtype} in the files, which changes no number")
     for name, cls in report.as_text.items():
         output.note(f"{name} is a {cls}, which JSON cannot hold: the files have it as a text")
+    if report.num_without:
+        output.note(f"{report.num_without:,} samples in the shards have no such cache, and were not exported")
+    if report.other_caches:
+        names = list_names(report.other_caches)
+        output.note(f"the samples also have the caches {names}, which were not exported: export them with --cache")
     output.text(report)
     output.result({"out": out, **dataclasses.asdict(report)})

@@ -47,6 +47,8 @@ class ExportReport:
         renamed: Names of the files by key, for samples whose files could not have the original name.
         widened: Dtypes in the files by tensor name, for tensors whose own dtype the files cannot hold; no number changes.
         as_text: Types by name, for values that JSON cannot hold, such as sets and NaN; the JSON has a text in their place.
+        num_without: Number of samples in the shards that do not have the exported cache, such as pictures alone.
+        other_caches: Names of other caches in the shards, which are not exported.
     """
 
     num_written: int = 0
@@ -54,6 +56,8 @@ class ExportReport:
     renamed: dict[str, str] = field(default_factory=dict)
     widened: dict[str, str] = field(default_factory=dict)
     as_text: dict[str, str] = field(default_factory=dict)
+    num_without: int = 0
+    other_caches: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         present = f", {self.num_present:,} were there" if self.num_present else ""
@@ -105,6 +109,10 @@ def export_cache(
     check_not_url(text, ())
     _check_hidden(cache)
     out, report = os.path.realpath(text), ExportReport()
+    if isinstance(cache, TensorCache):
+        shards = cache._store.shards
+        report.num_without = sum(len(shard.index.keys) - len(shard) for shard in shards)
+        report.other_caches = sorted({name for shard in shards for name in shard.index.caches if name != shard.name})
     os.makedirs(out, exist_ok=True)
     if is_tar and os.path.lexists(os.path.join(out, TAR)):
         raise FileExistsError(f"{os.path.join(out, TAR)} exists; choose another folder")

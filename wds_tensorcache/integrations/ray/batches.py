@@ -166,4 +166,5 @@ def ray_table(
         for name, value in flatten(sample).items():
             tensors.setdefault(name, [None] * len(lazy))[at] = to_bits(value)
     kinds: dict[str, Kind] = dict.fromkeys(optional, "object")
-    return make_table(list(keys), lazy, tensors, kinds, {}, has_values=values, allow=allow)
+    originals = [getattr(key, "original", None) for key in keys]  # a `NamedKey` has one
+    return make_table(list(keys), lazy, tensors, kinds, {}, has_values=values, originals=originals, allow=allow)

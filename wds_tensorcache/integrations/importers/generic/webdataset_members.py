@@ -118,7 +118,12 @@ def _open(folder: SourceFolder) -> Source:
             bad[name] = str(exc)
             samples.pop(key, None)  # it may lack members
         found += [(name, key, members) for key, members in samples.items()]
-    is_unique = max(Counter(key for _, key, _ in found).values(), default=0) <= 1
+    doubles = [key for key, count in Counter(key for _, key, _ in found).items() if count > 1]
+    is_unique = not doubles
+    notes = _note_stems([(key, members) for _, key, members in found])
+    if doubles:
+        what = f"{len(doubles):,} keys occur in several tars, for example {list_names(doubles[:_NUM_NAMED])}"
+        notes.append(f"{what}, so all keys begin with the path of their tar")
     return Source(
         [
             SourceSample(
@@ -130,7 +135,7 @@ def _open(folder: SourceFolder) -> Source:
             for name, key, members in found
         ],
         bad=bad,
-        notes=_note_stems([(key, members) for _, key, members in found]),
+        notes=notes,
     )
 
 

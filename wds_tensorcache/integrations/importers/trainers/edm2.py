@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
 from wds_tensorcache.integrations.importers.file_parts import list_zip, view_zip_file
 from wds_tensorcache.integrations.importers.safe_files import as_tensor, parse_npy
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
@@ -62,16 +62,20 @@ def _open(folder: SourceFolder) -> Source:
     """Find the files of moments and the labels in the folder and in its zips."""
     samples: list[SourceSample] = []
     bad: dict[str, str] = {}
-    labels = _add(samples, bad, folder.names, folder.view, "", None)
+    notes: list[str] = []
+    used = _add(samples, bad, folder.names, folder.view, "", None)
     for name in folder.by_suffix.get(".zip", ()):
         try:
             files = {file.filename: file for file in list_zip(folder, name) if not file.is_dir()}
             read = partial(_read_zipped, folder, name, files)
-            if not _add(samples, bad, sorted(files), read, f"{name[:-4]}/", name):
+            used_there = _add(samples, bad, sorted(files), read, f"{name[:-4]}/", name)
+            if not used_there:
                 raise FormatError("has no files of moments")
+            if rest := sorted(files.keys() - used_there):
+                notes.append(f"{len(rest):,} files in {name} were not used, for example {list_names(rest[:3])}")
         except FormatError as exc:
             bad[name] = exc.reason
-    return Source(samples, {}, bad, labels)
+    return Source(samples, {}, bad, sorted(used), notes)
 
 
 def _read_zipped(folder: SourceFolder, name: str, files: dict[str, Any], file: str) -> memoryview:
@@ -85,16 +89,18 @@ def _add(
     read: _Read,
     prefix: str,
     archive: str | None,
-) -> list[str]:
-    """Add the samples of a folder or zip, and its faults; return the names of its label files, or where they would be."""
+) -> set[str]:
+    """Add the samples of a folder or zip, and its faults; return the names of the files that it uses."""
     names = list(names)
     roots: dict[str, list[str]] = {}
+    all_used: set[str] = set()
     for name in names:
         if match := _MOMENTS.fullmatch(name):
             roots.setdefault(match[1], []).append(match[2])
     for root, files in roots.items():
         labels = _read_labels(root + _LABELS, names, read, prefix, bad)
         pictures = _pictures(root, names, len(files), prefix, bad)
+        all_used.update((root + _LABELS, *(root + file for file in files), *filter(None, pictures)))
         for file, picture in zip(files, pictures, strict=True):
             label = None if labels is None else labels.pop(file, None)
             if labels is not None and label is None:
@@ -107,7 +113,7 @@ def _add(
             bad[prefix + root + _LABELS] = (
                 f"has labels of {len(labels):,} missing files, for example {next(iter(labels))!r:.200}"
             )
-    return [root + _LABELS for root in roots]
+    return all_used
 
 
 def _read_labels(

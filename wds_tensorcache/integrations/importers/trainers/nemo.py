@@ -59,6 +59,7 @@ def _open(folder: SourceFolder) -> Source:
     provenance: dict[str, Any] = {}
     bad: dict[str, str] = {}
     items: dict[str, dict[str, Any]] = {}
+    doubles: list[str] = []
     roots = []
     for root in _roots(folder):
         try:
@@ -85,8 +86,8 @@ def _open(folder: SourceFolder) -> Source:
                 file = _locate(folder, root, item.get("cache_file") if isinstance(item, dict) else None)
                 if file is None:
                     bad[f"{name}, item {number}"] = f"its cache_file is not in the folder: {item!r:.200}"
-                else:
-                    items.setdefault(file, item)
+                elif items.setdefault(file, item) is not item:
+                    doubles.append(f"item {number} of {name}")
     for name in _files(folder):
         if name not in items and name.startswith(tuple(roots)):
             bad[name] = f"is not listed by {_METADATA}"
@@ -96,8 +97,12 @@ def _open(folder: SourceFolder) -> Source:
         SourceSample(os.path.splitext(name)[0], (name,), partial(_load, folder, name, item))
         for name, item in items.items()
     ]
-    is_one = len(provenance) == 1
-    return Source(samples, next(iter(provenance.values())) if is_one else {"caches": provenance}, bad)
+    made = next(iter(provenance.values())) if len(provenance) == 1 else {"caches": provenance}
+    notes = []
+    if doubles:
+        what = f"{len(doubles):,} items have the cache_file of an earlier item, and were not used"
+        notes.append(f"{what}, for example {', '.join(doubles[:3])}")
+    return Source(samples, made, bad, notes=notes)
 
 
 def _roots(folder: SourceFolder) -> list[str]:
