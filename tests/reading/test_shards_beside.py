@@ -112,6 +112,13 @@ def test_a_folder_that_cannot_be_changed(a: Path) -> None:
         os.chmod(a, 0o755)
 
 
+def test_commands_print_it_once(a: Path) -> None:
+    result = run_any("ls", a)
+    assert result.returncode == 0
+    (line,) = result.stderr.splitlines()
+    assert re.fullmatch(f"tensorcache: {re.escape(str(a))}: {UNLISTED}, so .*; {BOTH_REMEDIES}", line)
+
+
 # --- writers that are not finished ---
 
 
@@ -154,9 +161,15 @@ def build(reuse: Path, out: Path) -> object:
     return tc.build(items, lambda batch: [{"v": torch.zeros(4)} for _ in batch], out, fingerprint={}, reuse=reuse)
 
 
+def export(a: Path, out: Path) -> object:
+    with pytest.warns(UserWarning, match=UNLISTED), tc.open(a) as cache:
+        return tc.export_cache(cache[:30], out, "pt")
+
+
 WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "drop": lambda a, out: tc.drop(a, out, ["a000"]),
     "reuse": build,
+    "export": export,
 }
 
 
@@ -171,7 +184,7 @@ def test_new_caches_from_it_are_refused(a: Path, tmp_path: Path, write_new: Call
 def test_commands_refuse(a: Path, tmp_path: Path, command: str) -> None:
     result = run_any(command, a, tmp_path / "out", *["a000"] * (command == "drop"))
     assert result.returncode == 1
-    assert re.search(f"{UNLISTED}.*{BOTH_REMEDIES}", result.stderr)
+    assert len(re.findall(f"{UNLISTED}.*{BOTH_REMEDIES}", result.stderr)) == 1
     assert not (tmp_path / "out").exists()
 
 

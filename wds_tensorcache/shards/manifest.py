@@ -85,7 +85,7 @@ class ListedCounts(NamedTuple):
     """Numbers in a manifest about a shard: all samples, and those of each cache; path of the manifest; bytes of the shard.
 
     None if unknown. `nbytes` is set only for remote shards, whose lengths are not known otherwise. `digest` is that of
-    the shard's index.
+    the shard's index. `left_out` is a message about shards in the folder of the manifest that it does not list.
     """
 
     num_samples: int | None = None
@@ -93,6 +93,7 @@ class ListedCounts(NamedTuple):
     manifest: str | None = None
     nbytes: int | None = None
     digest: str | None = None
+    left_out: str | None = None
 
 
 # path or url of a shard; if a manifest lists it, also its numbers and its fingerprint
