@@ -1,4 +1,4 @@
-"""Manifests of strangers: they list files of their own folder only, and take memory in proportion to their bytes."""
+"""Manifests of strangers: they list only files in their folder, and take memory in proportion to their bytes."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def _parse_shard(shard: Any, where: str) -> ShardEntry:
         raise _wrong(f"{where}: url", url, "a path or a url")
     # Hazard: a downloaded manifest must not make a reader or a tool read private files.
     if os.path.isabs(url) or ".." in re.split(r"[/\\]", url):
-        remedy = "a manifest lists files of its own folder only; to read another shard, pass its own path to tc.open"
+        remedy = "a manifest lists only files in its folder; to read another shard, pass its own path to tc.open"
         raise FormatError(f"{where}: url {shown(url)!r:.200} is outside the manifest's folder; {remedy}", kind="index")
     for key, count in (("nsamples", num_samples), ("filesize", nbytes)):
         if type(count) is not int or not 0 <= count < 1 << 63:
