@@ -36,6 +36,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import wds_tensorcache as tc
+from wds_tensorcache.integrations.lightning import ResumeLoaders
 
 ASPECTS = (8, 8, 8), (8, 6, 10), (8, 10, 6)  # means in 4 channels, standard deviations in 4 more
 COUNT, EPOCHS, BATCH, TEXT_DIM, MAX_TOKENS = 420, 3, 4, 16, 12
@@ -127,14 +128,6 @@ class Finetuning(pl.LightningModule):
         self.rows = checkpoint["rows"]
 
 
-class CountBatches(pl.Callback):
-    """Correct the number of batches of the epoch that Lightning takes from a checkpoint: steps may have had another size."""
-
-    def on_train_start(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
-        counts, loader = trainer.fit_loop.epoch_loop.batch_progress.current, trainer.train_dataloader
-        counts.completed += len(loader) - loader.num_batches_left - counts.ready
-
-
 class Kill(pl.Callback):
     """Kill all processes of the session soon after they have seen a number of samples."""
 
@@ -160,7 +153,7 @@ def train(out: Path, devices: int = 1, callbacks: tuple[pl.Callback, ...] = ()) 
         accelerator="cpu",
         devices=devices,
         strategy="ddp_fork" if devices > 1 else "auto",  # like "ddp", without importing everything again
-        callbacks=[saving, CountBatches(), *callbacks],
+        callbacks=[saving, ResumeLoaders(), *callbacks],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

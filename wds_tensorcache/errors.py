@@ -101,7 +101,7 @@ class FormatError(TensorCacheError, ValueError):
         """Return a copy of this error with `where` at the beginning of its message, unless it is there already."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
-        known = self.where
+        known, where = self.where, str(where)  # a concealed url equals no text
         if known is None or not (known == where or known.startswith(f"{where}: ")):
             error.where = where if known is None else f"{where}: {known}"
         return error

@@ -27,6 +27,8 @@ from accelerate.utils import recursively_apply, send_to_device  # noqa: E402
 from lightning.fabric.utilities import move_data_to_device  # noqa: E402
 from lightning_utilities import apply_to_collection  # noqa: E402
 
+from wds_tensorcache.integrations.lightning import ResumeLoaders  # noqa: E402
+
 # their warnings: about workers, devices and deprecations
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = 11
@@ -418,14 +420,6 @@ def test_a_trainer_resumes_in_the_middle_of_an_epoch(
     assert seen == expected
 
 
-class CountBatches(pl.Callback):  # type: ignore[misc]
-    """The callback of docs/training.md."""
-
-    def on_train_start(self, trainer: Any, model: Any) -> None:
-        counts, loader = trainer.fit_loop.epoch_loop.batch_progress.current, trainer.train_dataloader
-        counts.completed += len(loader) - loader.num_batches_left - counts.ready
-
-
 @pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
 @pytest.mark.parametrize("saved", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 4)])
@@ -475,7 +469,7 @@ def test_a_trainer_resumes_with_steps_of_any_size(
     paths = list((tmp_path / "saved").glob("*.ckpt"))
     assert len(paths) == 2 * (1 if "every_n_epochs" in saved else {1: 11, 4: 4}[before])
     for path in paths:
-        assert fit(after, CountBatches(), ckpt_path=path) == whole
+        assert fit(after, ResumeLoaders(), ckpt_path=path) == whole
 
 
 def test_an_accelerator_with_a_stateful_loader(plain: Any) -> None:

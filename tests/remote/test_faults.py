@@ -224,7 +224,7 @@ def test_a_server_without_ranges(server: HttpServer, url: str) -> None:
     state = client_for(url).stat(url)
     calls = [lambda at=at: read(url, at, at + 30, state) for at in range(100)]
     assert outcomes(calls) == [CONTENT[at : at + 30] for at in range(100)]
-    assert sum(one.range is None and one.status == 200 and one.nbytes == 150 for one in server.log()) == 1
+    assert sum(one.status == 200 and one.nbytes == 150 for one in server.log()) == 1
     server.put("a.tar", CONTENT[::-1])
     changed = client_for(url).stat(url)
     assert read(url, 0, 30, state) == CONTENT[:30]  # of the copy that was opened

@@ -6,8 +6,10 @@ import math
 import random
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 import wds_tensorcache as tc
 from tests.remote.servers.cutting_proxy import CuttingProxy
@@ -161,3 +163,31 @@ def test_a_real_server_whose_connections_drop(s3_server: S3Server, monkeypatch: 
             call, expected = list(READS.values())[number % 3]
             assert call(url) == expected
         assert proxy.num_cut > 10
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> bytes:
+    """A shard that is longer than what is read of its end."""
+    with tc.ShardWriter(tmp_path / "a-%d.tar", manifest=False) as sink:
+        for i in range(6):
+            sink.write(f"{i}", {"x": torch.full((100_000,), i)})
+    return (tmp_path / "a-0.tar").read_bytes()
+
+
+def test_a_store_that_answers_suffix_ranges_with_the_beginning(store: HttpServer, shard: bytes) -> None:
+    """As s3rver does. obstore refuses the answer by an error that looks like a lost connection."""
+    for name in "ab":
+        store.put(f"bucket/{name}.tar", shard)
+    store.set(suffix_ranges="first")
+    assert [sample["x"][7].item() for sample in tc.open("s3://bucket/a.tar")] == list(range(6))
+    store.log()
+    assert len(tc.open("s3://bucket/b.tar")) == 6
+    assert [request.range for request in store.log() if (request.range or "").startswith("bytes=-")] == []
+
+
+def test_a_store_without_ranges(store: HttpServer, shard: bytes) -> None:
+    store.put("bucket/a.tar", shard)
+    store.set(ranges=False)
+    with pytest.raises(tc.RemoteError, match=r"s3://bucket/a\.tar: .*with other bytes; copy the cache") as caught:
+        tc.open("s3://bucket/a.tar")[0]
+    assert caught.value.status == 200

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -71,6 +73,20 @@ def test_a_store_that_stays_down(write_server: WriteServer, monkeypatch: pytest.
     assert error.status is None
 
 
+def test_a_writer_that_is_never_closed(write_server: WriteServer) -> None:
+    """The log names the samples of the unfinished shard, and the finished shards whose uploads have not ended."""
+    write_server.script({"method": "PUT", "suffix": "1.tar", "status": 503, "times": -1})
+    program = (
+        "import wds_tensorcache as tc\n"
+        f"writer = tc.ShardWriter({URL!r}, max_samples=2)\n"
+        "for i in range(7): writer.write(f'{i}', [i])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    what = "its unfinished shard with 1 sample is lost, and 2 finished shards may not have been uploaded; write inside"
+    assert f"{URL}/%06d.tar: the writer was not closed, so {what}" in done.stderr
+    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
+
+
 def test_a_manifest_that_many_writers_change(write_server: WriteServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Google accepts one change of an object each second, so that a writer may have to wait longer than for a fault."""
     monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "0.3")
@@ -88,7 +104,8 @@ def test_credentials_that_may_not_delete(write_server: WriteServer) -> None:
     """S3 answers with status 200, and one error for each object."""
     write(URL, 5)
     key = "cache/000000.tar"
-    write_server.script({"method": "POST", "status": 200, "denied": key, "times": -1})
+    # the first request to delete is that of the check of the store
+    write_server.script({"method": "POST"}, {"method": "POST", "status": 200, "denied": key, "times": -1})
     error = _error_of(overwrite=True)
     assert isinstance(error, tc.RemoteError)
     assert error.status == 403
@@ -105,19 +122,54 @@ def test_a_store_without_conditional_writes(write_server: WriteServer, monkeypat
     assert "conditional" in str(_error_of())
 
 
-@pytest.mark.parametrize("options", [{}, {"dali_index": False}])
-def test_a_store_that_ignores_conditions(write_server: WriteServer, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("options", [{}, {"dali_index": False}, {"manifest": False}])
+@pytest.mark.parametrize("ignored", ["IF_NONE_MATCH", "IF_MATCH", True])
+def test_a_store_that_ignores_conditions(
+    write_server: WriteServer, options: dict[str, bool], ignored: str | bool
+) -> None:
+    """It is found out before a shard is uploaded, and nothing stays in the store."""
+    write_server.script({"method": "PUT", "ignore": ignored, "times": -1})
+    error = _error_of(**options)
+    assert isinstance(error, tc.RemoteError)
+    assert "conditional" in str(error)
+    assert "write to a local folder, and copy it" in str(error)
+    assert write_server.objects() == {}
+    assert [key for _, key, _ in write_server.log() if key.endswith((".tar", ".idx", "manifest.json"))] == []
+
+
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
+def test_a_folder_in_a_store_that_ignores_conditions_stays_as_it_was(
+    write_server: WriteServer, options: dict[str, bool]
+) -> None:
+    write(URL, 7)
+    write_server.put("cache/manifest.json", b'{"wids_version": 1, "shardlist": []}')
+    before = write_server.objects()
     write_server.script({"method": "PUT", "ignore": True, "times": -1})
     assert "conditional" in str(_error_of(**options))
+    assert write_server.objects() == before
+
+
+def test_credentials_that_may_not_delete_the_object_of_the_check(write_server: WriteServer) -> None:
+    write_server.script(
+        {"method": "POST", "status": 403, "times": -1}, {"method": "DELETE", "status": 403, "times": -1}
+    )
+    for name in ("a", "b"):
+        write(URL + "/%06d.tar", 5, resume=True)
+        write(f"{URL}/{name}-%06d.tar", 5)
+    left = [key for key in write_server.objects("cache/") if not key.endswith((".tar", ".idx", "manifest.json"))]
+    assert left == [".tensorcache-conditions"]
+    assert len(tc.open(URL)) == 15
 
 
 @pytest.mark.parametrize("fault", [{"tags": "none"}, {"tags": "weak"}, {"tags": "none", "method": "GET"}])
 def test_a_store_without_strong_tags(write_server: WriteServer, fault: dict[str, object]) -> None:
     """As a proxy that compresses answers makes them weak. No attempt is repeated, since no later one can succeed."""
     write(URL, 5)
+    before = write_server.objects()
     write_server.script(fault | {"times": -1})
     write_server.log()
     error = _error_of(count=20, resume=True)
+    assert write_server.objects() == before
     assert isinstance(error, tc.RemoteError)
     assert "strong ETags" in str(error)
     assert "other writers have changed" not in str(error)

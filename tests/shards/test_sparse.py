@@ -6,7 +6,8 @@ import tracemalloc
 
 import pytest
 
-from wds_tensorcache.shards.tar.sparse import MAX_EXPANDED_NBYTES, SparseMap
+from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES
+from wds_tensorcache.shards.tar.sparse import SparseMap
 
 
 @pytest.mark.parametrize(

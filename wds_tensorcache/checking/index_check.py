@@ -12,7 +12,7 @@ from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, split_line, split_lines
 from wds_tensorcache.shards.footer import build_footer, declared_place, parse_footer, read_footer
-from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index import Origins, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.names import TENSORS, split_member
 from wds_tensorcache.shards.sidecar import open_sidecar
@@ -42,7 +42,12 @@ def check_indexes(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
         found.fault(None, None, f"{where}: {exc}", "index")
     _check_idx(found, needs_idx, reported)
     index = footer or sidecar
-    return None if index is None else index.fingerprint
+    if index is None:
+        return None
+    # no pass over a shard can check or find these; `repair` keeps them
+    with contextlib.suppress(FormatError):
+        found.index = replace(found.index, origins=Origins.of(index.origins_of(found.index.keys)))
+    return index.fingerprint
 
 
 def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
@@ -82,7 +87,9 @@ def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
 
 def _compare_index(found: Checked, index: ShardIndex, where: str, reported: set[str]) -> None:
     """Add a fault for each sample on which an index disagrees with the shard."""
-    if not found.report.faults and build_footer(replace(index, fingerprint=None)) == build_footer(found.index):
+    if not found.report.faults and build_footer(replace(index, fingerprint=None, origins=None)) == build_footer(
+        found.index
+    ):
         return
     num_faults = len(found.report.faults)
     _compare(found, dict(_places(index)), dict(_places(found.index)), where, reported)

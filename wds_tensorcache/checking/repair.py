@@ -114,7 +114,9 @@ def _write(
         if files.get(checked.path).identity != checked.identity:
             raise FormatError(f"{checked.path}: the shard was changed during the repair; try again")
         path = os.path.join(folder, os.path.basename(checked.path))
-        index = write_shard(path, checked.ranges, files, fingerprint)
+        index = write_shard(
+            path, checked.ranges, files, fingerprint, map(checked.index.origin, range(len(checked.index.keys)))
+        )
         with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
             write_dali_index(dali_index_path(path), index)
         listing.add(path, index)

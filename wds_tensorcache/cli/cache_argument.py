@@ -84,10 +84,10 @@ def sample_key(cache: tc.TensorCache, name: str) -> str:
     return name
 
 
-def sample_name(key: str) -> str | None:
-    """Return the name from which a key was made; None if there was no name, or if it was too long to be in the key."""
+def sample_name(cache: tc.TensorCache, number: int, key: str) -> str | None:
+    """Return the name from which the key of sample `number` was made; None if there was no name, or if it is unknown."""
     try:
-        return tc.original_name(key)
+        return cache._name_at(number, key)
     except tc.InvalidKeyError:
         return None
 

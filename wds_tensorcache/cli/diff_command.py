@@ -9,6 +9,7 @@ import click
 from wds_tensorcache.cli.cache_argument import cache_option, open_cache
 from wds_tensorcache.cli.output import Output, counted, json_option
 from wds_tensorcache.inspecting.diff import diff_caches
+from wds_tensorcache.storage.remote.urls import shown
 
 __all__ = ["diff_command"]
 
@@ -33,8 +34,11 @@ def diff_command(first: str, second: str, limit: int, cache_name: str | None, as
     ):
         found = diff_caches(one, two, show)
     output.result({"is_equal": found.is_equal, **dataclasses.asdict(found)})
-    lines = [f"only in {first}: {key}" for key in found.only_first]
-    lines += [f"only in {second}: {key}" for key in found.only_second]
+    names = shown(first), shown(second)
+    if names[0] == names[1]:
+        names = "the first cache", "the second cache"
+    lines = [f"only in {names[0]}: {key}" for key in found.only_first]
+    lines += [f"only in {names[1]}: {key}" for key in found.only_second]
     lines += [f"{each.key}: {each.name}: {each.what}" for each in found.changes]
     for line in lines[:limit]:
         output.line(line)

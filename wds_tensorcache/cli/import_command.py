@@ -117,6 +117,11 @@ def import_command(
         output.note(f"skipped {each.what}" if has_name else f"skipped {each.name}: {each.what}")
     for text in report.notes:
         output.note(text)
+    if report.num_hashed:
+        output.note(
+            f"{report.num_hashed:,} of {report.num_written:,} keys have a hash in place of a name that is too long for a key; "
+            "cache.original_name(key) returns the name"
+        )
     for name, (count, first) in report.lacking.items():
         output.note(f"{count:,} of {report.num_written:,} samples have no {name!r}, for example {first}")
     if report.changed:

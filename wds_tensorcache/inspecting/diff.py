@@ -137,9 +137,16 @@ class _Stored:
         return begin, begin + members.nbytes.item(at)
 
     def has_file_of(self, other: _Stored) -> bool:
-        """Return whether the shards are one file, as in versions of a cache, which share shards by hard links."""
-        paths = self.shard.path, other.shard.path
-        return self.shard.file.identity == other.shard.file.identity and os.path.samefile(*paths)
+        """Return whether the shards are one file, as in versions of a cache, which share shards by hard links.
+
+        At urls, they are one object if url and tag are equal; without a tag, nothing shows that it has not changed.
+        """
+        one, two = self.shard, other.shard
+        if one.file.identity != two.file.identity:
+            return False
+        if one.is_remote:
+            return one.path == two.path and one.file.identity[1] is not None
+        return os.path.samefile(one.path, two.path)
 
 
 def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:

@@ -18,11 +18,10 @@ from webdataset import autodecode
 from webdataset.autodecode import Continue, Decoder
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.shards.tar.expansion import check_pickle, max_expanded
 
-__all__ = ["MAX_EXPANDED_NBYTES", "MemberDecoder"]
+__all__ = ["MemberDecoder"]
 
-MAX_EXPANDED_NBYTES = 1 << 26
-_MAX_RATIO = 64
 _PIECE_NBYTES = 1 << 20
 _MAX_EXTENSION = 100
 _JPEGS = ("JPEG", "MPO", "BLP")
@@ -50,13 +49,14 @@ class MemberDecoder(Decoder):
     def decode1(self, key: str, content: bytes) -> Any:
         """Decode one member; `key` is its extension without the first dot."""
         # relative to the member in the tar, so that the ratio is applied only once to an `npz.gz`
-        limit = max(self._max_expanded_nbytes, _MAX_RATIO * len(content))
-        extension = "." + key
+        extension, nbytes = "." + key, len(content)
+        limit = max_expanded(nbytes, self._max_expanded_nbytes)
         try:
             for handler, is_stock in zip(self.handlers, self._is_stock, strict=True):
                 if handler is self._own:
                     decode = handler(extension)
                     if decode is not None:
+                        check_pickle(len(content), nbytes, self._max_expanded_nbytes, "tc.decode")
                         # Hazard: if the result is None, webdataset's own unpickler would run next
                         return decode(content, limit)
                     continue

@@ -81,7 +81,7 @@ class StepDataset(Dataset[Any]):
         if not self._with_info:
             return batch
         # a transform may have changed the mask of the first record
-        info = self._reader.info(step, collate=self._options["collate"])
+        info = self._reader.info(step, collate=self._options["collate"], edits=info._edits)
         # in a worker, an error during pickling would not reach the caller, and the loop would hang; copy here, as pickle does
         return batch, info if get_worker_info() is None else copy(info)
 
@@ -167,6 +167,8 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             raise TypeError(f"dataset={dataset!r:.200}, expected a StepDataset")
         self._plan, self._collate, self._clock = dataset.sampler, dataset._options["collate"], Clock()
         self._reader = self._plan._reader(dataset._reader.alternatives)
+        # workers do not send which transforms have changed shapes, for example in a function that calls `drop_text`
+        self._edits = [each for each in dataset._transforms if hasattr(each, "edit_shapes")]
         batch_sampler = self._plan if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
         # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.
@@ -208,7 +210,12 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
                 raise exc from None
             step, after = plan._course.step(plan._position)
             self._planned = after.step + num_ahead
-            yield found.pop(), None, step, plan._settled(after)  # no reference here keeps the batch alive
+            yield (
+                found.pop(),
+                (None, self._edits),
+                step,
+                plan._settled(after),
+            )  # no reference here keeps the batch alive
 
     def stats(self) -> WaitStats:
         """Return how long training has waited for the batches of this loader.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, en
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
 from wds_tensorcache.integrations.pickles.pth import load_pth
-from wds_tensorcache.integrations.safe_members import MAX_EXPANDED_NBYTES, MemberDecoder
+from wds_tensorcache.integrations.safe_members import MemberDecoder
 from wds_tensorcache.shards.names import (
     FIELD,
     SKELETON,
@@ -32,6 +31,7 @@ from wds_tensorcache.shards.names import (
     is_reserved,
     member_suffix,
 )
+from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
 
@@ -114,8 +114,9 @@ def decode(
         allow: Classes that skeletons and other pickles may build; only for shards that you trust.
         handler: Function that is called with the exception if a sample cannot be decoded; re-raises by default.
         max_expanded_nbytes: Limit for the expanded length of a compressed member (`gz`, `npz`), and for the total size of
-            tensors of a `pth` that share their elements. Members may always expand to 64 times their own length. Pictures
-            have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
+            tensors of a `pth` that share their elements. Members may always expand to 64 times their own length. A compressed
+            pickle (`pkl.gz`) may expand to 1/64 of this limit, or 8 times its length, because its objects take more memory.
+            Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises (when iterating):
@@ -124,11 +125,9 @@ def decode(
             `__cause__` is the decoder's error. Errors of your functions are not changed.
         UnsafeSkeletonError: A pickle or skeleton requires code outside the format; nothing was executed.
     """
-    if operator.index(max_expanded_nbytes) < 0:
-        raise ValueError(f"max_expanded_nbytes={max_expanded_nbytes}, expected 0 or more")
     table = allow_table(allow)
     steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
-    members = MemberDecoder(steps, partial(_pickle_decoder, table), max_expanded_nbytes, **decoder)
+    members = MemberDecoder(steps, partial(_pickle_decoder, table), check_option(max_expanded_nbytes), **decoder)
     return Decode(members, lazy, verify, table, handler)
 
 

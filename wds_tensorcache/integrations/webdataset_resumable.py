@@ -21,15 +21,16 @@ from webdataset.tariterators import tarfile_samples
 from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
+from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.secret_parts import adopt, for_children
+from wds_tensorcache.storage.remote.urls import reveal
 from wds_tensorcache.training.order import EpochOrder
 
 __all__ = ["ResumablePipeline", "SharedEpochs"]
 
 POSITION = "__position__"
-VERSION = 1
+VERSION = 2  # 1 divided the shards among ranks differently
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 _PREFIX = "tensorcache-position:"
 _DOES_ITSELF = (split_by_node, split_by_worker, tarfile_samples)
@@ -55,9 +56,9 @@ class ResumablePipeline(IterableDataset[Any]):
     requests in flight for the next few MiB, retries, and `If-Match`. After `load_state_dict`, a remote shard is read from its
     first sample that is not done, unless it has changed, is compressed, or its server sends no ETag and no date.
 
-    Ranks and workers get about the same number of bytes if all shards are local files, else about the same number of shards. So
-    ranks may have different numbers of samples. Each worker has its own state. torchdata's `StatefulDataLoader` collects these
-    states, and resumes with the same number of workers.
+    Ranks, and then the workers of a rank, get about the same number of bytes if all shards are local files, else about the same
+    number of shards. So ranks may have different numbers of samples. Each worker has its own state. torchdata's
+    `StatefulDataLoader` collects these states, and resumes with the same number of workers.
 
     Args:
         urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A `PathLike`,
@@ -71,7 +72,7 @@ class ResumablePipeline(IterableDataset[Any]):
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
         rank, world_size, group: As for `Loader`.
-        handler, select_files, rename_files: As for `tarfile_to_samples`.
+        handler, select_files, rename_files, max_expanded_nbytes: As for `tarfile_to_samples`.
 
     Raises:
         TypeError: `urls` has a type that is not listed above.
@@ -96,6 +97,7 @@ class ResumablePipeline(IterableDataset[Any]):
         handler: Callable[[Exception], bool] = reraise_exception,
         select_files: Callable[[str], bool] | None = None,
         rename_files: Callable[[str], str] | None = None,
+        max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     ) -> None:
         self._urls = find_urls(urls)
         if not self._urls:
@@ -111,19 +113,12 @@ class ResumablePipeline(IterableDataset[Any]):
         if len(self._urls) < self._world_size:
             raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some ranks would have none")
         self._handler = handler
-        self._tars = TarSamples(handler, select_files, rename_files)
+        self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
         self._epochs = SharedEpochs()
         self._pid = os.getpid()
         self._iteration = 0
         self._move(0, {}, is_over=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_for_children": for_children()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        adopt(state.pop("_for_children"))
-        self.__dict__.update(state)
 
     def _move(self, epoch: int, done: dict[int, _Done], *, is_over: bool) -> None:
         """Set the position at which the next iteration starts, and end the current iteration."""
@@ -229,7 +224,9 @@ class ResumablePipeline(IterableDataset[Any]):
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         order = self._order(self._epoch, range(len(self._urls))).tolist()
-        return _shards_of(order, self._loads, self._rank * num_workers + worker, self._world_size * num_workers)
+        # ranks first: the workers of one rank must not take all shards while another rank has none
+        mine = _shards_of(order, self._loads, self._rank, self._world_size)
+        return _shards_of(mine, self._loads, worker, num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the samples that have left the last stage, as plain values for JSON.
@@ -249,10 +246,17 @@ class ResumablePipeline(IterableDataset[Any]):
         """Resume at the point at which the state was saved.
 
         Raises:
-            ValueError: The state is damaged, or belongs to other shards, another order, or another number of ranks or
-                workers.
+            ValueError: The state is damaged, is of another version, or belongs to other shards, another order, or another
+                number of ranks or workers.
         """
         mine = self._identity(self._enter())
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if type(version) is int and version != VERSION:
+            raise ValueError(
+                f"the state has version {version}, expected {VERSION}: this release divides the shards among ranks and "
+                f"workers differently, so the state cannot resume; without it, set_epoch({state.get('epoch')!r:.20}) starts "
+                "the state's epoch again"
+            )
         if not isinstance(state, Mapping) or state.get("version") != VERSION or state.get("of") != mine:
             of = state.get("of") if isinstance(state, Mapping) else state
             raise ValueError(f"the state belongs to a different stream: {of!r:.500}; this stream is {mine}")
@@ -439,23 +443,23 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
             yield from _positions(one)
 
 
-def _shards_of(shards: list[int], loads: list[int], worker: int, num_workers: int) -> list[int]:
-    """Return a worker's shards. Each of `shards`, in order, goes to the worker that has the fewest bytes so far."""
-    # a heap, since 10^5 shards may be divided among 10^4 workers
-    totals = [(0, each) for each in range(num_workers)]
+def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -> list[int]:
+    """Return the shards of one part. Each of `shards`, in order, goes to the part that has the fewest bytes so far."""
+    # a heap, since 10^5 shards may be divided among 10^4 ranks
+    totals = [(0, each) for each in range(num_parts)]
     mine = []
     for shard in shards:
         total, least = totals[0]
         heapq.heapreplace(totals, (total + loads[shard], least))
-        if least == worker:
+        if least == part:
             mine.append(shard)
     return mine
 
 
 def _names(urls: list[str]) -> list[str]:
-    """Return urls for the identity of a stream: without signatures, which change, unless they alone tell shards apart."""
+    """Return urls for the identity of a stream: without queries, which change, unless they alone tell shards apart."""
     names = [shown_url(url) for url in urls]
-    return names if len(set(names)) == len(set(urls)) else urls
+    return names if len(set(names)) == len(set(urls)) else [reveal(url) for url in urls]
 
 
 def _loads(urls: list[str]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from webdataset.gopen import Pipe
 from webdataset.handlers import reraise_exception
 from webdataset.tariterators import base_plus_ext
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.webdataset_urls import open_url, shown_url
+from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.tar.stream import TarStream
 from wds_tensorcache.storage.remote.stream import RemoteStream
 
@@ -27,14 +30,15 @@ def tarfile_to_samples(
     handler: Handler = reraise_exception,
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
+    *,
+    max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
 ) -> TarSamples:
     """Return a stage that replaces `wds.tarfile_to_samples`, with the same arguments and samples.
 
     The stage takes 20% to 60% of the time of webdataset's, and closes each shard after reading it. A shard without an
     end-of-archive block is an error, and its last sample, which may be incomplete, is not yielded. webdataset's own stage may
     merge this sample with the first sample of the next shard. Two kinds of members are errors, too: a member with a name that
-    webdataset reserves (`KEY.__key__`, `KEY.__url__`, `KEY.__local_path__`), and a GNU sparse member that is damaged, or that
-    expands to more than 64 MiB and more than 64 times its size.
+    webdataset reserves (`KEY.__key__`, `KEY.__url__`, `KEY.__local_path__`), and a GNU sparse member that is damaged.
 
     This package's clients read the urls of `tc.open` (`s3://`, `gs://`, `az://`, `http(s)://`, `hf://`), not `curl` or `gsutil`
     as in webdataset. Your own function in webdataset's `gopen_schemes`, and its variable GOPEN_REWRITE, take precedence.
@@ -46,14 +50,17 @@ def tarfile_to_samples(
             reading continues with the next shard or member.
         select_files: Function of a member's name that returns whether to read the member.
         rename_files: Function from a member's name to its new name.
+        max_expanded_nbytes: Limit for the bytes of a shard that is compressed (gzip, bzip2, xz) or has holes. It may always
+            expand to 64 times the bytes that were read. A pickle or skeleton in such a shard may have 1/64 of this limit, or 8
+            times these bytes, because its objects take more memory. Raise the limit for shards that you trust.
 
     Raises (when iterating):
-        FormatError: A shard is truncated or not a tar, or a remote shard changes while it is read. The message has the shard's
-            name and the byte offset.
+        FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message
+            has the shard's name and the byte offset.
         OSError: A shard cannot be opened or read; RemoteError, after retries, for a remote one.
         ImportError: A remote url needs a package that is not installed; the message says which.
     """
-    return TarSamples(handler, select_files, rename_files)
+    return TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ class TarSamples:
     handler: Handler
     select_files: Callable[[str], bool] | None = None
     rename_files: Callable[[str], str] | None = None
+    max_expanded_nbytes: int = MAX_EXPANDED_NBYTES
 
     def __call__(self, shards: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for shard in shards:
@@ -105,18 +113,21 @@ class TarSamples:
         """
         url, stream = shard["url"], shard["stream"] if "stream" in shard else open_url(shard["url"])
         if isinstance(stream, RemoteStream):
-            url = stream.url  # without credentials
+            url = str(stream.url)  # without secrets
         url = os.fspath(url) if isinstance(url, os.PathLike) else url
         common = {"__url__": url}
         if shard.get("local_path") is not None:
             common["__local_path__"] = shard["local_path"]
         is_over = False
         try:
-            tar = TarStream(stream, first.begin, stream.skip if isinstance(stream, RemoteStream) else None)
+            skip = stream.skip if isinstance(stream, RemoteStream) else None
+            tar = TarStream(stream, first.begin, skip, self.max_expanded_nbytes)
             for number, sample in self._group(tar, common, is_wanted, first.number, on_start):
                 if sample is not None and not sample.get(_BAD):
                     yield number, sample
-            tar.finish()
+            hidden = tar.finish()
+            if hidden is not None:
+                warnings.warn(str(hidden.at(shown_url(url))), stacklevel=user_level())
             is_over = True
         except FormatError as exc:
             raise exc.at(shown_url(url)) from exc

@@ -16,9 +16,8 @@ from webdataset.shardlists import envsubst
 
 from wds_tensorcache.reading.find_shards import existing_folder, expand_braces, find_shards
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.remote.secret_parts import conceal, without_credentials
 from wds_tensorcache.storage.remote.stream import RemoteStream
-from wds_tensorcache.storage.remote.urls import is_url, is_web, shown
+from wds_tensorcache.storage.remote.urls import conceal, is_url, is_web, shown
 
 __all__ = ["find_urls", "is_remote", "open_url", "shown_url"]
 
@@ -37,7 +36,7 @@ def is_remote(url: Any) -> bool:
     if not isinstance(url, str) or isinstance(url, os.PathLike) or not is_url(url) or os.path.lexists(url):
         return False
     opener = gopen_schemes.get(url.partition("://")[0].lower())
-    return (opener is None or getattr(opener, "__name__", "") in _REPLACED) and rewrite_url(url) == url
+    return (opener is None or getattr(opener, "__name__", "") in _REPLACED) and rewrite_url(str(url)) == str(url)
 
 
 def open_url(url: Any) -> Any:
@@ -74,13 +73,9 @@ class _Path(str):
 def find_urls(urls: Any) -> list[str]:
     """Return the urls of all shards. Names that were found, for example in a folder, are `PathLike`: never run as commands.
 
-    Secret parts of remote urls are kept by this process, unless shards differ in these alone.
+    Remote urls are concealed.
     """
-    found = _find_all(urls)
-    remote = {url for url in found if is_remote(url)}
-    if len(set(map(shown_url, remote))) == len(remote):
-        return [conceal(url) if url in remote else url for url in found]
-    return [without_credentials(url) if url in remote else url for url in found]
+    return [conceal(url) if is_remote(url) else url for url in _find_all(urls)]
 
 
 def _find_all(urls: Any) -> list[str]:

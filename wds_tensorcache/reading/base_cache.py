@@ -25,7 +25,7 @@ from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.lookup.keys import KeysView, respelled
 from wds_tensorcache.reading.lookup.positions import numbers_of, spread
 from wds_tensorcache.reading.schema import Entry, TensorSchema, format_tensor, printable
-from wds_tensorcache.shards.names import safe_key
+from wds_tensorcache.shards.names import original_name, safe_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
@@ -105,6 +105,21 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @abstractmethod
     def keys(self) -> KeysView:
         """Return the keys in order, as a sequence that decodes each key on access."""
+
+    def original_name(self, key: str) -> str:
+        """Return the name from which `tc.safe_key` made the key of a sample, also if the key has only a hash of it.
+
+        Raises:
+            InvalidKeyError: `tc.safe_key` did not make the key; or the key has a hash, and the index of the shard no longer has
+                the name, for example because another tool wrote the index.
+            KeyError: There is no such sample.
+        """
+        return self._name_at(self._find(key), key)
+
+    def _name_at(self, number: int, key: str) -> str:
+        """Return the original name of sample `number`, which has this key; raise InvalidKeyError if it is unknown."""
+        stored = self._stored_name(number)
+        return original_name(key) if stored is None else stored
 
     @property
     @abstractmethod
@@ -417,6 +432,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @abstractmethod
     def _find(self, key: str) -> int: ...
 
+    def _stored_name(self, number: int) -> str | None:
+        """Return the original name of a sample in the index of its shard; None if the key holds the name, or there is none."""
+        return None
+
     @abstractmethod
     def _take(self, numbers: slice | Array) -> Self: ...
 
@@ -548,7 +567,18 @@ class BatchInfo:
         Records are equal if everything but the cache is equal.
     """
 
-    __slots__ = ("_collate", "_randomness", "_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
+    __slots__ = (
+        "_collate",
+        "_edits",
+        "_randomness",
+        "_sent",
+        "cache",
+        "epoch",
+        "indices",
+        "is_padding",
+        "source",
+        "step",
+    )
 
     indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     is_padding: torch.Tensor
@@ -557,8 +587,9 @@ class BatchInfo:
     source: object
     cache: Cache | None
     _collate: Collate | None  # None if the batch was collated by a function
+    _edits: list[Any]  # transforms that have run and changed shapes, in order
     _randomness: Randomness
-    _sent: tuple[tuple[str, ...], dict[str, Array], Choices] | None
+    _sent: tuple[tuple[str, ...], dict[str, Array], Choices, dict[str, int]] | None
 
     def __init__(
         self,
@@ -572,10 +603,11 @@ class BatchInfo:
         _collate: Any = None,
         *,
         randomness: Randomness | None = None,
+        edits: Iterable[Any] = (),
     ) -> None:
         _collate = None if _collate is None or callable(_collate) else as_collate(_collate, 0)
         randomness = randomness or Randomness(epochs=epoch)
-        values = (_collate, randomness, _sent, cache, epoch, _read_only(indices), is_padding, source, step)
+        values = (_collate, list(edits), randomness, _sent, cache, epoch, _read_only(indices), is_padding, source, step)
         for name, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -597,8 +629,19 @@ class BatchInfo:
     def shapes(self) -> dict[str, torch.Tensor]:
         """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors that have one number of dimensions in the batch.
 
-        The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out.
+        The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out. After
+        `tc.drop_text` and `tc.sample_moments`, the shapes are those of what the batch holds.
         """
+        return self._held()[0]
+
+    def _held(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """Return `shapes`, and the padded lengths of the tensors whose shapes transforms have changed."""
+        shapes, lengths = self._stored_shapes(), {} if self._sent is None else dict(self._sent[3])
+        for transform in self._edits:
+            transform.edit_shapes(shapes, lengths, self)
+        return shapes, lengths
+
+    def _stored_shapes(self) -> dict[str, torch.Tensor]:
         if self.cache is None:
             return {
                 name: torch.from_numpy(shapes.copy()) for name, shapes in (self._sent[1] if self._sent else {}).items()
@@ -636,14 +679,15 @@ class BatchInfo:
         """Return which elements of a padded tensor's rows are data, bool `[B, T]`, on the batch's device; False is padding.
 
         T is the length of the rows: as `tc.pad(to=…)` says, otherwise that of the longest row. A sample that lacks the tensor
-        has no data.
+        has no data. After `tc.drop_text`, this is the mask of the texts that the batch holds. Any other transform that changes
+        lengths must make its own mask.
 
         Raises:
             KeyError: No tensor has this name, or samples differ in its number of dimensions. In a pickled copy, also if no
                 sample of the batch has the tensor.
             ValueError: The tensor has no dimensions.
         """
-        shapes = self.shapes
+        shapes, held_lengths = self._held()
         if name not in shapes and self._is_lacking(name):
             shapes = {name: torch.zeros((len(self.indices), 1), dtype=torch.int64, device="cpu")}  # no sample has it
         if name not in shapes:
@@ -651,11 +695,19 @@ class BatchInfo:
         if not shapes[name].shape[1]:
             raise ValueError(f"tensor {name!r} has no dimensions, so it is not padded and has no mask")
         lengths = shapes[name][:, :1]
-        way = None if self._collate is None else self._collate.ways_for([name])[0]
-        longest = int(lengths.max())
-        length = way.length(longest) if isinstance(way, Pad) else longest
+        length = held_lengths[name] if name in held_lengths else self._length(name, lengths)
         mask = torch.arange(length, device=lengths.device) < lengths
         return _moved(mask, self.is_padding.device)
+
+    def _length(self, name: str, lengths: torch.Tensor) -> int:
+        """Return the padded length of a tensor's rows, whose lengths before padding are `lengths`."""
+        way = None if self._collate is None else self._collate.ways_for([name])[0]
+        longest = int(lengths.max())
+        return way.length(longest) if isinstance(way, Pad) else longest
+
+    def _is_list(self, name: str) -> bool:
+        """Return whether the rows of a tensor are a list, so that they have no padding."""
+        return self._collate is not None and self._collate.ways_for([name])[0] == "list"
 
     def _is_lacking(self, name: str) -> bool:
         """Return whether the cache has a tensor that no sample of the batch has."""
@@ -668,7 +720,14 @@ class BatchInfo:
         is_padding = _moved(self.is_padding, device, non_blocking)
         at = self.epoch, self.step, self.source
         return BatchInfo(
-            self.indices, is_padding, *at, self.cache, self._sent, self._collate, randomness=self._randomness
+            self.indices,
+            is_padding,
+            *at,
+            self.cache,
+            self._sent,
+            self._collate,
+            randomness=self._randomness,
+            edits=self._edits,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -695,7 +754,8 @@ class BatchInfo:
 
     def __reduce__(self) -> Any:
         # arrays, because torch would send a file descriptor for each tensor
-        sent = tuple(self.keys), {name: shapes.numpy() for name, shapes in self.shapes.items()}, self.choices
+        shapes, lengths = self._held()
+        sent = tuple(self.keys), {name: each.numpy() for name, each in shapes.items()}, self.choices, lengths
         at, randomness = (self.epoch, self.step, self.source), (self._randomness.seed, self._randomness.epochs)
         return _received, (self.indices, self.is_padding.cpu().numpy(), *at, sent, self._collate, randomness)
 

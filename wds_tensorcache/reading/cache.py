@@ -228,6 +228,10 @@ class TensorCache(Cache[_Sample]):
             self._inverse = Inverse(self._order)
         return [number for position in found for number in self._inverse.find(position)]
 
+    def _stored_name(self, number: int) -> str | None:
+        shard, row = self._store.locate(self._at(number))
+        return shard.index.origin(shard.sample_row(row))[1]
+
     def _neighbors(self, key: str) -> list[str]:
         # in a view, looking for each of them could take a pass over its positions
         return [] if self._order is not None else [*map(self._store.key, self._store.neighbors(key, _NUM_NEIGHBORS))]

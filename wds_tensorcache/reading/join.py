@@ -379,6 +379,10 @@ class JoinedCache(Cache[_Sample]):
     def _find(self, key: str) -> int:
         return self._caches[0]._find(key)  # type: ignore[no-any-return]
 
+    def _stored_name(self, number: int) -> str | None:
+        names = (cache._stored_name(number) for cache in self._caches)
+        return next((name for name in names if name is not None), None)
+
     def _neighbors(self, key: str) -> list[str]:
         return self._caches[0]._neighbors(key)  # type: ignore[no-any-return]
 

@@ -23,8 +23,7 @@ from wds_tensorcache.storage.files import Files, default_max_open
 from wds_tensorcache.storage.maps import CAN_COPY
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.node_cache.cache import NodeCache, open_node_cache
-from wds_tensorcache.storage.remote.secret_parts import conceal
-from wds_tensorcache.storage.remote.urls import is_url, origin_of
+from wds_tensorcache.storage.remote.urls import conceal, is_url, origin_of
 from wds_tensorcache.storage.system import file_system, memory_nbytes, num_cores, overcommit_is_off
 
 __all__ = ["open"]
@@ -147,7 +146,7 @@ def open(
 
 
 def _as_folder(folder: str | os.PathLike[str] | None) -> str | None:
-    """Return the argument `index_folder`: a public url, or an absolute path."""
+    """Return the argument `index_folder`: a concealed url, or an absolute path."""
     if folder is None:
         return None
     path = os.fspath(folder)

@@ -13,8 +13,8 @@ from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
 from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import stored
-from wds_tensorcache.shards.tar.fields import adds_up
 from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar.hidden import HIDDEN_REMEDY, find_header
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_end", "load_whole"]
@@ -61,13 +61,16 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         chunk = file.read(begin, min(begin + _CHUNK_NBYTES, stop))
         if chunk.strip(b"\0"):
             at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
-            raise _refused(file, f"unknown bytes after the end of the archive at byte {end}, expected an index", at)
+            what = f"unknown bytes after the end of the archive at byte {end}, expected an index"
+            hidden = find_header(file.read, at - at % BLOCK, file.nbytes)
+            if hidden is None:
+                raise _refused(file, what, at)
+            raise _refused(file, f"{what}; a tar header follows at byte {hidden}", at, remedy=HIDDEN_REMEDY)
     if stop < file.nbytes and read_footer(file.read, file.nbytes) is None:
         # Hazard: `tar -r` overwrites the beginning of an index, but not its trailer. New members may precede the trailer.
-        for begin in range(stop - stop % BLOCK, file.nbytes - BLOCK + 1, BLOCK):
-            header = file.read(begin, begin + BLOCK)
-            if header[257:262] == b"ustar" and adds_up(header):
-                raise _refused(file, "a tar header, in the remains of an index that other members overwrote", begin)
+        hidden = find_header(file.read, stop - stop % BLOCK, file.nbytes)
+        if hidden is not None:
+            raise _refused(file, "a tar header, in the remains of an index that other members overwrote", hidden)
     declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes))
     later = max((declared_end for _, declared_end in declared), default=0)
     if later > end:
@@ -108,5 +111,5 @@ def _listed_after(path: str, end: int, nbytes: int) -> int | None:
     return None
 
 
-def _refused(file: ShardFile, what: str, offset: int, kind: Kind = "trailing") -> TarFormatError:
-    return TarFormatError(f"{what}; {_REMEDY}", offset=offset, kind=kind).at(file.path)
+def _refused(file: ShardFile, what: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> TarFormatError:
+    return TarFormatError(f"{what}; {remedy}", offset=offset, kind=kind).at(file.path)

@@ -18,7 +18,7 @@ from wds_tensorcache.codec.preamble import sign_header, tensors_digest
 from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex
+from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import is_cache_name
 from wds_tensorcache.shards.tar.headers import padding
@@ -42,6 +42,7 @@ _TAIL_NBYTES = 1 << 16  # the length of the first read, at the end of the shard
 _STORED = {"u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64"}
 _CACHE = ("rows", "skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 _MEMBER = ("rows", "begin", "nbytes")
+_ORIGINALS = ("rows", "text", "ends")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
@@ -58,6 +59,9 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
         named |= {f"cache.{number}.{column}": getattr(cache, column) for column in _CACHE}
     for number, member in enumerate(index.members.values()):
         named |= {f"member.{number}.{column}": getattr(member, column) for column in _MEMBER}
+    if index.origins is not None:
+        named["items.digest"] = index.origins.digest
+        named |= {f"originals.{c}": getattr(index.origins, c) for c in _ORIGINALS if len(index.origins.rows)}
     names: dict[str, Any] = {
         "caches": list(index.caches),
         "members": list(index.members),
@@ -241,7 +245,19 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
         ),
         end,
         names.get("fingerprint"),
+        _assemble_origins(arrays),
     )
+
+
+def _assemble_origins(arrays: dict[str, Any]) -> Origins | None:
+    digest = arrays.get("items.digest")
+    has_names = any(f"originals.{c}" in arrays for c in _ORIGINALS)
+    if digest is None and not has_names:
+        return None
+    columns = [arrays[f"originals.{c}"] if has_names else np.empty(0, np.uint8) for c in _ORIGINALS]
+    if columns[1].dtype != np.uint8:
+        raise FormatError("the array 'originals.text' is not bytes (U8)", kind="index")
+    return Origins(digest, *columns)
 
 
 def _column(arrays: dict[str, Any], name: str) -> Any:

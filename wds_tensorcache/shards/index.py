@@ -8,7 +8,8 @@ skeleton's length, 1 or 2 for the layout's number, and 8 for the digest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 
-__all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "MemberTable", "ShardIndex", "narrow"]
+__all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "MemberTable", "Origins", "ShardIndex", "narrow"]
 
 Array = np.ndarray[Any, Any]
 _LIMIT = 1 << 62  # offsets, dimensions and sizes must be smaller, so that the sum of two does not overflow
@@ -133,6 +134,44 @@ class CacheColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class Origins:
+    """Origins of a shard's samples, as far as their writer knew them; a scan of the shard does not find them.
+
+    `digest` contains a digest of each sample's item, uint64; 0 if unknown. `rows` contains the numbers of the samples whose key
+    does not hold their original name, ascending; `text` their names in UTF-8, in which they end at `ends`.
+    """
+
+    digest: Array | None
+    rows: Array
+    text: Array
+    ends: Array
+
+    @classmethod
+    def of(cls, samples: Iterable[tuple[int, str | None]]) -> Origins | None:
+        """Return the origins of a shard's samples, each as in `ShardIndex.origin`; None if all are unknown."""
+        digests, rows, ends, text = array("Q"), array("Q"), array("Q"), bytearray()
+        for row, (digest, name) in enumerate(samples):
+            digests.append(digest)
+            if name is not None:
+                text += name.encode("utf-8", "surrogatepass")
+                rows.append(row)
+                ends.append(len(text))
+        has_digests = any(digests)
+        if not has_digests and not rows:
+            return None
+        column = np.array(digests, np.uint64) if has_digests else None
+        return cls(column, narrow(rows), np.frombuffer(bytes(text), np.uint8), narrow(ends))
+
+    def check(self, num_samples: int) -> None:
+        """Raise FormatError if the columns are inconsistent."""
+        lengths = np.diff(self.ends.astype(np.int64), prepend=0)
+        is_bad = self.digest is not None and (len(self.digest) != num_samples or self.digest.dtype != np.uint64)
+        is_bad |= len(self.rows) != len(self.ends) or int(lengths.sum()) != len(self.text) or bool((lengths < 0).any())
+        is_bad |= bool((self.rows[1:] <= self.rows[:-1]).any()) or bool((self.rows >= num_samples).any())
+        _refuse(is_bad, "impossible original names, or digests of items")
+
+
+@dataclass(frozen=True, slots=True)
 class MemberTable:
     """All members of a shard in the order of their offsets, as int64 arrays; `kinds` contains positions in `suffixes`."""
 
@@ -156,6 +195,9 @@ class ShardIndex:
         layouts: Layouts, to which the `layout` columns of the caches refer.
         end: Byte offset of the end-of-archive marker.
         fingerprint: Description of how the cache was made; None if unknown.
+        origins: Digests of the items and original names of the samples; None if there are none.
+        hidden: Byte offset of a tar header after the end, whose member readers do not see; None if a scan found no such
+            header, or if the index was not made by a scan.
         digest: Digest in the trailer of the footer or sidecar that contains the index, as in a manifest; None after a scan.
     """
 
@@ -165,6 +207,8 @@ class ShardIndex:
     layouts: LayoutTable
     end: int
     fingerprint: Mapping[str, Any] | None = None
+    origins: Origins | None = None
+    hidden: int | None = None
     digest: str | None = None
 
     def __repr__(self) -> str:
@@ -174,8 +218,34 @@ class ShardIndex:
     def nbytes(self) -> int:
         """Total size of the arrays in bytes."""
         records: list[Any] = [self.keys, self.layouts, *self.caches.values(), *self.members.values()]
+        records += [] if self.origins is None else [self.origins]
         columns = (getattr(record, name) for record in records for name in record.__slots__)
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+    def origin(self, row: int) -> tuple[int, str | None]:
+        """Return the digest of a sample's item, 0 if unknown, and the original name of the sample if its key does not hold it.
+
+        Raises:
+            FormatError: The name is not UTF-8.
+        """
+        origins = self.origins
+        if origins is None:
+            return 0, None
+        digest = 0 if origins.digest is None else origins.digest.item(row)
+        at = int(np.searchsorted(origins.rows, row))
+        if at == len(origins.rows) or origins.rows.item(at) != row:
+            return digest, None
+        raw = origins.text[origins.ends.item(at - 1) if at else 0 : origins.ends.item(at)].tobytes()
+        try:
+            return digest, raw.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as exc:
+            raise FormatError(f"the index has an original name that is not UTF-8: {raw!r:.100}", kind="index") from exc
+
+    def origins_of(self, keys: Iterable[str]) -> Iterator[tuple[int, str | None]]:
+        """Yield, for each key, the `origin` of its sample; unknown if there is no such sample."""
+        rows = {} if self.origins is None else {key: row for row, key in enumerate(self.keys)}
+        for key in keys:
+            yield self.origin(rows[key]) if key in rows else (0, None)
 
     def members_in_order(self) -> MemberTable:
         """Return all members, including those of caches, in the order of their offsets."""
@@ -224,6 +294,8 @@ class ShardIndex:
             self._check_rows(member.rows, member.begin, num_samples)
             self._check_extent(member.begin, member.nbytes)
             total += member.nbytes.sum(dtype=float)
+        if self.origins is not None:
+            self.origins.check(num_samples)
         # Hazard: many members that each span the whole archive, so that reading them all takes quadratic time.
         _refuse(total > self.end, "members that overlap")
 

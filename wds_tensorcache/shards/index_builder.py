@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,11 @@ from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, is_bound, parse_head
 from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex, narrow
+from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex, narrow
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import APART, find_half, split_member
 from wds_tensorcache.shards.tar.headers import Scanner
+from wds_tensorcache.shards.tar.hidden import find_header
 
 __all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
 
@@ -44,6 +45,7 @@ class IndexBuilder:
     # tables by cache name or suffix, flattened: 6 numbers per cache of a sample, 3 per other member
     _caches: dict[str, array[int]] = field(default_factory=dict)
     _members: dict[str, array[int]] = field(default_factory=dict)
+    _origins: list[tuple[int, str | None]] = field(default_factory=list)
     # Layout numbers by id(layout) and references. `_layouts` keeps these layouts alive, so that no id is used twice.
     _numbers_by_id: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
@@ -58,10 +60,17 @@ class IndexBuilder:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def add(self, key: str, caches: list[CacheEntry], members: list[tuple[str, int, int]], position: int = 0) -> None:
+    def add(
+        self,
+        key: str,
+        caches: list[CacheEntry],
+        members: list[tuple[str, int, int]],
+        position: int = 0,
+        origin: tuple[int, str | None] = (0, None),
+    ) -> None:
         """Add a sample: its caches, and (suffix, offset, length), in bytes, of its other members.
 
-        All offsets are relative to `position`.
+        All offsets are relative to `position`. `origin` is as in `ShardIndex.origin`.
         """
         row = len(self._ends)
         self._text += key.encode("utf-8", "surrogateescape")
@@ -83,6 +92,7 @@ class IndexBuilder:
                     cache.digest or 0,
                 )
             )
+        self._origins.append(origin)
         for suffix, begin, nbytes in members:
             self._members.setdefault(suffix, array("Q")).extend((row, position + begin, nbytes))
 
@@ -132,11 +142,14 @@ class IndexBuilder:
                 narrow(dims),
             ),
             end,
+            origins=Origins.of(self._origins),
         )
 
 
 def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
     """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
+
+    The bytes after the end of the archive are searched for a tar header, whose offset is the index's `hidden`.
 
     Raises:
         FormatError: The file is not a tar, or is truncated; a key occurs twice, or the members of a sample are not adjacent;
@@ -164,7 +177,7 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
         members[suffix] = begin, size
     if key is not None:
         _add(builder, scanner, key, members)
-    return builder.finish(scanner.end)
+    return replace(builder.finish(scanner.end), hidden=find_header(read, scanner.end, nbytes))
 
 
 def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, tuple[int, int]]) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.shards.names import older_key
+
 __all__ = ["KeyRows", "KeyTable", "Keys", "match_unique_keys"]
 
 Array = np.ndarray[Any, Any]
@@ -97,7 +99,14 @@ class KeyTable:
         self._hashes = _Hashes(self._parts, self._starts) if self._ranges is None else None
 
     def find(self, key: str) -> list[int]:
-        """Return the positions of the key, ascending: at most one, unless several shards contain the key."""
+        """Return the positions of the key, ascending: at most one, unless several shards contain the key.
+
+        A key of `safe_key` is also found under the key that an earlier version of `safe_key` made of the same name.
+        """
+        older = None if (found := self._find(key)) else older_key(key)
+        return found if older is None else self._find(older)
+
+    def _find(self, key: str) -> list[int]:
         raw = key.encode("utf-8", "surrogateescape")
         if self._hashes is not None:
             return [position for position in self._hashes.find(raw) if self._raw(position) == raw]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Container, Iterable
@@ -17,17 +18,20 @@ __all__ = [
     "SKELETON",
     "TENSORS",
     "Half",
+    "NamedKey",
     "cache_name",
     "cache_of_field",
     "check_key",
     "check_suffixes",
     "find_half",
     "half_of",
+    "hashed_key",
     "is_cache_name",
     "is_plain_key",
     "is_reserved",
     "is_safe_key",
     "member_suffix",
+    "older_key",
     "original_name",
     "safe_key",
     "split_member",
@@ -42,14 +46,15 @@ _CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
 _KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # splits names as webdataset does
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-_SAFE_LENGTH = 80  # leaves 20 bytes of a member's name for the suffix
+_SAFE_LENGTH = MAX_MEMBER_NBYTES - len("." + TENSORS)
+_HASHED_LENGTH = 80  # as in all versions: a resumed build or import must find the keys that an earlier version made
 _UNSAFE = re.compile(r"[^A-Za-z0-9_/-]|(?<![^/])/|/(?![^/])|^_(?=_)")
 _EMPTY, _HASHED = "%empty", "%-"  # after `%`, escapes have two hexadecimal digits
 _IS_HASHED = re.compile(f".*{_HASHED}[0-9a-f]{{40}}", re.DOTALL).fullmatch
 
 
 # Nearly all keys match. `check_key` accepts each such key; if the cache is unnamed, `check_suffixes` accepts its members.
-is_plain_key = re.compile(r"(?!__)[A-Za-z0-9_-]{1,80}", re.ASCII).fullmatch
+is_plain_key = re.compile(rf"(?!__)[A-Za-z0-9_-]{{1,{_SAFE_LENGTH}}}", re.ASCII).fullmatch
 
 
 def check_key(key: object) -> None:
@@ -75,18 +80,38 @@ def check_key(key: object) -> None:
     raise InvalidKeyError(f"key {key!r:.100} {what}; tc.safe_key makes a key of any text")
 
 
+class NamedKey(str):
+    """A key made by `safe_key` that does not hold its name; writers store the name in the index of the shard.
+
+    Attributes:
+        original: Name of the sample.
+    """
+
+    __slots__ = ("original",)
+    original: str
+
+    def __new__(cls, key: str, original: str) -> NamedKey:
+        made = super().__new__(cls, key)
+        made.original = original
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.original
+
+
 def safe_key(name: str) -> str:
     """Return a legal key for any text, such as the path of a photo. Different texts get different keys.
 
     ASCII letters, digits, `-` and `_` stay as they are, and so does a `/` inside a path. The UTF-8 of all other characters is
-    percent-encoded as in a URL (RFC 3986). The key has at most 80 characters: if it would be longer, its end is replaced by the
-    first 160 bits of the text's SHA-256.
+    percent-encoded as in a URL (RFC 3986). The key has at most 88 characters, so that the names of its two members have at most
+    100 bytes. If it would be longer, the key is the first 38 of its characters and the first 160 bits of the text's SHA-256.
 
     Args:
         name: Any text, also empty or with lone surrogates, as `os.fsdecode` returns for file names that are not UTF-8.
 
     Returns:
-        The key; `original_name` returns the text again.
+        The key; `original_name` returns the text again. A key with a hash is a `str` that carries the text: if it is the key of
+        a sample in `ShardWriter` or `build`, the index of the shard stores the text, and `cache.original_name` returns it.
 
     Raises:
         TypeError: `name` is not a str.
@@ -96,24 +121,41 @@ def safe_key(name: str) -> str:
     if is_plain_key(name):
         return name
     key = _UNSAFE.sub(_percent_encode, name) or _EMPTY
-    if len(key) > _SAFE_LENGTH:
-        digest = hashlib.sha256(_as_bytes(name)).hexdigest()[:40]
-        key = key[: _SAFE_LENGTH - len(_HASHED + digest)] + _HASHED + digest
-    return key
+    return key if len(key) <= _SAFE_LENGTH else hashed_key(name)
+
+
+def hashed_key(name: str) -> NamedKey:
+    """Return the key of a name that is too long for a key, which contains a hash of the name.
+
+    Earlier versions used it for all names whose key would have more than 80 characters, see `older_key`.
+    """
+    key, digest = _UNSAFE.sub(_percent_encode, name), hashlib.sha256(_as_bytes(name)).hexdigest()[:40]
+    return NamedKey(key[: _HASHED_LENGTH - len(_HASHED + digest)] + _HASHED + digest, name)
+
+
+def older_key(key: str) -> str | None:
+    """Return the key that earlier versions of `safe_key` made of the name in a key; None if it is the same."""
+    with contextlib.suppress(InvalidKeyError):
+        if _HASHED_LENGTH < len(key) <= _SAFE_LENGTH:
+            return str(hashed_key(original_name(key)))
+    return None
 
 
 def original_name(key: str) -> str:
     """Return the text from which `safe_key` made a key.
 
     Raises:
-        InvalidKeyError: `safe_key` does not return such a key; or the text was so long that the key contains its hash. Store
-            long names in the samples if you need them again.
+        InvalidKeyError: `safe_key` does not return such a key; or the text was so long that the key contains its hash, and the
+            key is not the object that `safe_key` returned. `cache.original_name` knows such names, too.
         TypeError: `key` is not a str.
     """
     if not isinstance(key, str):
         raise TypeError(f"expected the key as a str, got a {type(key).__name__}")
+    if isinstance(key, NamedKey):
+        return key.original
     if _IS_HASHED(key):
-        raise InvalidKeyError(f"key {key!r:.100} contains only a hash of its name, which was too long for a key")
+        what = "contains only a hash of its name, which was too long for a key"
+        raise InvalidKeyError(f"key {key!r:.100} {what}; `original_name` of its cache may know the name")
     try:
         name = "" if key == _EMPTY else unquote_to_bytes(key).decode("utf-8", "surrogatepass")
     except UnicodeError:
@@ -127,7 +169,7 @@ def is_safe_key(key: str) -> bool:
     """Return whether `safe_key` may have made a key, which `check_key` then accepts."""
     try:
         check_key(key)
-        if len(key) != _SAFE_LENGTH or not _IS_HASHED(key):
+        if len(key) != _HASHED_LENGTH or not _IS_HASHED(key):
             original_name(key)
     except InvalidKeyError:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from shlex import quote
@@ -11,6 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
 from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_preamble, sign_header
@@ -27,6 +29,7 @@ from wds_tensorcache.shards.remote.find_index import FindIndex
 from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, names_of
+from wds_tensorcache.shards.tar.hidden import hidden_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import Maps, read_ranges
 from wds_tensorcache.storage.memory_pool import Pool
@@ -141,7 +144,7 @@ class Shard:
     ) -> None:
         self.is_remote = is_url(path)
         # also valid in other processes and after os.chdir; pickled once
-        self.path = sys.intern(path if self.is_remote else os.path.abspath(path))
+        self.path = path if self.is_remote else sys.intern(os.path.abspath(path))
         self.name = name
         self.files = files
         self.pool = pool
@@ -199,10 +202,10 @@ class Shard:
             setattr(self, name, value)
 
     def _read_index(self) -> ShardIndex:
-        if not self.is_remote:
-            return load_index(self.file)
-        index = self._read_remote_index(may_scan=True)
+        index = self._read_remote_index(may_scan=True) if self.is_remote else load_index(self.file)
         assert index is not None
+        if index.hidden is not None:
+            warnings.warn(str(hidden_members(index.end, index.hidden).at(self.path)), stacklevel=user_level())
         return index
 
     def _read_remote_index(self, *, may_scan: bool) -> ShardIndex | None:
@@ -679,4 +682,4 @@ class _ShardSource(_StoredBytes):
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         file, first = self._open()
-        return FileSource(file.path, file.identity), first + begin
+        return FileSource(self._shard.path, file.identity), first + begin

@@ -21,7 +21,6 @@ from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity, missing_shard
-from wds_tensorcache.storage.remote.secret_parts import adopt, for_children
 from wds_tensorcache.storage.remote.urls import is_url
 from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, file_system, skip_bytes
 from wds_tensorcache.storage.threads import call_when_gone
@@ -249,7 +248,7 @@ class Files:
     change. `remote` contains what is known about them, by url. `node_cache` is the cache through which they are read.
 
     Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and with `fixed` expects them
-        unchanged. A pickle has no credentials, except while it starts a child process.
+        unchanged.
     """
 
     def __init__(
@@ -259,7 +258,6 @@ class Files:
         identities: Mapping[str, Identity] | None = None,
         manifests: Mapping[str, str] | None = None,
         remote: Mapping[str, RemoteIdentity] | None = None,
-        secrets: Mapping[str, Any] | None = None,
         node_cache: _NodeCache | None = None,
     ) -> None:
         if max_open is not None and max_open < 1:
@@ -273,7 +271,6 @@ class Files:
         self._remote: dict[str, RemoteFile] = {}
         self._closed = False
         self._node_cache = node_cache
-        adopt(secrets or {})
 
     def get(self, path: str) -> ShardFile:
         """Return the open file at a path or url; open it if needed.
@@ -406,8 +403,7 @@ class Files:
 
     def __reduce__(self) -> Any:
         remote = self._expected | {url: file.identity for url, file in list(self._remote.items())}
-        known = (self.max_open, self._fixed, self._identities, self._manifests, remote)
-        return Files, (*known, for_children(), self._node_cache)
+        return Files, (self.max_open, self._fixed, self._identities, self._manifests, remote, self._node_cache)
 
 
 _lock = threading.Lock()  # held while a file is opened or mapped

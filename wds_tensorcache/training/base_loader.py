@@ -17,8 +17,9 @@ from wds_tensorcache.training.steps import Position, RowCounts, Step
 
 __all__ = ["BaseLoader", "Read"]
 
-# a batch, the mask of its padding on the loader's device (None: on the CPU), its step, and the position after the step
-Read = tuple[Any, Any, Step, Position]
+# a batch; the mask of its padding on the loader's device (None: on the CPU), and the transforms that changed shapes; its step;
+# and the position after the step
+Read = tuple[Any, tuple[Any, Sequence[Any]], Step, Position]
 _INTERRUPTED_WAITS_S = 1.0  # after an interrupt, how long to wait for threads that are reading
 
 
@@ -218,9 +219,9 @@ class _Batches(Iterator[Any]):
                 plan._move(plan._beginning(), is_resumed=True)
                 self._num_moves = plan._num_moves
                 self._read = loader._read_batches(self._pools, with_info=self._with_info)
-            given, is_padding, step, after = next(self._read)
+            given, (is_padding, edits), step, after = next(self._read)
             if self._with_info:
-                given = given, loader._reader.info(step, is_padding, loader._collate)
+                given = given, loader._reader.info(step, is_padding, loader._collate, edits)
             self._clock.give()
             self._is_in_next = False
         except StopIteration:

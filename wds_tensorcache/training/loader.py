@@ -151,7 +151,7 @@ class Loader(BaseLoader):
             yield (*map(found.pop, (0, 0)), step, after)  # without a reference that would keep the batch alive
 
     def _read(self, step: Step, device: torch.device | None, with_info: bool) -> tuple[Transfer, Any, Any, Timing]:
-        """Return a batch and the mask of its padding on the device; the caller of `next` must call `hand_over`."""
+        """Return a batch, and what its `BatchInfo` needs; see `Read`. The caller of `next` must call `hand_over`."""
         began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, MADE.num_requests
         transfer = Transfer(device)
         with transfer.copying():
@@ -159,17 +159,18 @@ class Loader(BaseLoader):
             read = done = perf_counter()
             needs_mask = with_info or self._transforms
             is_padding: Any = to_device(torch.from_numpy(step.is_padding), False, device) if needs_mask else None
+            edits: list[Any] = []
             if self._transforms:
                 # training gets another mask, because a transform may write into its own
                 info = self._thread_reader.info(step, is_padding.clone(), self._collate)
-                batch = transformed(batch, info, self._transforms)
+                batch, edits = transformed(batch, info, self._transforms), info._edits
                 done = perf_counter()
             if self._transforms or callable(self._read_options["collate"]):
                 transfer.add(batch)
         transfer_s = SPENT.transfer_s - transfer_s
         num_requests = MADE.num_requests - num_requests
         timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, num_requests, done)
-        return transfer, batch, is_padding, timing
+        return transfer, batch, (is_padding, edits), timing
 
     @property
     def sampler(self) -> StepSampler:

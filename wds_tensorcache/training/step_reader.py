@@ -97,17 +97,20 @@ class StepReader:
         """Return a request for samples of the only cache, of which only the structure matters."""
         return self._caches[0]._request_chosen(indices, Randomness(alternatives=self.alternatives, given={}))
 
-    def info(self, step: Step, is_padding: torch.Tensor | None = None, collate: Any = None) -> BatchInfo:
+    def info(
+        self, step: Step, is_padding: torch.Tensor | None = None, collate: Any = None, edits: Sequence[Any] = ()
+    ) -> BatchInfo:
         """Return the record of a step's batch.
 
         Args:
             is_padding: The step's mask of padding on the device of the batch; on the CPU by default.
             collate: How the batch is collated, as in `read_batch`; None if unknown.
+            edits: Transforms that have changed the shapes of the batch.
         """
         is_padding = torch.from_numpy(step.is_padding.copy()) if is_padding is None else is_padding
         cache, source = step.cache_of(self._caches), self._names[step.stream]
         at, randomness = (step.epoch, step.number, source), self._randomness(step)
-        return BatchInfo(step.indices, is_padding, *at, cache, _collate=collate, randomness=randomness)
+        return BatchInfo(step.indices, is_padding, *at, cache, _collate=collate, randomness=randomness, edits=edits)
 
     def _randomness(self, step: Step) -> Randomness:
         epochs = step.epoch if step.epochs is None else step.epochs

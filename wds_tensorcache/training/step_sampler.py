@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -189,6 +190,7 @@ class StepSampler(DistributedSampler[Step]):
         self._num_moves = 0  # the number of times that the position was set other than by a batch
         self._leader: Any = None  # weak reference to the iteration of a TorchLoader, which moves the position itself
         self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
+        self._has_warned = False  # of samples that set_epoch left out
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_leader": None}
@@ -263,24 +265,54 @@ class StepSampler(DistributedSampler[Step]):
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
         With weights in `mix`, each cache continues after its last used sample; a loader that has used none warns. If the
-        sampler is at the beginning of that epoch, nothing changes.
+        sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out, it warns once.
 
         Raises:
             ValueError: `epoch` is out of range.
+            RuntimeError: Lightning resumes at another batch than this sampler.
         """
         epoch = as_int("epoch", epoch)
         if not 0 <= epoch < MAX_EPOCHS:
             raise ValueError(f"epoch={epoch} out of range [0, {MAX_EPOCHS:,})")
         self._requested_epoch = epoch
-        is_there = epoch == self._position.epoch and (self._is_resumed or not self._position.used)
+        before, loop = self._position, _lightning_loop()
+        is_there = epoch == before.epoch and (self._is_resumed or not before.used)
         if not is_there:
-            if self._weights.are_of_caches and epoch and not any(self._position.counts):
+            if self._weights.are_of_caches and epoch and not any(before.counts):
                 warnings.warn(
                     f"epoch {epoch} begins with the first samples of each cache, because this loader has used none yet, and "
                     "epochs of a mix with weights continue each other; to resume training, load the loader's state",
                     stacklevel=2,
                 )
-            self._move(replace(self._course.next_epoch(self._position), epoch=epoch))
+            self._move(replace(self._course.next_epoch(before), epoch=epoch))
+        is_training = hasattr(loop, "epoch_loop")
+        if is_training:
+            self._check_counters(loop)
+        is_left = before.used and epoch > before.epoch and not self._weights.are_used
+        num_left = sum(self._course._remaining(before)) if is_left else 0
+        # Lightning's validation may be limited, and its sanity check always is
+        if num_left and not self._has_warned and (loop is None or is_training):
+            self._has_warned = True
+            warnings.warn(
+                f"set_epoch({epoch}) leaves out {num_left:,} of the {self.count_rows().num_samples:,} samples of epoch "
+                f"{before.epoch}, which was not finished; iterate to its end to use them. Ignore this if epochs end early on "
+                "purpose; later epochs do not warn",
+                stacklevel=2,
+            )
+
+    def _check_counters(self, loop: Any) -> None:
+        """Raise RuntimeError if Lightning resumes in the middle of an epoch, but after other batches than this sampler."""
+        batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
+        number, used = batches.current.ready, self._course.num_steps() - self._course.num_steps(self._position)
+        is_resuming = getattr(loop, "_loaded_from_state_dict", False) and number and not batches.is_last_batch
+        # Lightning repeats the shorter of several loaders; torchdata's loader keeps its own position
+        if is_resuming and number != used and number <= len(self) and not self._is_elsewhere:
+            raise RuntimeError(
+                f"Lightning resumes epoch {epoch} after {number} batches, but this loader is at batch {used} of epoch {epoch}, "
+                "so samples would be lost or repeated. Pass callbacks=[ResumeLoaders()] to the Trainer, from "
+                "wds_tensorcache.integrations.lightning. A checkpoint without this loader's state resumes only at the end "
+                "of an epoch"
+            )
 
     def _move(self, position: Position, *, is_resumed: bool = False, is_elsewhere: bool = False) -> None:
         self._position, self._is_resumed, self._is_elsewhere = position, is_resumed, is_elsewhere
@@ -320,6 +352,14 @@ class StepSampler(DistributedSampler[Step]):
         if self._identity is None:
             self._identity = identity_of(self._caches, self._streams)
         return self._identity
+
+
+def _lightning_loop() -> Any:
+    """Return the loop of Lightning that called `set_epoch`, or None."""
+    # Lightning passes the epoch alone, through a function; only its loop knows whether it resumes
+    caller = sys._getframe(2).f_back
+    loop = None if caller is None else caller.f_locals.get("self")
+    return loop if type(loop).__module__.startswith(("lightning.pytorch.loops.", "pytorch_lightning.loops.")) else None
 
 
 def _shown_key(bucket_by: Any) -> str:

@@ -16,7 +16,16 @@ from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.writing.build_batch import DIGEST, SampleProgress, Target, compute, is_right, resumable
+from wds_tensorcache.writing.build_batch import (
+    DIGEST,
+    SampleProgress,
+    Target,
+    compute,
+    is_comparable,
+    is_right,
+    resumable,
+    warn_of_positions,
+)
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.destination.listing import list_build, names_in
 from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
@@ -63,20 +72,29 @@ def build(
     rank has returned: it then has as many samples as there are items. With `reuse`, the rank that finishes last writes the
     version.
 
-    Finished samples are never overwritten. If items change, build a *version* in a new folder:
-    `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all
-    other samples. Samples of changed items keep their positions, samples of new items follow in new shards, and samples
-    whose items are gone are left out. If no sample is left out, sample indices do not change. `v1` is not changed. Hazard:
-    unchanged shards are hard links to those of `v1`, or copies if the file system has no links, so writing into a shard in
-    place changes both versions.
+    If the keys of samples are the positions of items, another item in the place of a finished one would get its sample. So the
+    indexes of shards keep a digest of each item that consists of plain values: None, bool, int, float, str, bytes, paths (their
+    text, and the length of the file), list, tuple, dict, arrays and tensors. A call that resumes compares: all items of a list,
+    a tuple or an iterable; of another map-style dataset, 64 items at equal distances and the last finished one, so that an
+    inserted or removed item is found. An item that differs is an error, and so are fewer items than samples; more items may
+    follow at the end. Items that cannot be compared cause one warning.
+
+    Finished samples are never overwritten. If items change, build a *version* in a new folder: `build(items, fn, "v2",
+    reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all other samples. If the keys are
+    positions, the digests in the indexes decide, and all items are read. Samples of changed items keep their positions, samples
+    of new items follow in new shards, and samples whose items are gone are left out. If no sample is left out, sample indices
+    do not change. `v1` is not changed. Hazard: unchanged shards are hard links to those of `v1`, or copies if the file system
+    has no links, so writing into a shard in place changes both versions.
 
     `build` trusts the indexes of finished shards, so a damaged sample counts as finished. `tc.verify` finds such samples;
     `tc.repair` writes all intact samples into another folder, in which `build` then computes the missing samples.
 
     Args:
-        source: A map-style dataset (`len`, `[i]`) or an iterable. Without `reuse`, samples of removed items stay in `out`.
+        source: A map-style dataset (`len`, `[i]`) or an iterable. Without `reuse`, samples of removed items stay in `out`,
+            unless their keys are positions.
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
-            for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples.
+            for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
+            whose dtype or number of dimensions differs from that in earlier samples causes a warning, once for each name.
         out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by one
             rename when the version is complete and on disk. An existing version is opened, not built again, if it contains
             exactly the samples of these items.
@@ -85,14 +103,15 @@ def build(
             `tc.open(out, expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
             unless `out` is a pattern. Until the version is complete, computed samples are kept in the hidden folder
-            `.NAME.building` next to `out`, from which the next call resumes, on any number of ranks. Without `digest`, that
-            call does not notice that an item has changed since; delete the hidden folder to compute these samples again.
+            `.NAME.building` next to `out`, from which the next call resumes, on any number of ranks. If items have no digest,
+            that call does not notice that one has changed since; delete the hidden folder to compute these samples again.
         batch_size: Number of items per call. With `reuse`, batches contain only the rank's items whose samples must be
             computed.
         keys: Keys of the samples: a list with one key for each item of a map-style dataset, or a function that returns the
             key of an item. By default, items of a cache keep their keys, and a dict's key is its `"__key__"`. The key of any
-            other item is its number, which is correct only if items neither change nor move. If keys come from the items'
-            `"__key__"` or a function, resuming reads all items again.
+            other item is its number, see above. `"position"` says that order and number of the items never change: the key of
+            each item is its number, and items are not compared. If keys come from the items' `"__key__"` or a function,
+            resuming reads all items again.
         digest: Function from an item to a text that differs if the item differs; its result is stored as the member
             `digest.txt`. An item counts as changed if the stored digest differs or is missing.
         num_workers: Number of worker processes that read a map-style dataset.
@@ -112,15 +131,15 @@ def build(
         a version is incomplete, ranks get an empty cache; the rank that finishes last, and all later calls, get the version.
 
     Raises:
-        StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, but `out` contains their old
-            samples. Finished samples of new items stay in `out`.
+        StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, moved or been removed, but `out`
+            contains their old samples. Finished samples of new items stay in `out`.
         FileExistsError: Another call is building in the same folder, as the same rank or with another world size; nothing is
             read or computed.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
-        ValueError: `fn` returned fewer or more samples than items; two items have the same key; the source is empty; `out`
-            contains shards with other names; `reuse` is the same folder as `out`, or has named caches or samples without a
-            cache; two ranks have the same key, or different items; or several
+        ValueError: `fn` returned fewer or more samples than items, or None for an item; two items have the same key; the source
+            is empty; `out` contains shards with other names; `reuse` is the same folder as `out`, or has named caches or
+            samples without a cache; two ranks have the same key, or different items; or several
             ranks have `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
@@ -169,6 +188,7 @@ def build(
                 return _no_samples(made)
             if outcome == "found":
                 there = _load_checked(folder, made)
+                _check_positions(items, there.shards, folder)
                 compute(_missing(items, there.shards, None, folder, set(), bar), fn, bar)
                 remove_abandoned(os.path.realpath(folder))
     cache: TensorCache = open(folder, expect=made, allow=options.get("allow", ()))
@@ -216,7 +236,9 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     seen: set[str] = set()
     with resumable(sink, folder), sink:
-        compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink)
+        _check_positions(items, sink.finished, folder)
+        earlier = sink.finished.indexes.values()
+        compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink, earlier)
     if items.world_size > 1:
         for path, index in list_build(pattern, sink.finished, options).items():
             shared = [] if pattern.covers(os.path.basename(path)) else [key for key in index.keys if key in seen]
@@ -228,6 +250,41 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
                 )
 
 
+def _check_positions(items: Items, there: FinishedShards, folder: str) -> None:
+    """Compare the items of a map-style dataset whose keys are their numbers with finished samples; warn if that is impossible.
+
+    Raises:
+        StaleCacheError: An item differs from that of its sample, or the source has too few items.
+    """
+
+    def digest_of(key: str) -> int | None:
+        places = there.find(key)
+        return there.origin(*places[-1])[0] if places else None
+
+    if items.is_map:
+        changed, num_compared, unknown = items.find_changed(digest_of)
+        _check_moved(items, there, folder, changed, num_compared)
+        if unknown:
+            warn_of_positions(folder, unknown, num_compared)
+
+
+def _check_moved(items: Items, there: FinishedShards, folder: str, changed: Sequence[int], num_compared: int) -> None:
+    """Raise StaleCacheError if items whose keys are their numbers have changed, or if samples have no item."""
+    num_removed = items.num_removed(key for index in there.indexes.values() for key in index.keys)
+    if not changed and not num_removed:
+        return
+    what = [f"item {changed[0]} is not the one from which its sample in {folder!r} was made"] if changed else []
+    what += [f"of {num_compared} items compared, {len(changed)} differ"] * bool(changed)
+    what += [f"the source has {items.num_all} items, but {folder!r} has samples of {num_removed} more"] * bool(
+        num_removed
+    )
+    raise StaleCacheError(
+        f"{'; '.join(what)}. The keys of the samples are the positions of the items, so items can only be appended. "
+        f"Build a new version in another folder, with reuse={folder!r}, which computes what differs; or a new cache with keys= "
+        "or digest=, whose items may move. If the source returns other values each time it is read, pass keys='position'"
+    )
+
+
 def _missing(
     items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: SampleProgress
 ) -> Iterator[list[Target]]:
@@ -236,10 +293,11 @@ def _missing(
     Add all keys to `seen`. At the end, raise StaleCacheError if items have changed. If `sink` is None, also raise it if a
     sample has no item, or an item has no sample.
     """
-    num_changed = 0
+    changed: list[int] = []  # numbers of items
+    has_warned = items.is_map  # by `_check_positions`
     for batch in items.batches(lambda key: not items.has_digests and there.is_finished(key)):
         targets: list[Target] = []
-        for item in each_once(batch, seen):
+        for item in each_once(batch, seen, there.stored_key):
             places = there.find(item.key)
             for path, row in places:
                 if not there.has_cache(path, row):
@@ -248,18 +306,23 @@ def _missing(
             targets.append((item, None if places else sink))
             if places:
                 bar.count(is_old=True)
-            if places or sink is None:
-                num_changed += not any(is_right(there, place, item) for place in places)
-        if not num_changed:
+                if not has_warned and not is_comparable(items, there, places[0], item):
+                    has_warned = True
+                    warn_of_positions(folder, [item.number])
+            if (places or sink is None) and not any(is_right(there, place, item) for place in places):
+                changed.append(item.number)
+        if not changed:
             yield targets
+    if items.are_numbered and sink is not None:
+        _check_moved(items, there, folder, changed if items.compares else [], len(seen))
     num_gone = 0
     if sink is None and items.world_size > 1:  # this rank does not know the keys of other ranks
         num_gone = max(0, len(there) - items.num_all)
     elif sink is None:
         num_gone = sum(key not in seen for index in there.indexes.values() for key in index.keys)
-    if num_changed or num_gone:
+    if changed or num_gone:
         are_changed = "have changed" if sink is not None else "have changed or are new"
-        what = f"{num_changed} of {len(seen)} items {are_changed} since the samples in {folder!r} were made"
+        what = f"{len(changed)} of {len(seen)} items {are_changed} since the samples in {folder!r} were made"
         what += f", and {num_gone} samples have no item" * (num_gone > 0)
         if items.has_digests and not any(DIGEST in index.members for index in there.indexes.values()):
             what += "; the folder has no digests to compare, because it was built without digest="

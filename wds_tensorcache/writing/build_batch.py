@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.layout import Form
+from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note
 from wds_tensorcache.progress import Progress
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.tar.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Job, ThreadPool
-from wds_tensorcache.writing.build_items import Item
+from wds_tensorcache.writing.build_items import Item, Items
 from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = ["DIGEST", "Batch", "SampleProgress", "Target", "compute", "is_right", "resumable"]
+__all__ = [
+    "DIGEST",
+    "Batch",
+    "SampleProgress",
+    "Target",
+    "compute",
+    "is_comparable",
+    "is_right",
+    "resumable",
+    "warn_of_positions",
+]
 
 DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
 Target = tuple[
@@ -32,23 +49,28 @@ def compute(
     fn: Callable[[list[Any]], Any],
     bar: SampleProgress,
     sink: ShardWriter | None = None,
+    earlier: Iterable[ShardIndex] = (),
 ) -> None:
     """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread.
 
     The caller's thread shows `bar` after each batch. After an error or an interrupt, the unfinished shard of `sink` is
-    finished early, so that its samples are kept.
+    finished early, so that its samples are kept. Warn of a tensor that differs from those in `earlier` indexes or samples.
     """
+    kinds = _TensorKinds(earlier)
     failed: list[BaseException] = []
     first_error: BaseException | None = None
 
-    def write(batch: Batch, targets: list[tuple[str, str | None, ShardWriter] | None]) -> None:
+    def write(batch: Batch, targets: list[tuple[Item, ShardWriter] | None]) -> None:
         if failed:
             return  # Hazard: samples written after a failed batch would leave a gap in the shard
         try:
             for target, sample in zip(targets, batch.rows(), strict=True):
                 if target is not None:
-                    key, digest, sink = target
-                    sink.write(key, sample, **({} if digest is None else {DIGEST: digest}))
+                    item, sink = target
+                    members = {} if item.digest is None else {DIGEST: item.digest}
+                    packed = sink._write(item.key, sample, members, item.origin)
+                    if packed is not None:
+                        kinds.check(packed)
                     bar.count()
         except BaseException as exc:
             failed.append(exc)
@@ -61,10 +83,10 @@ def compute(
             def submit(made: Any, batch: list[Target]) -> None:
                 while len(waiting) >= _MAX_WRITING:
                     waiting.popleft().result()
-                # keys and digests only, because the values of items may be large
-                targets = [None if sink is None else (item.key, item.digest, sink) for item, sink in batch]
+                # without the values of items, which may be large
+                targets = [None if sink is None else (replace(item, value=None), sink) for item, sink in batch]
                 with _noting(batch):
-                    copied = Batch(made, len(batch))
+                    copied = Batch(made, len(batch), lambda i: f"item {batch[i][0].number} (key {batch[i][0].key!r})")
                 waiting.append(thread.submit(write, copied, targets))
 
             try:
@@ -92,7 +114,62 @@ def compute(
 
 def is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
     """Return whether the sample at a place was made from this item, as far as its digest tells."""
-    return item.digest is None or finished.read_member(*place, DIGEST) == item.digest.encode()
+    if item.digest is not None:
+        return finished.read_member(*place, DIGEST) == item.digest.encode()
+    digest = finished.origin(*place)[0] if item.origin else 0
+    return not digest or digest == item.origin
+
+
+def is_comparable(items: Items, finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
+    """Return whether a digest shows that an item is the one from which a sample was made, if its position must show it."""
+    return not (items.compares and items.are_numbered) or bool(item.origin and finished.origin(*place)[0])
+
+
+def warn_of_positions(folder: str, numbers: Sequence[int], num_compared: int | None = None) -> None:
+    """Warn that items are taken for those of finished samples only because they have the same numbers."""
+    some = ", ".join(map(str, numbers[:3])) + ", …" * (len(numbers) > 3 or num_compared is None)
+    count = "" if num_compared is None else f" ({len(numbers)} of {num_compared} compared)"
+    warnings.warn(
+        f"tc.build: nothing shows whether items {some}{count} are still those of the samples in {folder!r}, whose keys are "
+        "their positions: these items are not plain values, or the samples were written without digests. Pass keys= or "
+        "digest= for a new cache; or keys='position', if the order and number of the items never change",
+        stacklevel=5,
+    )
+
+
+class _TensorKinds:
+    """Dtypes and numbers of dimensions of the tensors in earlier samples, by name."""
+
+    def __init__(self, earlier: Iterable[ShardIndex]) -> None:
+        self._kinds: dict[str, str] = {}
+        self._warned: set[str] = set()
+        self._last: tuple[Form | None, tuple[str, ...] | None] = None, None
+        for index in earlier:
+            for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
+                for name, kind in _kinds_of(form, texts):
+                    self._kinds.setdefault(name, kind)
+
+    def check(self, sample: PackedSample) -> None:
+        """Warn once for each tensor whose dtype or number of dimensions is not that of an earlier sample."""
+        for cache in sample.caches:
+            if self._last == (cache.layout.form, cache.references):
+                continue
+            self._last = cache.layout.form, cache.references
+            for name, kind in _kinds_of(*self._last):
+                expected = self._kinds.setdefault(name, kind)
+                if kind != expected and name not in self._warned:
+                    self._warned.add(name)
+                    what = f"tensor {name!r} is {kind}, but {expected} in earlier samples of this build"
+                    warnings.warn(
+                        f"tc.build: sample {sample.key!r}: {what}; such samples cannot share a batch", stacklevel=2
+                    )
+
+
+def _kinds_of(form: Form, texts: tuple[str, ...] | None) -> Iterator[tuple[str, str]]:
+    """Yield the name of each tensor of a form, and its dtype and number of dimensions as text."""
+    for (name, stored, ndim), text in zip(form.entries, texts or itertools.repeat(None), strict=False):
+        attribute = None if text is None else parse_reference(text)[2]
+        yield name, f"{attribute or stored} with {ndim} dimension{'s' * (ndim != 1)}"
 
 
 @contextlib.contextmanager
@@ -132,15 +209,20 @@ def _noting(batch: list[Target]) -> Iterator[None]:
 class Batch:
     """The samples that `fn` returned for a batch: a list, or nested dicts of tensors, arrays and lists with a row per sample.
 
+    Args:
+        made: The batch.
+        count: Number of its samples.
+        name: Function from the number of a row to the name of its item, for messages.
+
     Raises:
         EncodeError: The batch is nested too deeply, or contains itself.
-        ValueError: The batch is a tuple, or some part of it does not have `count` rows.
+        ValueError: The batch is a tuple, some part of it does not have `count` rows, or a sample is None.
 
     Memory: tensors and arrays are copied, so that `fn` may reuse its memory. Copies from a device go to pinned memory,
         on the device's current stream; `rows` waits for them.
     """
 
-    def __init__(self, made: Any, count: int) -> None:
+    def __init__(self, made: Any, count: int, name: Callable[[int], str] = "row {} of the batch".format) -> None:
         devices: set[torch.device] = set()
 
         def copied(leaf: Any) -> Any:
@@ -160,6 +242,13 @@ class Batch:
 
         try:
             _check(made, count)
+            if (
+                isinstance(made, list)
+                and (at := next((i for i, row in enumerate(made) if row is None), None)) is not None
+            ):
+                raise ValueError(
+                    f"fn returned None for {name(at)}, expected a sample; leave such items out of the source"
+                )
             self._made, self._count = own(made), count
         except RecursionError:
             raise EncodeError("what fn returned is nested too deeply, or contains itself") from None

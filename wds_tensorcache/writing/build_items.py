@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -16,21 +16,28 @@ from xxhash import xxh3_64_intdigest
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import InvalidKeyError, add_note
 from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.lookup.positions import spread
 from wds_tensorcache.shards.names import check_key
+from wds_tensorcache.writing.item_digest import digest_item
 
 __all__ = ["NO_ITEMS", "Item", "Items", "each_once"]
 
 NO_ITEMS = "the source has no items"
+_NUM_COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item of a dataset; `value` and `digest` are None if the item was not read, because its sample is finished."""
+    """One item of a dataset; `value` and `digest` are None if the item was not read, because its sample is finished.
+
+    `origin` is the item's `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
+    """
 
     number: int
     key: str
     value: Any = None
     digest: str | None = None
+    origin: int = 0
 
 
 class Items(Dataset[Item]):
@@ -44,7 +51,10 @@ class Items(Dataset[Item]):
         num_items: Number of items of this rank; None if unknown.
         num_all: Number of items of all ranks; for an iterable, of those found so far.
         batch_size: Number of items in each batch but the last.
-        has_digests: True if items have a digest.
+        is_map: True for a map-style dataset, False for an iterable.
+        has_digests: True if the caller gives items a digest.
+        are_numbered: True if the keys of items are their numbers. If the items of the source have a `__key__`, it becomes
+            False when the first of them is read.
         rank, world_size: Rank of this process, and number of ranks.
 
     Raises:
@@ -79,6 +89,9 @@ class Items(Dataset[Item]):
             raise ValueError(f"{what} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
         if keys is None and isinstance(items, Cache):
             keys = items.keys()
+        self._is_fixed = isinstance(keys, str) and keys == "position"
+        keys = None if self._is_fixed else keys
+        self.are_numbered = keys is None
         if keys is not None and not callable(keys):
             keys = list(keys)
             if not is_map:
@@ -92,12 +105,17 @@ class Items(Dataset[Item]):
             for key, num_uses in Counter(keys).most_common(1):
                 if num_uses > 1:
                     raise ValueError(f"two items have the key {key!r}; expected a different key for each item")
-        self._items, self._keys, self._digest, self._is_map = items, keys, digest, is_map
+        self._items, self._keys, self._digest, self.is_map = items, keys, digest, is_map
         self.batch_size = min(batch_size, sys.maxsize)  # which itertools can count
         self._num_workers, self.has_digests = num_workers, digest is not None
         self.rank, self.world_size = rank, world_size
         self._count, self.num_all = count or 0, (count or 0) if is_map else 0
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
+
+    @property
+    def compares(self) -> bool:
+        """True if items are compared by `digest_item`, since nothing else shows whether an item has changed its place."""
+        return self._keys is None and not self._is_fixed and not self.has_digests
 
     @property
     def is_empty(self) -> bool:
@@ -121,7 +139,7 @@ class Items(Dataset[Item]):
 
         For a map-style dataset whose keys are known without reading, a batch is not read if all its keys are done.
         """
-        items = self._read_some(is_done) if self._is_map else self._iterate()
+        items = self._read_some(is_done) if self.is_map else self._iterate()
         has_key: bool | None = None
         while batch := list(itertools.islice(items, self.batch_size)):
             for item in batch if self._keys is None else ():
@@ -130,7 +148,48 @@ class Items(Dataset[Item]):
                         what = f"item {item.key!r} {'lacks' if has_key else 'has'} a '__key__'"
                         raise ValueError(f"{what}, unlike the items before it: pass keys=")
                     has_key = _has_key(item.value)
+                    self.are_numbered = not has_key
             yield batch
+
+    def find_changed(self, finished: Callable[[str], int | None]) -> tuple[list[int], int, list[int]]:
+        """Compare items whose keys are their numbers with the digests of their finished samples.
+
+        All items of a list or tuple are compared. Of another map-style dataset, 64 items are read, at equal distances, and the
+        last one: if an item before it was inserted or removed, it differs. An iterable is read as a whole later.
+
+        Args:
+            finished: Function from a key to the digest of the item of its sample; 0 if unknown, None without a sample.
+
+        Returns:
+            Numbers of the items that differ, number of items compared, and numbers of those for which a digest is unknown.
+        """
+        if not self.compares or not self.is_map:
+            return [], 0, []
+        stored = {number: finished(_number(number)) for batch in self._own_batches() for number in batch}
+        numbers = [number for number, digest in stored.items() if digest is not None]
+        if isinstance(self._items, (list, tuple)):
+            read: Iterable[Item] = map(self.__getitem__, numbers)
+        else:
+            numbers = sorted({*(numbers[at] for at in spread(len(numbers), _NUM_COMPARED)), *numbers[-1:]})
+            read = self._load(numbers, min(len(numbers), self._num_workers))
+        changed, unknown = [], []
+        for item in read:
+            if item.key != _number(item.number):
+                self.are_numbered = False
+                return [], 0, []
+            digest = stored[item.number]
+            if not digest or not item.origin:
+                unknown.append(item.number)
+            elif digest != item.origin:
+                changed.append(item.number)
+        return changed, len(numbers), unknown
+
+    def num_removed(self, keys: Iterable[str]) -> int:
+        """Return how many of these keys of samples are numbers of items that the source does not have."""
+        if not self.are_numbered:
+            return 0
+        numbers = (int(key) for key in keys if key.isascii() and key.isdecimal() and key == _number(int(key)))
+        return sum(number >= self.num_all for number in numbers)
 
     def _read_some(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
         """Yield the items. If all keys of a batch are done, and were known without reading it, its items have no values."""
@@ -165,8 +224,11 @@ class Items(Dataset[Item]):
             return None if callable(self._keys) else self._keys
         keys = [_number(number) for number in range(self._count)]
         if any(map(is_done, keys)):
+            if self._is_fixed:
+                return keys
             # Hazard: items may have a `__key__` that looks like a number, so the first item is read
             (first,) = self._load([0], min(1, self._num_workers))
+            self.are_numbered = not _has_key(first.value)
             return None if _has_key(first.value) else keys
         return keys
 
@@ -189,18 +251,21 @@ class Items(Dataset[Item]):
             elif self._keys is not None:
                 key = self._keys[number]
             else:
-                key = value["__key__"] if _has_key(value) else _number(number)
+                key = value["__key__"] if _has_key(value) and not self._is_fixed else _number(number)
             _check_key(key, number)
             digest = None if self._digest is None else self._digest(value)
+            origin = digest_item(value) if self.compares and not _has_key(value) else 0
         if self._digest is not None and not isinstance(digest, str):
             what = f"digest returned a {type(digest).__name__}, expected a str"
             raise TypeError(f"item {number}, key {key!r:.100}: {what}")
-        return Item(number, key, value, digest)
+        return Item(number, key, value, digest, origin)
 
 
-def each_once(batch: Iterable[Item], seen: set[str]) -> Iterator[Item]:
-    """Yield items and add their keys to `seen`; raise ValueError if `seen` already contains a key."""
+def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:
+    """Yield items, each with its `stored_key`, and add the keys to `seen`; raise ValueError if it already contains a key."""
     for item in batch:
+        if (key := stored_key(item.key)) != item.key:
+            item = replace(item, key=key)
         if item.key in seen:
             raise ValueError(f"two items have the key {item.key!r}; expected a different key for each item")
         seen.add(item.key)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index import Origins, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.tar.headers import END_OF_ARCHIVE
 from wds_tensorcache.storage.files import Files, ShardFile
@@ -53,11 +53,14 @@ def write_shard(
     ranges: Iterable[MemberRange],
     files: Files,
     fingerprint: Mapping[str, Any] | None,
+    origins: Iterable[tuple[int, str | None]],
     *,
     footer: bool = True,
     fsync: bool = True,
 ) -> ShardIndex:
     """Write a shard from members of other shards; scan it, and return its index.
+
+    `origins` are those of the samples, in order, as in `ShardIndex.origin`.
 
     Raises:
         FormatError: The ranges do not form an intact tar. Nothing is written.
@@ -69,7 +72,8 @@ def write_shard(
             nbytes += len(chunk)
         output.flush()
         written = ShardFile(output.temporary)
-        index = dataclasses.replace(scan_shard(written.read, nbytes), fingerprint=fingerprint)
+        index = scan_shard(written.read, nbytes)
+        index = dataclasses.replace(index, fingerprint=fingerprint, origins=Origins.of(origins))
         del written  # only POSIX systems can rename an open file
         if footer:
             tail = build_footer(index)

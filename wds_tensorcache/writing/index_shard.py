@@ -13,7 +13,7 @@ from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.after_end import check_end
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_digest, stale_footer
-from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index import Origins, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry, stored_digest
@@ -40,10 +40,11 @@ def write_index(
 ) -> ShardIndex:
     """Index a shard that another writer made, so that opening it needs no scan.
 
-    The index keeps the fingerprint in an older index of the shard, or else the one in the manifest. Manifests that list the
-    shard get its new length, numbers of samples and digest. These manifests may be in the folder of the shard and, if `path` is
-    a link, in the folder of the link. If a manifest in the folder of `path` does not list a shard `*.tar`, the shard is added,
-    unless a writer holds the folder.
+    The index keeps the fingerprint in an older index of the shard, or else the one in the manifest. For samples whose keys are
+    in an older index, it also keeps the digests of items and the original names. Manifests that list the shard get its new
+    length, numbers of samples and digest. These manifests may be in the folder of the shard and, if `path` is a link, in the
+    folder of the link. If a manifest in the folder of `path` does not list a shard `*.tar`, the shard is added, unless a writer
+    holds the folder.
 
     After an interruption, the shard can be read as before, with one exception: between the updates of manifest and shard, an
     interruption makes readers of the manifest refuse the shard until the next call of this function.
@@ -105,7 +106,10 @@ def index_shard(
     with contextlib.nullcontext() if footer else contextlib.suppress(FormatError):
         lists = _lists_of(file, spellings)
         added = _unlisted_in(spellings[0], lists)
-    found = replace(found, fingerprint=_fingerprint(file, [listing.fingerprint(url) for _, listing, url in lists]))
+    before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
+    fingerprint = _fingerprint(before, [listing.fingerprint(url) for _, listing, url in lists])
+    origins = None if before is None else Origins.of(before.origins_of(found.keys))
+    found = replace(found, fingerprint=fingerprint, origins=origins)
     tail = END_OF_ARCHIVE + build_footer(found)
     nbytes = found.end + len(tail)
 
@@ -179,9 +183,8 @@ def _unlisted_in(path: str, lists: list[tuple[Catalog, Listing, str]]) -> str | 
     return manifest
 
 
-def _fingerprint(file: ShardFile, listed: list[Any]) -> Mapping[str, Any] | None:
+def _fingerprint(before: ShardIndex | None, listed: list[Any]) -> Mapping[str, Any] | None:
     """Return the fingerprint in the existing index of a shard, or else the first one in `listed`."""
-    before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
     if before is not None and before.fingerprint is not None:
         return before.fingerprint
     return next((each for each in listed if isinstance(each, dict)), None)

@@ -96,6 +96,11 @@ class _OldShard:
             self.keys = self.index.keys
             self.sizes = np.diff(self.ends, prepend=0)
 
+    def origin(self, row: int) -> tuple[int, str | None]:
+        """Return the origin of a sample, see `ShardIndex.origin`."""
+        digest, name = self.index.origin(row)
+        return digest, name and self.prefix + name
+
     def ranges(self, begin: int, end: int) -> Iterator[tuple[int, list[MemberRange]]]:
         """Yield the ranges of samples `[begin, end)` with the numbers of samples in them."""
         for first in range(begin, end, _NUM_ROWS):
@@ -333,7 +338,8 @@ def _write(path: str, runs: list[_Run], files: Files, fsync: bool, show: Callabl
                 show(done)
 
     try:
-        index = write_shard(path, ranges(), files, runs[0][0].index.fingerprint, fsync=fsync)
+        origins = (shard.origin(row) for shard, begin, end in runs for row in range(begin, end))
+        index = write_shard(path, ranges(), files, runs[0][0].index.fingerprint, origins, fsync=fsync)
         if _contents([(index.keys, index.members_in_order(), 0, len(index.keys))]) != _expected(runs):
             raise FormatError(
                 "the index and the shard differ in samples; see `tensorcache verify` (tc.verify)", kind="index"

@@ -20,6 +20,7 @@ from wds_tensorcache.shards.index import MemberColumns, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import Catalog, ListedCounts, check_listed
+from wds_tensorcache.shards.names import older_key
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.copy_members import MemberRange
@@ -67,10 +68,19 @@ class FinishedShards:
         caches = self.indexes[path].caches.values()
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
+    def stored_key(self, key: str) -> str:
+        """Return the key, or the one that an earlier version of `safe_key` made of the same name if a sample has it."""
+        older = older_key(key)
+        return key if older is None or older not in self else older
+
     def is_finished(self, key: str) -> bool:
         """Return whether the key has a sample, and all samples with this key have a cache."""
         places = self.find(key)
         return bool(places) and all(self.has_cache(*place) for place in places)
+
+    def origin(self, path: str, row: int) -> tuple[int, str | None]:
+        """Return what a sample was made from, see `ShardIndex.origin`."""
+        return self.indexes[path].origin(row)
 
     def read_member(self, path: str, row: int, suffix: str) -> bytes | None:
         """Return a member of a sample; None if the sample has no member with that suffix."""

@@ -31,9 +31,14 @@ class UnfinishedShard:
         self.has_reserved = False  # whether other processes write bytes
         self.num_awaited = 0  # bytes that other processes have not written yet
 
+    @property
+    def num_samples(self) -> int:
+        """Number of samples so far."""
+        return len(self._keys)
+
     def is_full(self, max_samples: int, max_nbytes: int) -> bool:
         """Return whether the shard accepts no more samples."""
-        return len(self._keys) >= max_samples or self._position >= max_nbytes
+        return self.num_samples >= max_samples or self._position >= max_nbytes
 
     def write(self, sample: PackedSample) -> None:
         """Append a sample."""
@@ -73,7 +78,8 @@ class UnfinishedShard:
 
     def _add(self, sample: PackedSample) -> None:
         self._keys.add(sample.key)
-        self._builder.add(sample.key, sample.caches, sample.members, self._position)
+        origin = sample.item_digest, getattr(sample.key, "original", None)  # a `NamedKey` has one
+        self._builder.add(sample.key, sample.caches, sample.members, self._position, origin)
         self._position += sample.nbytes
 
     def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:

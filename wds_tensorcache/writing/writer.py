@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ from wds_tensorcache.shards.names import (
     member_suffix,
 )
 from wds_tensorcache.shards.tar.packed_sample import PackedSample, pack
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.remote.urls import is_url, shown
 from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
 from wds_tensorcache.writing.destination.local import LocalDestination
 from wds_tensorcache.writing.destination.protocol import Destination, Options
@@ -41,6 +41,7 @@ __all__ = ["MAX_SAMPLES", "ShardWriter"]
 
 MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
 _MAX_FINISHING = 1  # shards that a thread finishes while the next one is written
+_log = logging.getLogger("wds_tensorcache")
 
 
 class _Nothing:
@@ -55,7 +56,8 @@ class ShardWriter:
     """A writer of samples into shards `train-000000.tar`, `train-000001.tar`, …, each with an index.
 
     A shard appears under its name when it is complete and on disk. Then its `.idx` for DALI appears, then its entry in
-    `manifest.json`. If the `with` block raises, the unfinished shard is deleted, and the finished shards stay.
+    `manifest.json`. If the `with` block raises, the unfinished shard is deleted, and the finished shards stay. A writer that is
+    never closed loses its unfinished shard, and logs a warning with the number of samples to the logger `wds_tensorcache`.
 
     Args:
         pattern: A folder, for shards `000000.tar`, `000001.tar`, …; a path with one number such as `%06d` in its last part; or
@@ -178,10 +180,18 @@ class ShardWriter:
             raise ValueError(f"{self._pattern}: the writer is closed")
         if isinstance(key, dict):
             raise TypeError("expected write(key, sample, **members), got the dict that webdataset's own writers expect")
+        self._write(key, sample, members)
+
+    def _write(self, key: str, sample: Any, members: dict[str, Any], item_digest: int = 0) -> PackedSample | None:
+        """Write one sample, see `write`; return it, or None if its key is already stored."""
         if not self._has_found or key not in self:
-            self._place(self._pack(key, sample, **members))
-        elif not is_plain_key(key):
+            packed = self._pack(key, sample, **members)
+            packed.item_digest = item_digest
+            self._place(packed)
+            return packed
+        if not is_plain_key(key):
             check_key(key)
+        return None
 
     def _pack(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> PackedSample:
         """Encode a sample for `_place` or `_reserve`; the arguments and errors are those of `write`.
@@ -246,7 +256,9 @@ class ShardWriter:
             self._shard = self._folder.new_shard(self._number)
             self._unfinished.append(self._shard)
             if self._net is None or not self._net.alive:
-                self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._unfinished, os.getpid())
+                self._net = weakref.finalize(
+                    self, _drop_forgotten, self._pattern, self._folder, self._unfinished, os.getpid()
+                )
             self._number += 1
         return self._shard
 
@@ -354,10 +366,14 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
     return caches, others
 
 
-def _drop_forgotten(pattern: str, shards: list[UnfinishedShard], pid: int) -> None:
+def _drop_forgotten(pattern: ShardPattern, folder: Destination, shards: list[UnfinishedShard], pid: int) -> None:
     if pid == os.getpid():  # in a forked child, the shard is still the parent's
-        what = f"{pattern}: the writer was not closed, so its unfinished shard is lost; use `with`, or call close()"
-        warnings.warn(what, ResourceWarning, stacklevel=2)
+        count, num_uploads = sum(shard.num_samples for shard in shards), folder.num_uploads
+        lost = f"its unfinished shard with {count:,} {'sample' if count == 1 else 'samples'} is lost"
+        lost += f", and {num_uploads} finished shards may not have been uploaded" * (num_uploads > 0)
+        remedy = "write inside `with tc.ShardWriter(…) as writer:`, or call close()"
+        # Python hides a ResourceWarning by default
+        _log.warning("%s", f"{shown(str(pattern))}: the writer was not closed, so {lost}; {remedy}")
         for shard in shards:
             shard.drop()
 

@@ -13,6 +13,7 @@ Faults, in the order of requests to a path; each applies to one request, or to `
     content_range, etag, headers   replace headers of the answer; None removes them
     replace               another content of the object, from this request on
     redirect              address to which the answer redirects, with `status` (302)
+    ignores_range         the whole object, with status 200, whatever the request asks for
     drip_s                one byte of the body each so many seconds
     stall_s               wait before the answer
     raw                   the whole answer, after which the connection is closed
@@ -68,9 +69,9 @@ class HttpServer(ServerProcess):
     Args:
         folder: Serve its files, too.
         ranges, suffix_ranges: Obey `Range`, and those for the end of an object. `suffix_ranges` may be the status
-            that refuses one.
-        etag: "strong", "weak" or None.
-        last_modified: Send a `Last-Modified` header.
+            that refuses one, or "first": the answer to `bytes=-5` is the first 6 bytes, as of s3rver.
+        etag: "strong", "weak", "length" (a strong one that depends on the length alone) or None.
+        last_modified: Send a `Last-Modified` header; a number is the time in it, for all objects.
         head: Answer HEAD; else it gets status 405.
         latency_s: Time from a request to its answer.
         rate: Bytes per second of all answers together; None for no limit.
@@ -87,9 +88,9 @@ class HttpServer(ServerProcess):
         folder: str | os.PathLike[str] | None = None,
         *,
         ranges: bool = True,
-        suffix_ranges: bool | int = True,
+        suffix_ranges: bool | int | str = True,
         etag: str | None = "strong",
-        last_modified: bool = True,
+        last_modified: bool | int = True,
         head: bool = True,
         latency_s: float = 0.0,
         rate: float | None = None,
@@ -116,7 +117,7 @@ class HttpServer(ServerProcess):
         )
 
     def put(self, name: str, content: bytes) -> str:
-        """Make or replace an object; return its url."""
+        """Make or replace an object; return its url. An object `name?query` is the answer to this query of `name`."""
         self._call("put", content, name=name)
         return f"{self.url}/{quote(name)}"
 
@@ -191,7 +192,8 @@ class _Server:
         if self.options["log"]:
             self.requests.append(entry)
         fault = self._fault(method, unquote(target).lstrip("/")) or self._fault(method, name)
-        await self._answer(method, name, headers, fault, writer, entry)
+        whole = unquote(target).lstrip("/")
+        await self._answer(method, whole if whole in self.objects else name, headers, fault, writer, entry)
         return headers.get("connection", "").lower() != "close"
 
     def _control(self, target: str, body: bytes) -> bytes:
@@ -267,17 +269,24 @@ class _Server:
             status = 405
         else:
             length, when, tag, content = found
+            if options["etag"] == "length":
+                tag = f'"{length}"'
+            if options["ranges"]:
+                sent["Accept-Ranges"] = "bytes"
             if options["etag"]:
-                sent["ETag"] = tag if options["etag"] == "strong" else f"W/{tag}"
+                sent["ETag"] = f"W/{tag}" if options["etag"] == "weak" else tag
             if options["last_modified"]:
-                sent["Last-Modified"] = formatdate(when, usegmt=True)
-            strong = tag if options["etag"] == "strong" else None
+                fixed = options["last_modified"]
+                sent["Last-Modified"] = formatdate(when if fixed is True else fixed, usegmt=True)
+            strong = tag if options["etag"] in ("strong", "length") else None
             date = sent.get("Last-Modified")
             is_another = "if-match" in headers and headers["if-match"] != strong
             if is_another or (date and headers.get("if-unmodified-since", date) != date):
                 status, content = 412, b""
             else:
-                status, begin, end = self._range(headers.get("range"), length, sent)
+                status, begin, end = self._range(
+                    None if fault.get("ignores_range") else headers.get("range"), length, sent
+                )
         sent["Content-Length"] = str(end - begin)
         if "content_range" in fault:
             sent["Content-Range"] = fault["content_range"]
@@ -308,10 +317,12 @@ class _Server:
             return 200, 0, length
         first, _, last = asked[6:].partition("-")
         if not first:
-            if self.options["suffix_ranges"] is not True:
+            if self.options["suffix_ranges"] not in (True, "first"):
                 refused = self.options["suffix_ranges"]
                 return (200, 0, length) if not refused or refused == 200 else (int(refused), 0, 0)
             begin, end = max(0, length - int(last)), length
+            if self.options["suffix_ranges"] == "first":
+                begin, end = 0, min(int(last) + 1, length)
         else:
             begin, end = int(first), min(int(last) + 1, length) if last else length
         if begin >= end:

@@ -16,7 +16,7 @@ Faults, in the order of requests that match `method` and `suffix`, the end of th
     cut         read half of the body, then close the connection
     stall_s     wait before the request is handled
     hang        read the body, then wait until the client closes the connection
-    ignore      handle the request without its conditions
+    ignore      handle the request without its conditions; "IF_MATCH" or "IF_NONE_MATCH": without this one
     tags        "weak": the answer has a weak ETag, and no condition matches it; "none": the answer has no ETag
     times       how many requests the fault applies to; -1 for all
 """
@@ -112,8 +112,8 @@ class _Faults:
         fault = self._fault(method, key)
         time.sleep(fault.get("stall_s", 0))
         if "ignore" in fault:
-            environ.pop("HTTP_IF_NONE_MATCH", None)
-            environ.pop("HTTP_IF_MATCH", None)
+            for name in {"IF_MATCH", "IF_NONE_MATCH"} & {fault["ignore"]} or ("IF_MATCH", "IF_NONE_MATCH"):
+                environ.pop(f"HTTP_{name}", None)
         statuses: list[int] = []
 
         if fault.get("tags") == "weak" and environ.get("HTTP_IF_MATCH", "").startswith("W/"):

@@ -38,14 +38,14 @@ def ls_command(
         found = islice(_matching(cache, pattern), limit)
         having = cache._having() if is_long else {}
         if as_json:
-            output.results(_record(number, entry, having, is_long) for number, entry in found)
+            output.results(_record(cache, number, entry, having, is_long) for number, entry in found)
             return
         count = nbytes = 0
         for number, entry in found:
             count, nbytes = count + 1, nbytes + entry.nbytes
             line = f"{entry.nbytes:>15,}  {plain(entry.key)}"
             if is_long:
-                record = _record(number, entry, having, True)
+                record = _record(cache, number, entry, having, True)
                 name = "" if record["name"] in (None, entry.key) else f"  ({plain(record['name'])})"
                 shapes = (f"{plain(name)} {list(shape)}" for name, shape in entry.shapes.items())
                 line += "  ".join([name, *shapes, *(f".{plain(suffix)}" for suffix in record["members"])])
@@ -57,14 +57,14 @@ def ls_command(
 def _matching(cache: tc.TensorCache, pattern: str | None) -> Iterator[tuple[int, Entry]]:
     is_match = re.compile(fnmatch.translate(pattern)).match if pattern is not None else None
     for number, entry in enumerate(cache._entries()):
-        if is_match is None or is_match(entry.key) or is_match(sample_name(entry.key) or ""):
+        if is_match is None or is_match(entry.key) or is_match(sample_name(cache, number, entry.key) or ""):
             yield number, entry
 
 
-def _record(number: int, entry: Entry, having: dict[str, Any], is_long: bool) -> dict[str, Any]:
+def _record(cache: tc.TensorCache, number: int, entry: Entry, having: dict[str, Any], is_long: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"key": entry.key, "nbytes": entry.nbytes}
     if is_long:
-        record["name"] = sample_name(entry.key)
+        record["name"] = sample_name(cache, number, entry.key)
         record["shapes"] = entry.shapes
         record["members"] = [suffix for suffix, mask in having.items() if mask[number]]
     return record

@@ -92,7 +92,7 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
     if output.as_json:
         return
     drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[:_NUM_MAPS] if maps else ()))
-    name = sample_name(key)
+    name = sample_name(cache, cache._find(key), key)
     title = Text().append(f"sample {plain(repr(key))}", "bold")
     title.append(f" ({plain(name)})" if name not in (None, key) else "").append(f"  {nbytes:,} bytes of tensors")
     tree = Tree(title, guide_style="dim")

@@ -19,7 +19,6 @@ from wds_tensorcache.inspecting.report.survey import READ_ERRORS, Mark, Survey, 
 from wds_tensorcache.inspecting.report.texts import cut, num_stored, number, visible, words
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.structure import value_at
-from wds_tensorcache.shards.names import original_name
 
 __all__ = ["Limits", "make_card", "statistics", "text_of_sample"]
 
@@ -51,7 +50,13 @@ class Limits:
 def make_card(survey: Survey, at: int, limits: Limits) -> dict[str, Any]:
     """Return the sample with index `at` for JSON. A sample that cannot be read has the message in `error`, and a mark."""
     key = survey.cache.keys()[at]
-    card: dict[str, Any] = {"number": at, "key": visible(key), "name": _name_of(key), "text": "", "text_name": ""}
+    card: dict[str, Any] = {
+        "number": at,
+        "key": visible(key),
+        "name": _name_of(survey, at, key),
+        "text": "",
+        "text_name": "",
+    }
     card |= {
         "values": [],
         "tensors": [],
@@ -85,12 +90,12 @@ def text_of_sample(survey: Survey, at: int, max_nbytes: int) -> str:
         _add_values(card, survey, at, survey.cache[at], max_nbytes)
     except READ_ERRORS:
         return key
-    return "\n".join([key, _name_of(key), card["text"], *(text for _, text in card["values"])])
+    return "\n".join([key, _name_of(survey, at, key), card["text"], *(text for _, text in card["values"])])
 
 
-def _name_of(key: str) -> str:
+def _name_of(survey: Survey, at: int, key: str) -> str:
     try:
-        name = original_name(key)
+        name = survey.cache._name_at(at, key)
     except (FormatError, ValueError):
         return ""
     return visible(name, 300) if name != key else ""

@@ -25,6 +25,9 @@ from wds_tensorcache.integrations.exporting.structure import STRUCTURE
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_metadata
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.join import JoinedCache
+from wds_tensorcache.shards.tar.hidden import hidden_members
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
@@ -102,6 +105,7 @@ def export_cache(
     check_not_url(text, ())
     if cache._left_out is not None:
         raise FormatError(cache._left_out, kind="index")
+    _check_hidden(cache)
     out, report = os.path.realpath(text), ExportReport()
     os.makedirs(out, exist_ok=True)
     if is_tar and os.path.lexists(os.path.join(out, TAR)):
@@ -132,6 +136,15 @@ def export_cache(
     return report
 
 
+def _check_hidden(cache: Cache) -> None:
+    """Raise TarFormatError if a shard has members that the cache does not see."""
+    for part in cache._caches if isinstance(cache, JoinedCache) else ():
+        _check_hidden(part)
+    for shard in cache._store.shards if isinstance(cache, TensorCache) else ():
+        if shard.index.hidden is not None:
+            raise hidden_members(shard.index.end, shard.index.hidden).at(shard.path)
+
+
 def _claim(path: str) -> None:
     """Create the list; raise FileExistsError if another export did so at the same time."""
     try:
@@ -151,10 +164,15 @@ def _list_files(cache: Cache, kind: str, report: ExportReport) -> ExportList:
             if suffix in own:
                 what = f"has a member {suffix!r}, which has the name of an exported file; use another kind"
                 raise EncodeError(what).at(f"sample {key!r:.100}")
-        name, is_renamed = names.name_of(key, [*own, *members])
+        stored = cache._stored_name(number)
+        try:
+            original = cache._name_at(number, key)
+        except InvalidKeyError:
+            original = key
+        name, is_renamed = names.name_of(key, original, [*own, *members])
         if is_renamed:
             report.renamed[key] = name
-        listed.samples.append(ExportedSample(key, name, members))
+        listed.samples.append(ExportedSample(key, name, members, None if stored == name else stored))
     return listed
 
 
@@ -236,7 +254,7 @@ def _list_tar(cache: Cache) -> ExportList:
         except TensorCacheError as exc:
             raise exc.at(f"sample {key!r:.100}") from exc
         met.add(key)
-        listed.samples.append(ExportedSample(key, key, members))
+        listed.samples.append(ExportedSample(key, key, members, cache._stored_name(number)))
     return listed
 
 

@@ -5,6 +5,7 @@ The first line is an object with the properties of the export. Each further line
     {"format": "tensorcache-export", "version": 1, "kind": "npz", "values": "json", "cache": "9f3c…", "fingerprint": {…}}
     {"key": "dir/photo%20%281%29", "name": "dir/photo (1)", "members": ["jpg"]}
 
+A sample whose key has a hash of its name, and whose files could not have the name, has it as `"original"`.
 The list is written before the files of the samples, so that an import notices when files are missing.
 """
 
@@ -35,11 +36,13 @@ class ExportedSample:
         key: Key in the cache.
         name: Relative path of its files without suffix, with `/` as separator.
         members: Suffixes of its other members.
+        original: Original name, if the key has a hash of it, and the name of the files differs.
     """
 
     key: str
     name: str
     members: tuple[str, ...] = ()
+    original: str | None = None
 
 
 @dataclass(slots=True)
@@ -95,7 +98,9 @@ def write_list(path: str, listed: ExportList) -> None:
         }
     ]
     lines += (
-        {"key": each.key, "name": each.name} | ({"members": each.members} if each.members else {})
+        {"key": each.key, "name": each.name}
+        | ({"members": each.members} if each.members else {})
+        | ({} if each.original is None else {"original": each.original})
         for each in listed.samples
     )
     write_atomically(path, ["".join(f"{json.dumps(line, default=str)}\n" for line in lines).encode()], fsync=False)
@@ -121,7 +126,8 @@ def parse_list(content: bytes) -> ExportList:
             if not isinstance(members, list) or not all(isinstance(suffix, str) for suffix in members):
                 raise FormatError("the members of a sample are not a list of texts")
             key, name = _texts(each, "key", "name")
-            listed.samples.append(ExportedSample(key, name, tuple(members)))
+            original = _texts(each, "original")[0] if "original" in each else None
+            listed.samples.append(ExportedSample(key, name, tuple(members), original))
     except FormatError:
         raise
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as exc:

@@ -8,8 +8,7 @@ import unicodedata
 from collections.abc import Iterable
 from itertools import chain, count
 
-from wds_tensorcache.errors import EncodeError, InvalidKeyError
-from wds_tensorcache.shards.names import original_name
+from wds_tensorcache.errors import EncodeError
 
 __all__ = ["FileNames", "is_safe"]
 
@@ -35,7 +34,7 @@ class FileNames:
         self._files = {_folded(reserved)}
         self._folders: set[str] = set()
 
-    def name_of(self, key: str, suffixes: Iterable[str]) -> tuple[str, bool]:
+    def name_of(self, key: str, original: str, suffixes: Iterable[str]) -> tuple[str, bool]:
         """Return a relative path for the files of a sample, without suffix, and whether it differs from the original name.
 
         Raises:
@@ -44,10 +43,6 @@ class FileNames:
         for suffix in suffixes:
             if len(suffix.encode("utf-8", "replace")) > _MAX_SUFFIX_NBYTES or _UNSAFE_PART.fullmatch(f"x.{suffix}"):
                 raise EncodeError(f"sample {key!r:.100}: member {suffix!r:.100} cannot be the end of a file's name")
-        try:
-            original = original_name(key)
-        except InvalidKeyError:  # the key has only a hash of the name
-            original = key
         safe = (
             key if is_safe(key) else "sample-" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         )

@@ -19,7 +19,7 @@ from wds_tensorcache.integrations.importers.source import Format, Source, Source
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.fingerprint import SOURCE
-from wds_tensorcache.shards.names import safe_key
+from wds_tensorcache.shards.names import NamedKey, hashed_key, safe_key
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -48,7 +48,7 @@ def import_cache(
     """Write shards from a folder of files that a trainer or another program has made.
 
     Samples are stored in the order of the source, and the shards have the same bytes for any `num_workers`. `tc.safe_key` makes
-    the keys from the names of the samples, and `tc.original_name` returns these names.
+    the keys from the names of the samples, and `cache.original_name` returns these names.
 
     Args:
         source: Folder with the files.
@@ -134,6 +134,7 @@ def import_cache(
                     report.skipped.append(Skipped(sample.name, sample.files, str(error)))
                 else:
                     report.num_written += 1
+                    report.num_hashed += isinstance(result.packed.key, NamedKey)
                     report.nbytes += result.nbytes
                     report.nbytes_narrowed += result.nbytes_narrowed
                     report.nbytes_trimmed += result.nbytes_trimmed
@@ -207,6 +208,15 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _key_of(sample: SourceSample) -> str:
+    """Return the key of a sample, with its name if the key is a hash of the name."""
+    key = safe_key(sample.name)
+    if sample.key is None or sample.key == key:
+        return key
+    key = hashed_key(sample.name)
+    return key if sample.key == key else sample.key
+
+
 def _keys_of(found: Source, folder: SourceFolder, name: str) -> list[str]:
     """Return the keys of all samples."""
     if not found.samples:
@@ -214,7 +224,7 @@ def _keys_of(found: Source, folder: SourceFolder, name: str) -> list[str]:
         if found.bad:
             raise FormatError("{}; {}: {}".format(what, *next(iter(found.bad.items()))))
         raise ValueError(what)
-    keys = [safe_key(sample.name) if sample.key is None else sample.key for sample in found.samples]
+    keys = [_key_of(sample) for sample in found.samples]
     if len(set(keys)) < len(keys):
         (twice, _), *_ = Counter(keys).most_common(1)
         name = next(sample.name for key, sample in zip(keys, found.samples, strict=True) if key == twice)

@@ -31,6 +31,8 @@ class ImportReport:
         num_read: Number of samples in the source.
         num_written: Number of samples that this call has written.
         num_present: Number of samples that an earlier call had written (`resume=True`).
+        num_hashed: Number of samples that this call has written whose names are too long for a key. The key has a hash in place
+            of the name, and `cache.original_name(key)` returns the name.
         num_skipped: Number of samples that were not written because they are bad.
         skipped: Skipped samples, and also bad files and links out of the folder, which `num_bad_files` counts.
         changed: Names of samples that an earlier call had written, and whose files have changed since; the cache keeps the old
@@ -52,6 +54,7 @@ class ImportReport:
     num_written: int = 0
     num_present: int = 0
     num_skipped: int = 0
+    num_hashed: int = 0
     skipped: list[Skipped] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     num_gone: int = 0

@@ -26,7 +26,8 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     Tensors have their own dtypes again, for example bfloat16, and small values their own types. A tensor is left out if its
     column is null or was dropped. Changed columns replace values of the sample, and new columns become new items of it. A row
-    of any other dataset becomes a dict, nested at the dots of the names of its columns.
+    of any other dataset becomes a dict, nested at the dots of the names of its columns. Columns of members, such as `.jpg`, are
+    left out.
 
     Args:
         row: Values by column, as `ds.take`, `ds.iter_rows` and functions of `ds.map` have them.

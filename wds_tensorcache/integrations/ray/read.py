@@ -55,7 +55,7 @@ def read_ray(
     dimensions or dtype differs, the column consists of Python objects.
 
     Small values of one type are columns of text, bools, 64-bit ints, floats or bytes; any other column consists of Python
-    objects.
+    objects. Members outside the cache, such as pictures, are columns of bytes, named by a dot and the suffix: `.jpg`.
 
     Read tasks are ranges of consecutive samples with about equal bytes. Columns that `ds.select_columns` drops right after
     reading are not read. Ray gives the blocks in the order in which tasks end, unless you set its `preserve_order`.
@@ -77,8 +77,8 @@ def read_ray(
         TypeError: An option is unknown, or `source` is a JoinedCache or a SharedDataset.
         Exception: `tc.open` raised it.
 
-    Cost: loads the index of every shard on the driver, and at most 64 skeletons; no tensor is read. Each read task opens the
-        cache on its own node, so all nodes need the same paths, or urls.
+    Cost: loads the index of every shard on the driver, and at most 64 skeletons; no tensor and no member is read. Each read
+        task opens the cache on its own node, so all nodes need the same paths, or urls.
     """
     need_ray()
     import ray
@@ -111,6 +111,8 @@ def read_ray(
         tuple(name for name, tensor in schema.items() if isinstance(tensor.dtype, tuple)),
         {},
         values,
+        tuple(cache.members),
+        bool(cache.fingerprint),
         Randomness(seed, epoch, alternatives),
         tuple(options.get("allow", ())),
     )
@@ -143,12 +145,15 @@ def _absent(tensor: TensorSchema) -> Array | None:
 
 
 def _nbytes(cache: TensorCache[Any], alternatives: Alternatives | None) -> Array:
-    """Return the bytes of each sample's tensors that a task reads, int64 `[N]`; of alternatives, those of the average one."""
+    """Return the bytes of each sample that a task reads, int64 `[N]`: of members and tensors; of the average alternative."""
     found = np.zeros(len(cache), np.int64)
     for shard, which, rows in by_shard(cache._store, cache._where):
         layouts, numbers = shard.layouts_of(rows)
         sizes = [_layout_nbytes(layout, cache._wanted or (lambda name: True), alternatives) for layout in layouts]
         found[which] = np.array(sizes, np.int64)[numbers]
+        for suffix, members in shard.index.members.items():
+            at = shard.find_members(rows, suffix)
+            found[which] += np.where(at >= 0, members.nbytes[at], 0).astype(np.int64)
     return found
 
 

@@ -52,7 +52,8 @@ def write_ray(
 
     Rows of `tc.read_ray` become the nested samples that they were, with changed columns, new columns and without dropped ones;
     bfloat16 and other dtypes are exact. `tc.ray_table` makes such rows of any samples. In any other dataset, a row becomes a
-    dict, nested at the dots of the columns' names, with arrays as torch tensors.
+    dict, nested at the dots of the columns' names, with arrays as torch tensors. Columns whose names begin with a dot, such as
+    `.jpg` and `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
 
     Args:
         ds: A `ray.data.Dataset`.
@@ -63,7 +64,8 @@ def write_ray(
             old ones are deleted. It also removes what a killed write left.
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
-        fingerprint: As for `ShardWriter`.
+        fingerprint: As for `ShardWriter`. Rows of `tc.read_ray` need one if the cache that was read has one, because functions
+            of the dataset may have changed the samples: pass that of the cache, a new one, or `{}` to leave it out.
         max_samples: Maximum number of samples in a shard.
         min_samples: Minimum number of rows of a task, except for the last one. By default, each block of the dataset, or each
             read task, is written by one task, and has at least one shard. A value keeps Ray from fusing reading and writing.
@@ -83,6 +85,7 @@ def write_ray(
             or some reader would misread it. Nothing of the dataset is listed.
         KeyError: There is no column `key`.
         EncodeError: A value cannot be stored, or two columns have one place in the sample.
+        StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
         FormatError: A shard in the folder is damaged.

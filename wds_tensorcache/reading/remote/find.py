@@ -11,8 +11,7 @@ from wds_tensorcache.errors import RemoteError, did_you_mean
 from wds_tensorcache.shards.manifest import MANIFEST, Found
 from wds_tensorcache.shards.remote.listed import read_remote_manifest
 from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.secret_parts import conceal
-from wds_tensorcache.storage.remote.urls import is_web, join_url, name_of, shown
+from wds_tensorcache.storage.remote.urls import conceal, is_web, join_url, name_of, shown
 
 __all__ = ["find_remote"]
 

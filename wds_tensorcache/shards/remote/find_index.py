@@ -17,7 +17,7 @@ from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import is_url, join_url, name_of
+from wds_tensorcache.storage.remote.urls import is_url, join_url, keep_secrets, name_of
 from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["FindIndex", "scan_remote"]
@@ -84,12 +84,13 @@ class FindIndex:
         index = read_footer(_Tail(file, tail).read, state.nbytes, len(tail))
         is_own = index is not None
         if index is None:
-            index = self._sidecar(sidecar_path(url), state.nbytes)
+            index = self._sidecar(keep_secrets(url, sidecar_path(url)), state.nbytes)
         if index is None and not may_scan:
             return None
         if index is None:
             index, is_own = scan_remote(file), True
-        if kept is not None:
+        # a shard with hidden members is scanned again, and reported, in each run
+        if kept is not None and index.hidden is None:
             kept.write(url, file.state, build_footer(index, state.nbytes), is_own=is_own, digest=index.digest)
         return index, is_own and file.state.tag is not None
 

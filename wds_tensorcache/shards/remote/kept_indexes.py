@@ -1,8 +1,9 @@
 """A folder of indexes of remote shards, so that later runs and other processes need not fetch them again.
 
-A file has the name of a digest of the shard's url, and contains one line of JSON (url, tag and length of the shard, where
-the index was found, and its digest there), then the index as in a sidecar (FORMAT.md 4). Nothing in it is executed. A
-reader ignores a file whose url, tag, length or digest does not match, and fetches the index again.
+A file has the name of a digest of the shard's url, and contains one line of JSON (public url, tag and length of the shard, a
+digest of these and the query, where the index was found, and the index's digest there), then the index as in a sidecar
+(FORMAT.md 4). Nothing in it is executed. A reader ignores a file of which any of these does not match, and fetches the index
+again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from wds_tensorcache.shards.footer import parse_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.node_cache.identity import digest_of, unsigned
 from wds_tensorcache.storage.remote.client import ObjectInfo
 
 __all__ = ["VARIABLE", "KeptIndexes", "default_folder"]
@@ -68,7 +70,7 @@ class KeptIndexes:
         return KeptIndexes, (self.folder, self.max_nbytes)
 
     def _path(self, url: str) -> str:
-        digest = hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
+        digest = hashlib.sha256(unsigned(url).encode("utf-8", "surrogateescape")).hexdigest()
         return os.path.join(self.folder, digest[:40] + _SUFFIX)
 
     def _most_nbytes(self) -> int:
@@ -142,4 +144,12 @@ class KeptIndexes:
 
 
 def _head(url: str, info: ObjectInfo, *, is_own: Any, digest: Any) -> dict[str, Any]:
-    return {"url": url, "tag": info.tag, "nbytes": info.nbytes, "is_own": is_own, "digest": digest}
+    object_digest = digest_of(url, info).hex()
+    return {
+        "url": str(url),
+        "tag": info.tag,
+        "nbytes": info.nbytes,
+        "object": object_digest,
+        "is_own": is_own,
+        "digest": digest,
+    }

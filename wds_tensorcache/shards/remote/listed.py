@@ -8,7 +8,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.manifest import MAX_NBYTES, Found, check_inside, listed_shard, parse_manifest
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
-from wds_tensorcache.storage.remote.urls import is_web, join_url, shown
+from wds_tensorcache.storage.remote.urls import is_web, join_url, keep_secrets, shown
 
 __all__ = ["read_remote_manifest", "shard_url"]
 
@@ -27,7 +27,7 @@ def read_remote_manifest(url: str) -> list[Found]:
     _, content = run(lambda: client_for(url).read_whole(url, MAX_NBYTES))
     try:
         entries, extra = parse_manifest(content)
-        folder = url.rpartition("/")[0]
+        folder = keep_secrets(url, url.rpartition("/")[0])
         found: dict[str, Found] = {}
         first: dict[str, str] = {}
         for entry in entries:
@@ -57,7 +57,7 @@ def shard_url(folder: str, listed: str) -> str:
         FormatError: `listed` names anything else.
     """
     if _PLAIN(listed):  # most shards of large manifests
-        return f"{folder}/{listed}"
+        return keep_secrets(folder, f"{folder}/{listed}")
     check_inside(listed)
     name = listed
     if "://" in listed:
@@ -75,4 +75,4 @@ def shard_url(folder: str, listed: str) -> str:
         what = f"lists {shown(listed)!r:.200}, expected the path of a shard in the folder of the manifest"
         raise FormatError(f"{what}: relative, with '/' between names and without '..'", kind="index")
     path = "/".join(parts)
-    return f"{folder}/{path}" if name != listed else join_url(folder, path)
+    return keep_secrets(folder, f"{folder}/{path}") if name != listed else join_url(folder, path)

@@ -26,6 +26,7 @@ class PackedSample:
         nbytes: Total length of the parts.
         caches: Caches of the sample; their offsets are relative to the first part.
         members: (suffix, offset, length) of each other member, with a relative offset.
+        item_digest: Digest of the item from which the sample was made; 0 if unknown.
     """
 
     key: str
@@ -33,6 +34,7 @@ class PackedSample:
     nbytes: int
     caches: list[CacheEntry]
     members: list[tuple[str, int, int]]
+    item_digest: int = 0
 
 
 def pack(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[str, bytes]) -> PackedSample:

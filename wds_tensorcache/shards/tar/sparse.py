@@ -12,8 +12,6 @@ from wds_tensorcache.shards.tar.headers import BLOCK
 
 __all__ = ["SparseMap", "read_map"]
 
-MAX_EXPANDED_NBYTES = 1 << 26
-_MAX_RATIO = 64
 _MAX_DIGITS = 19
 _OLD = ord("S")
 
@@ -50,7 +48,7 @@ def read_map(
         take: Function that returns the next n bytes after the header.
 
     Raises:
-        TarFormatError: The map is damaged, or the expanded file is longer than both 64 MiB and 64 times the member.
+        TarFormatError: The map is damaged.
     """
     said = dict(records)
     if header[156] == _OLD:
@@ -65,7 +63,7 @@ def read_map(
         found, left = SparseMap(parts, _size(said)), nbytes - taken
     else:
         raise TarFormatError(f"a GNU sparse member has an unknown major version, {said.get(b'major')!r:.40}")
-    _check(found, left, nbytes)
+    _check(found, left)
     return found, left
 
 
@@ -118,7 +116,7 @@ def _size(said: dict[bytes, bytes]) -> int:
     return _numbers([said.get(b"realsize", said.get(b"size", b""))])[0]
 
 
-def _check(found: SparseMap, left: int, nbytes: int) -> None:
+def _check(found: SparseMap, left: int) -> None:
     end = 0
     for begin, length in found.parts:
         if begin < end and length:
@@ -128,8 +126,3 @@ def _check(found: SparseMap, left: int, nbytes: int) -> None:
         raise TarFormatError(
             f"a GNU sparse member has {found.nbytes} bytes, {left} stored, but its parts are longer or end at byte {end}"
         )
-    limit = max(MAX_EXPANDED_NBYTES, _MAX_RATIO * nbytes)
-    if found.nbytes > limit:
-        # Hazard: one block may declare a terabyte of zeros.
-        what = f"a GNU sparse member of {nbytes} bytes expands to {found.nbytes}, expected at most {limit}"
-        raise TarFormatError(what)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from wds_tensorcache.errors import Kind, TarFormatError
+from wds_tensorcache.errors import FormatError, Kind, TarFormatError
+from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_pickle, max_expanded
 from wds_tensorcache.shards.tar.fields import adds_up, check_length
 from wds_tensorcache.shards.tar.headers import BLOCK, Header, Headers, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.tar.hidden import find_header_in, hidden_members
 from wds_tensorcache.shards.tar.sparse import SparseMap, read_map
 
 __all__ = ["TarStream"]
@@ -22,6 +24,8 @@ _UNKNOWN = 1 << 62  # stands for the length of the tar, which is unknown in a st
 _MAX_SKIP_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 26
 _MAX_MAGIC_NBYTES = 6
+_FUNCTIONS = "tc.tarfile_to_samples or tc.ResumablePipeline"
+_PICKLES = (".pyd", ".pkl", ".pickle", ".pth")  # skeletons, too
 _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": lambda stream: gzip.GzipFile(fileobj=stream),
     b"BZh": bz2.BZ2File,
@@ -39,24 +43,34 @@ class TarStream:
         stream: Object with `read(n)`, which may return fewer than n bytes.
         begin: Offset in the tar of the stream's first byte; if above 0, a `start` of an earlier stream of this tar.
         skip: Function that skips up to n bytes of `stream`, and returns their number; None to read and drop them.
+        max_expanded_nbytes: Limit for the decompressed bytes and the holes of the whole tar together, which may always be 64
+            times the bytes that were read from `stream`. A pickle may have 1/64 of the limit, or 8 times these bytes.
 
     Attributes:
         start: Offset of the current member's first header, at which another stream of this tar can begin. None if it cannot:
             the tar is compressed, or a global header precedes the member.
 
     Raises:
-        TarFormatError: The stream ends without an end-of-archive block, or breaks a rule of the format. Raised while iterating
-            or reading, with the offset in the decompressed tar.
+        TarFormatError: The stream ends without an end-of-archive block, breaks a rule of the format, or expands too much.
+            Raised while iterating or reading, with the offset in the decompressed tar.
 
     Threads: not thread-safe. Iterate once.
     """
 
-    def __init__(self, stream: Any, begin: int = 0, skip: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        stream: Any,
+        begin: int = 0,
+        skip: Callable[[int], int] | None = None,
+        max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
+    ) -> None:
         self.start: int | None = None
         self._stream = stream
         self._skip = skip
+        self._max_expanded_nbytes = max_expanded_nbytes
         self._at = begin
-        self._is_compressed = False
+        self._holes_nbytes = 0
+        self._compressed: _Prepended | None = None
         self._begun: bytes = b""  # bytes that were read to detect compression, and not yet used
 
     def __iter__(self) -> Iterator[tuple[str, Callable[[], bytes]]]:
@@ -78,12 +92,12 @@ class TarStream:
             if is_extended(block):  # `parse` has read its content
                 self._skip_to(end + padding(header.nbytes))
                 continue
-            self.start = None if self._is_compressed or headers.are_global else start
+            self.start = None if self._compressed is not None or headers.are_global else start
             if header.is_file and (header.sparse or block[_KIND] == _OLD_SPARSE):
                 holes, left = self._read_map(block, header)
                 begin, end = self._at, self._at + left
             if header.is_file and not is_meta_name(header.name):
-                yield header.name, partial(self._read_member, begin, end, holes)
+                yield header.name, partial(self._read_member, header.name, begin, end, holes)
             self._skip_to(end + padding(header.nbytes))
             start = self._at
 
@@ -96,14 +110,21 @@ class TarStream:
                 raise
             raise TarFormatError(exc.reason, offset=begin, kind="sparse") from exc
 
-    def finish(self) -> None:
-        """Read a compressed stream to its end, so that the checksum there is verified.
+    def finish(self) -> TarFormatError | None:
+        """Read the stream to its end, which verifies the checksum of a compressed stream.
+
+        Returns:
+            The error for members after the end of the archive, which iterating did not yield; None if there are none.
 
         Raises:
             FormatError: The compressed stream is cut short or damaged.
         """
-        while self._is_compressed and self._take(_MAX_SKIP_NBYTES):
-            pass
+        end, hidden = self._at - BLOCK, None
+        while (hidden is None or self._compressed is not None) and (blocks := self._take(_MAX_SKIP_NBYTES)):
+            found = find_header_in(blocks) if hidden is None else None
+            if found is not None:
+                hidden = hidden_members(end, self._at - len(blocks) + found)
+        return hidden
 
     def _decompress(self) -> None:
         head = self._take(_MAX_MAGIC_NBYTES)
@@ -112,7 +133,8 @@ class TarStream:
             head += self._take(BLOCK - len(head))
             # a plain tar may begin with a name that looks compressed; tars from before POSIX have no `ustar`
             if not (len(head) == BLOCK and head[257:262] == b"ustar") and not adds_up(head):
-                self._stream, head, self._is_compressed = decompressor(_Prepended(head, self._stream)), b"", True
+                self._compressed, head = _Prepended(head, self._stream), b""
+                self._stream = decompressor(self._compressed)
         self._begun, self._at = head, 0
 
     def _read_range(self, begin: int, end: int) -> bytes:
@@ -125,11 +147,40 @@ class TarStream:
     def _take_exactly(self, nbytes: int) -> bytes:
         return self._read_range(self._at, self._at + nbytes)
 
-    def _read_member(self, begin: int, end: int, holes: SparseMap | None) -> bytes:
-        return self._read_range(begin, end) if holes is None else holes.expand(self._read_range(begin, end))
+    def _read_member(self, name: str, begin: int, end: int, holes: SparseMap | None) -> bytes:
+        content = self._read_range(begin, end)
+        if holes is not None:
+            self._holes_nbytes += holes.nbytes - len(content)
+            self._check_expanded(
+                f"{name!r:.100}, a GNU sparse member of {len(content)} bytes, expands to {holes.nbytes}"
+            )
+            content = holes.expand(content)
+        if name.lower().endswith(_PICKLES):
+            try:
+                check_pickle(len(content), self._stored_nbytes, self._max_expanded_nbytes, _FUNCTIONS)
+            except FormatError as exc:
+                raise TarFormatError(f"{name!r:.100}: {exc}", offset=begin, kind="compressed") from None
+        return content
+
+    @property
+    def _stored_nbytes(self) -> int:
+        """The bytes that were read from the caller's stream."""
+        return self._at if self._compressed is None else self._compressed.nbytes
+
+    def _check_expanded(self, what: str) -> None:
+        limit = max_expanded(self._stored_nbytes, self._max_expanded_nbytes)
+        if self._at + self._holes_nbytes > limit:
+            what += f", expected at most {limit} for what was read so far; if you trust the shard, pass a larger "
+            what += f"max_expanded_nbytes= to {_FUNCTIONS}"
+            raise TarFormatError(what, offset=self._at, kind="sparse" if self._compressed is None else "compressed")
 
     def _skip_to(self, end: int) -> None:
-        if self._skip is not None and end - self._at > _MAX_SKIP_NBYTES and not self._begun and not self._is_compressed:
+        if (
+            self._skip is not None
+            and end - self._at > _MAX_SKIP_NBYTES
+            and not self._begun
+            and self._compressed is None
+        ):
             self._at += self._skip(end - self._at)
         while self._at < end:
             begin, nbytes = self._at, min(end - self._at, _MAX_SKIP_NBYTES)
@@ -147,40 +198,46 @@ class TarStream:
             self._at += len(head)
             return head + self._take(nbytes - len(head)) if len(head) < nbytes else head
         # Usually one read. Hazard: a header may declare more bytes than the stream has, so each read is limited.
-        content: bytes = self._read(min(nbytes, _MAX_READ_NBYTES))
+        content = self._read(min(nbytes, _MAX_READ_NBYTES))
         if len(content) < nbytes:
             parts, missing = [content], nbytes - len(content)
             while missing and parts[-1]:
                 parts.append(self._read(min(missing, _MAX_READ_NBYTES)))
                 missing -= len(parts[-1])
             content = b"".join(parts)
-        self._at += len(content)
         return content
 
-    def _read(self, nbytes: int) -> Any:
+    def _read(self, nbytes: int) -> bytes:
         try:
-            return self._stream.read(nbytes)
+            content: bytes = self._stream.read(nbytes)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as exc:
-            if not self._is_compressed or getattr(exc, "errno", None) is not None:
+            if self._compressed is None or getattr(exc, "errno", None) is not None:
                 raise  # an error of the stream itself; errors of gzip and bz2 have no errno
             kind: Kind = "truncated" if isinstance(exc, EOFError) else "compressed"
             what = f"the compressed stream is cut short or damaged: {exc}"
             raise TarFormatError(what, offset=self._at, kind=kind) from exc
+        self._at += len(content)
+        if self._compressed is not None:
+            self._check_expanded(f"{self._compressed.nbytes} compressed bytes expand to {self._at} or more")
+        return content
 
 
 class _Prepended:
-    """A stream that first returns `head`, the bytes that were already read from it."""
+    """A stream that first returns `head`, the bytes that were already read from it. `nbytes` counts what it has returned."""
 
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head = head
         self._stream = stream
+        self.nbytes = 0
 
     def read(self, nbytes: int = -1) -> Any:
         if self._head:
-            head = self._head if nbytes < 0 else self._head[:nbytes]
-            self._head = self._head[len(head) :]
-            return head
-        return self._stream.read(nbytes)
+            content = self._head if nbytes < 0 else self._head[:nbytes]
+            self._head = self._head[len(content) :]
+        else:
+            content = self._stream.read(nbytes)
+        self.nbytes += len(content)
+        return content
 
     def readable(self) -> bool:
         return True

@@ -217,8 +217,8 @@ class NodeCache:
         return found
 
     def _learn_tags(self, files: Iterable[CachedFile]) -> None:
-        """Request the tags that are not known, since names of local files contain them. One request for each file."""
-        unknown = [file.learn_tag for file in files if file.state.tag is None]
+        """Request the tags that are not known, since names of local files contain them. At most one request for each file."""
+        unknown = [file.learn_tag for file in files if file.state.tag is None and not file.is_asked]
         if unknown:
             run_all(unknown)
 

@@ -7,10 +7,9 @@ from hashlib import sha256
 from urllib.parse import urlsplit, urlunsplit
 
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.secret_parts import reveal
-from wds_tensorcache.storage.remote.urls import is_web
+from wds_tensorcache.storage.remote.urls import conceal, credentials_of, is_web, reveal
 
-__all__ = ["digest_of"]
+__all__ = ["digest_of", "unsigned"]
 
 # Parameters of signed urls, which change while the object stays the same. All other parameters may select the object.
 _SIGNATURES = re.compile(
@@ -21,10 +20,22 @@ _SIGNATURES = re.compile(
 
 
 def digest_of(url: str, info: ObjectInfo) -> bytes:
-    """Return 32 bytes that stand for one state of an object. The url cannot be recovered from them."""
-    plain = url
-    if is_web(url):  # in all other urls, `?` and `#` are part of the object's name
-        parts = urlsplit(reveal(url))
-        query = "&".join(item for item in parts.query.split("&") if not _SIGNATURES(item.partition("=")[0]))
-        plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query, fragment=""))
+    """Return 32 bytes that stand for one state of an object. The url cannot be recovered from them.
+
+    Without a strong ETag, whose equality stands for equal bytes, they also depend on the user name and the whole query: two
+    revisions of an object may have the same date.
+    """
+    plain = unsigned(url)
+    if is_web(url) and not (info.tag or "").startswith('"'):
+        user, _ = credentials_of(url) or ("", "")
+        plain = f"{user}@{reveal(conceal(url))}"
     return sha256("\0".join((plain, str(info.tag), str(info.nbytes))).encode("utf-8", "surrogateescape")).digest()
+
+
+def unsigned(url: str) -> str:
+    """Return a url without user name and password, and without the parameters of signatures in its query."""
+    if not is_web(url):  # `?` and `#` are part of the object's name
+        return url
+    parts = urlsplit(reveal(conceal(url)))
+    query = "&".join(item for item in parts.query.split("&") if not _SIGNATURES(item.partition("=")[0]))
+    return urlunsplit(parts._replace(query=query))

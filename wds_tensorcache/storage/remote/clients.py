@@ -1,4 +1,4 @@
-"""One client for each server and bucket, made when it is first needed."""
+"""One client for each bucket, and for each user of a server, made when it is first needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from wds_tensorcache.storage.remote.client import Client
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.remote.urls import SCHEMES, origin_of, shown
+from wds_tensorcache.storage.remote.urls import SCHEMES, credentials_of, origin_of, shown
 
 __all__ = ["MeasuredClient", "client_for", "forget_clients"]
 
@@ -23,7 +23,9 @@ class MeasuredClient(Client, Protocol):
         ...
 
 
-_clients: dict[str, MeasuredClient] = {}
+_Credentials = tuple[str, str]
+
+_clients: dict[tuple[str, _Credentials | None], MeasuredClient] = {}
 _lock = threading.Lock()
 
 
@@ -48,7 +50,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def client_for(url: str) -> MeasuredClient:
-    """Return the client for an object's server or bucket. Each process has one for each.
+    """Return the client for an object's bucket, or for its server and the user name and password of the url.
 
     Do not keep it: a forked child needs another one.
 
@@ -57,21 +59,21 @@ def client_for(url: str) -> MeasuredClient:
         ImportError: A package is missing; the message says which extra to install.
         RemoteError: The store cannot be opened, for example because the url has credentials, or options are missing.
     """
-    origin = origin_of(url)
-    found = _clients.get(origin)
+    key = origin_of(url), credentials_of(url)
+    found = _clients.get(key)
     if found is None:
-        made = _make(origin, url)
+        made = _make(*key, url)
         with _lock:
-            found = _clients.setdefault(origin, made)
+            found = _clients.setdefault(key, made)
     return found
 
 
-def _make(origin: str, url: str) -> MeasuredClient:
+def _make(origin: str, credentials: _Credentials | None, url: str) -> MeasuredClient:
     scheme = origin.partition("://")[0]
     if scheme in ("http", "https"):
         from wds_tensorcache.storage.remote.http.client import HttpClient
 
-        return HttpClient(origin)
+        return HttpClient(origin, credentials)
     if scheme in ("s3", "gs", "az") and _parent_had_obstore:
         from wds_tensorcache.storage.remote.forked.client import ForkedClient
 

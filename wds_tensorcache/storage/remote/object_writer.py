@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from wds_tensorcache.errors import RemoteError
 from wds_tensorcache.storage.remote.event_loop import check_not_forked, run_async
 from wds_tensorcache.storage.remote.retry import Attempts, Cancel, Target, TransientError, cancellable, check_cancelled
 from wds_tensorcache.storage.remote.stores import SETTINGS, check_endpoint
-from wds_tensorcache.storage.remote.urls import bucket_and_key, shown
+from wds_tensorcache.storage.remote.urls import bucket_and_key, join_url, shown
 
 __all__ = ["MAX_PUT_NBYTES", "WRITABLE", "ObjectWriter", "Version", "check_writable"]
 
@@ -44,6 +45,7 @@ _NO_TAGS = (
     "this store, or a proxy before it, answers without strong ETags, by which a writer notices the changes of other writers; "
     "write to a local folder, and copy it, as in docs/remote_writing.md"
 )
+_PROBE = ".tensorcache-conditions"  # one name for all writers, of which those that may not delete leave a single object
 _TAG_MISSING = ("ETag Header missing", "ETag required")  # also without an attribute
 _NOT_PERMITTED = "the credentials of this process do not permit this request"
 _NOT_SUPPORTED = "this store does not support this request"
@@ -158,32 +160,48 @@ class ObjectWriter:
         response was lost. So the caller must read the object again, and look for its change.
 
         Raises:
-            RemoteError: The ETag of the version is weak, and so meets no condition.
+            RemoteError: The version has no strong ETag, and so meets no condition.
         """
+        if version is not None:
+            self.check_tag(url, version)
         try:
             made = self._put(url, content, mode="create" if version is None else version.mode())
         except _Unmet:
-            if version is None or version.tag is None or not version.tag.startswith("W/"):
-                return None
-            raise Target(url).error(_NO_TAGS) from None
+            return None
         return Version(made["e_tag"], made["version"])
+
+    def check_tag(self, url: str, version: Version) -> None:
+        """Raise RemoteError if a version has no strong ETag, so that the object cannot be replaced by `swap`."""
+        if version.tag is None or version.tag.startswith("W/"):
+            raise Target(url).error(_NO_TAGS)
 
     def put(self, url: str, content: bytes) -> None:
         """Store an object, or replace it."""
         self._put(url, content, mode="overwrite")
 
-    def check_conditions(self, url: str, content: bytes) -> None:
-        """Check that the store refuses to create an object that exists.
-
-        Args:
-            content: Content of the object, which a store without conditions writes again.
+    def check_conditions(self, folder: str) -> None:
+        """Check, with a small object that is deleted again, that the store obeys the conditions of `create` and `swap`.
 
         Raises:
-            RemoteError: The store ignores conditions. Hazard: writers would silently overwrite the entries of each other.
+            RemoteError: The store ignores conditions, or has no strong ETags. Hazard: writers would silently overwrite each
+                other's shards and entries.
         """
-        with contextlib.suppress(_Unmet):
-            self._put(url, content, mode="create")
-            raise Target(url).error(_NO_CONDITIONS)
+        if self.scheme != "s3":  # Google and Azure obey; Google refuses a second change of an object within a second
+            return
+        url, is_ours = join_url(folder, _PROBE), True
+        try:
+            first = self.swap(url, b"1", None)
+            is_ours = first is not None
+            if not is_ours:  # another writer is checking the same
+                return
+            is_created_twice = self.swap(url, b"2", None) is not None
+            self.swap(url, b"3", first)
+            if is_created_twice or self.swap(url, b"4", first) is not None:
+                raise Target(folder).error(_NO_CONDITIONS)
+        finally:
+            if is_ours:
+                with contextlib.suppress(RemoteError):  # these credentials may not delete
+                    self.delete([url])
 
     def read(self, url: str) -> tuple[bytes, Version] | None:
         """Return the content of an object and its version; None if there is no such object."""

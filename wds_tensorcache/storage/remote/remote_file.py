@@ -12,8 +12,7 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import fetch_many, run
 from wds_tensorcache.storage.remote.retry import Target
-from wds_tensorcache.storage.remote.secret_parts import without_credentials
-from wds_tensorcache.storage.remote.urls import shown
+from wds_tensorcache.storage.remote.urls import conceal, shown
 
 __all__ = ["RemoteFile", "RemoteIdentity", "missing_shard"]
 
@@ -44,15 +43,16 @@ class RemoteFile:
     """An object that must not change while it is read. The first response fixes its tag, and later reads require it.
 
     Args:
-        url: Url of the object. A user name and password in it are kept in this process alone.
+        url: Url of the object, concealed or not.
         nbytes: Length of the object, if it is known, for example from a manifest. None requests it.
         tag: Tag of the object, if it is known.
         manifest: Path or url of the manifest that lists the object, for messages.
 
     Attributes:
-        url: The url, without user name and password.
-        path: The url for messages; without a query, which may be a signature.
+        url: The url, concealed.
+        path: The url for messages, without secrets.
         nbytes: Length of the object.
+        is_asked: True if a response has told the object's state. A tag of None then stands for a server without tags.
 
     Raises:
         FileNotFoundError: The object does not exist; with `nbytes`, the first read raises MissingShardError.
@@ -65,17 +65,18 @@ class RemoteFile:
     def __init__(
         self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
     ) -> None:
-        self.url = without_credentials(url)
+        self.url = conceal(url)
         self.path = shown(self.url)
         state = ObjectInfo(nbytes, tag) if nbytes is not None else run(lambda: client_for(self.url).stat(self.url))
         self.nbytes = state.nbytes
         self.manifest = manifest
+        self.is_asked = nbytes is None
         self._state = state
 
     @classmethod
     def of_tail(cls, url: str, nbytes: int) -> tuple[RemoteFile, bytes]:
         """Return a file, and its last `nbytes` bytes or all of them. One request."""
-        url = without_credentials(url)
+        url = conceal(url)
         state, tail = run(lambda: client_for(url).read_tail(url, nbytes))
         return cls(url, state.nbytes, state.tag), tail
 
@@ -93,6 +94,7 @@ class RemoteFile:
     def fix(self, found: ObjectInfo) -> None:
         """Record the state that a response reports; raise FormatError if it is another than before."""
         with _lock:
+            self.is_asked = True
             known = self._state
             if known.tag is None and known.nbytes == found.nbytes:
                 self._state = found

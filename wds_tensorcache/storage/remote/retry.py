@@ -37,6 +37,7 @@ __all__ = [
     "check_cancelled",
     "parse_retry_after",
     "timeout_s",
+    "warn",
     "warn_of_delay",
 ]
 
@@ -229,13 +230,18 @@ class Attempts:
             time.sleep(min(left, _TICK_S))
 
 
+def warn(target: Target, what: str) -> None:
+    """Log a warning about a request."""
+    _log.warning("%s", target.error(what))
+
+
 def warn_of_delay(target: Target, begun_s: float, what: str) -> None:
     """Log a warning if a request takes long that began at time `begun_s` of `time.monotonic`."""
     global _warned_s
     now = time.monotonic()
     if now - begun_s >= _LATE_S and now - _warned_s >= _QUIET_S:
         _warned_s = now
-        _log.warning("%s", target.error(what))
+        warn(target, what)
 
 
 def parse_retry_after(text: str | None) -> float | None:

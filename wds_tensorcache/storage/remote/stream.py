@@ -40,7 +40,7 @@ class RemoteStream:
         url: The object. Opening it takes one request.
 
     Attributes:
-        url: The url, without user name and password.
+        url: The url, concealed.
         info: State of the object when the stream was opened.
 
     Raises:

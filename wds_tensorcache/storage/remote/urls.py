@@ -1,4 +1,7 @@
-"""Urls of remote objects: which texts are urls, parts of them, and how messages show them, without credentials.
+"""Urls of remote objects: which texts are urls, parts of them, their secrets, and how messages show them, without secrets.
+
+Secrets are user name, password and query, which may be a signature. Paths of shards are in errors, reprs, pickles and files. So
+`conceal` turns a url from the caller into a `SecretUrl`, whose text is public, and clients `reveal` the query in requests.
 
 In urls of web servers (`http`, `https`), names are percent-encoded, and `?` and `#` begin a query and a fragment. In urls of
 object stores and hubs (all other schemes), the rest after the bucket is the object's key, as it is.
@@ -9,19 +12,27 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from functools import lru_cache
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from wds_tensorcache.errors import RemoteError
 
 __all__ = [
     "SCHEMES",
+    "SecretUrl",
     "bucket_and_key",
     "check_not_url",
+    "conceal",
+    "credentials_of",
     "is_url",
     "is_web",
     "join_url",
+    "keep_secrets",
     "name_of",
     "origin_of",
+    "reveal",
     "shown",
-    "split_netloc",
     "web_url",
 ]
 
@@ -31,6 +42,100 @@ _IN_PATH = "/:@!$&'()*+,;=-._~"  # RFC 3986, 3.3
 _IN_QUERY = _IN_PATH + "?"
 _ANY_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE).match  # longer than the name of a drive
 _CHANGED_BY_PATHLIB = re.compile(r"(?:s3|gs|az|https?|hf):/(?!/)", re.IGNORECASE).match
+
+
+class SecretUrl(str):
+    """The public text of a web server's url, with the secrets that its requests need. Any text made from it is public.
+
+    Urls are equal if their texts and secrets are, so two revisions of an object, chosen by queries, are two keys of a dict.
+
+    Threads/fork/pickle: pickles that `multiprocessing` sends to other processes of this program have the secrets; no other
+        pickle has them, since it may become a file. After such a pickle, requests that need the query raise RemoteError.
+
+    Attributes:
+        query: The query; None if a pickle left it out.
+        credentials: User name and password, if there are any.
+    """
+
+    __slots__ = ("credentials", "query")
+
+    query: str | None
+    credentials: tuple[str, str] | None
+
+    def __new__(cls, public: str, query: str | None, credentials: tuple[str, str] | None) -> SecretUrl:
+        url = super().__new__(cls, public)
+        url.query, url.credentials = query, credentials
+        return url
+
+    def _parts(self) -> tuple[str, str | None, tuple[str, str] | None]:
+        return str(self), self.query, self.credentials
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SecretUrl) and self._parts() == other._parts()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._parts())
+
+    def __copy__(self) -> SecretUrl:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SecretUrl:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (str, (str(self),)) if self.query == "" else (SecretUrl, (str(self), None, None))
+
+
+ForkingPickler.register(SecretUrl, lambda url: (SecretUrl, url._parts()))
+
+
+def conceal(url: str) -> str:
+    """Return a url from the caller without user name, password, query and fragment: a `SecretUrl` if it has any secrets.
+
+    The credentials of an object store's url are dropped.
+    """
+    if isinstance(url, SecretUrl) or not any(mark in url for mark in "@?#"):
+        return url
+    scheme, found, rest = url.partition("://")
+    netloc, slash, path = _split_netloc(rest)
+    user_info, at, host = netloc.rpartition("@")
+    public = f"{scheme}://{host}{slash}{path}" if found and at else url
+    if not is_web(url):
+        return public
+    user, _, password = user_info.partition(":")
+    parts = urlsplit(public)
+    public = urlunsplit(parts._replace(query="", fragment=""))
+    if not at and not parts.query:
+        return public
+    return SecretUrl(public, parts.query, (unquote(user), unquote(password)) if at else None)
+
+
+def keep_secrets(url: str, public: str) -> str:
+    """Return the url of another object, whose requests need the same secrets as those of `url`."""
+    return SecretUrl(public, url.query, url.credentials) if isinstance(url, SecretUrl) else public
+
+
+def reveal(url: str) -> str:
+    """Return a url with its query, for a request or a digest.
+
+    Raises:
+        RemoteError: A pickle left out the query. Without it, the server could send another revision of the object.
+    """
+    if not isinstance(url, SecretUrl):
+        return url
+    if url.query is None:
+        what = "a pickle left out the query of this url, which may be a signature; open the whole url in this process"
+        raise RemoteError(f"{url}: {what}")
+    return f"{url}?{url.query}" if url.query else str(url)
+
+
+def credentials_of(url: str) -> tuple[str, str] | None:
+    """Return the user name and password in a web server's url, concealed or not; None if it has none."""
+    url = conceal(url)
+    return url.credentials if isinstance(url, SecretUrl) else None
 
 
 def is_url(path: str) -> bool:
@@ -60,12 +165,13 @@ def is_web(url: str) -> bool:
 def join_url(folder: str, name: str) -> str:
     """Return the url of the object `name`, which may contain slashes, in a folder.
 
-    In a web server's url, `name` is percent-encoded, and the folder's query, if any, is kept.
+    In a web server's url, `name` is percent-encoded, and the folder's secrets, if any, are kept.
     """
     if not is_web(folder):
         return folder.rstrip("/") + "/" + name
     parts = urlsplit(folder)
-    return urlunsplit(parts._replace(path=parts.path.rstrip("/") + "/" + quote(name, safe=_IN_PATH), fragment=""))
+    path = parts.path.rstrip("/") + "/" + quote(name, safe=_IN_PATH)
+    return keep_secrets(folder, urlunsplit(parts._replace(path=path, fragment="")))
 
 
 def name_of(url: str) -> str:
@@ -80,7 +186,7 @@ def shown(url: str) -> str:
     scheme, found, rest = url.partition("://")
     if not found:
         return url
-    netloc, slash, path = split_netloc(rest)
+    netloc, slash, path = _split_netloc(rest)
     netloc = netloc.rpartition("@")[2]
     if not is_web(url):
         return f"{scheme}://{netloc}{slash}{path}"
@@ -88,7 +194,7 @@ def shown(url: str) -> str:
     return f"{scheme}://{netloc}{slash}{path}" + ("?…" if query else "")
 
 
-def split_netloc(rest: str) -> tuple[str, str, str]:
+def _split_netloc(rest: str) -> tuple[str, str, str]:
     """Return the part before the first of `/?#`, the slash if there is one, and the rest, of a url without its scheme and `://`."""
     ends = [at for at in map(rest.find, "/?#") if at >= 0]
     end = min(ends, default=len(rest))
@@ -108,7 +214,7 @@ def origin_of(url: str) -> str:
     scheme, _, rest = url.partition("://")
     if not is_web(url):
         return f"{scheme.lower()}://{rest.partition('/')[0]}"
-    return f"{scheme.lower()}://{split_netloc(rest)[0].rpartition('@')[2].lower()}"
+    return f"{scheme.lower()}://{_split_netloc(rest)[0].rpartition('@')[2].lower()}"
 
 
 @lru_cache(4096)

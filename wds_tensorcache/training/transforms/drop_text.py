@@ -33,8 +33,9 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
             any other value in place of a value that is not a tensor, for example `{"prompt": ""}`. In a padded batch, a tensor
             may be shorter than the rows: zeros fill the rest. Rows of numpy arrays are replaced like those of tensors.
             None stays None, because a sample without a text has none to drop.
-        mark: Name under which the batch gets a bool tensor `[B]`, True for the replaced rows. Use it where masks matter,
-            because `info` describes the texts as they are stored.
+        mark: Name under which the batch gets a bool tensor `[B]`, True for the replaced rows.
+
+    Afterwards, `info.mask` and `info.shapes` describe the texts that the batch holds.
 
     Raises:
         ValueError: `p` is out of range, or `value` is not a dict of replacements.
@@ -66,7 +67,7 @@ class DropText:
 
     def __call__(self, batch: Any, info: BatchInfo) -> Any:
         """Return the batch with some rows' texts replaced."""
-        is_dropped = fractions_of(info.seeds, purpose_of("drop_text", self.value)) < self.p
+        is_dropped = self._is_dropped(info)
         rows: list[int] = is_dropped.nonzero()[0].tolist()
         for name in self.value:
             target, key = place_of(batch, name)
@@ -82,10 +83,36 @@ class DropText:
                     self._replace_array(name, target[key][row, ...])
             elif rows:
                 target[key] = Leaves(None, tuple(name.split(".")), self._replaced(name, found, is_dropped))
+        info._edits.append(self)
         if self.mark is not None:
             target, key = place_of(batch, self.mark, is_new=True)
             target[key] = to_device(torch.from_numpy(is_dropped), False, info.is_padding.device)
         return batch
+
+    def _is_dropped(self, info: BatchInfo) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        return fractions_of(info.seeds, purpose_of("drop_text", self.value)) < self.p
+
+    def edit_shapes(self, shapes: dict[str, torch.Tensor], lengths: dict[str, int], info: BatchInfo) -> None:
+        """Change the shapes and the padded lengths of a batch, by name, as this transform has changed the batch."""
+        rows = torch.from_numpy(self._is_dropped(info).nonzero()[0])
+        for name, value in self.value.items():
+            shape = tuple(getattr(value, "shape", ()))
+            if not shape or not len(rows):
+                continue  # a number keeps the shape of a row
+            if name not in shapes and info._is_lacking(name):
+                shapes[name] = torch.zeros((len(info.indices), len(shape)), dtype=torch.int64, device="cpu")
+            if name not in shapes:
+                continue
+            if info._is_list(name):
+                # a row that is None stays None
+                held = rows[shapes[name][rows].any(1)]
+            else:
+                held = rows
+                lengths.setdefault(name, info._length(name, shapes[name][:, :1]))
+            if len(shape) == shapes[name].shape[1]:
+                shapes[name][held] = torch.tensor(shape, dtype=torch.int64, device="cpu")
+            elif len(held):
+                del shapes[name]  # rows of a list have different numbers of dimensions
 
     def _replaced(self, name: str, values: Any, is_dropped: np.ndarray[Any, Any]) -> list[Any]:
         pairs = zip(values, is_dropped.tolist(), strict=True)

@@ -85,7 +85,20 @@ class SampleMoments:
             remove(target, key)
             target, key = place_of(batch, self.to, is_new=True)
         target[key] = latent
+        info._edits.append(self)
         return batch
+
+    def edit_shapes(self, shapes: dict[str, torch.Tensor], lengths: dict[str, int], info: BatchInfo) -> None:
+        """Change the shapes and the padded lengths of a batch, by name, as this transform has changed the batch."""
+        found = shapes.pop(self.mean, None)
+        if self.std is not None:
+            shapes.pop(self.std, None)
+        if found is None or not found.shape[1]:
+            return
+        parts = 2 if self.std is None else 1
+        lengths[self.to] = lengths.pop(self.mean, info._length(self.mean, found[:, :1])) // parts
+        found[:, 0] //= parts
+        shapes[self.to] = found
 
     def _row(self, mean: Any, std: Any, seed: torch.Tensor) -> Any:
         """Return the latent of one row of a list."""

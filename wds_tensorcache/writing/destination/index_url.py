@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members
 from wds_tensorcache.shards.footer import build_footer, stale_footer
-from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index import Origins, ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.remote.find_index import scan_remote
+from wds_tensorcache.shards.tar.hidden import hidden_members
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.fetch import run
@@ -50,9 +51,13 @@ def index_url(url: str, *, dali_index: bool, index_folder: str | None) -> ShardI
     file, _ = RemoteFile.of_tail(url, 0)
     try:
         index = scan_remote(file)
+        if index.hidden is not None:
+            raise hidden_members(index.end, index.hidden)
     except TensorCacheError as exc:
         raise exc.at(shown(url)) from exc
-    index = replace(index, fingerprint=_fingerprint(file, objects, sidecar_path(target)))
+    before = _stored_index(file, objects, sidecar_path(target))
+    if before is not None:
+        index = replace(index, fingerprint=before.fingerprint, origins=Origins.of(before.origins_of(index.keys)))
     written = {sidecar_path(target): build_footer(index, file.nbytes)}
     if dali_index:
         written[dali_index_path(target)] = build_dali_index(list_members(index))
@@ -67,26 +72,23 @@ def index_url(url: str, *, dali_index: bool, index_folder: str | None) -> ShardI
     return index
 
 
-def _fingerprint(file: RemoteFile, objects: ObjectWriter | None, sidecar: str) -> Mapping[str, Any] | None:
-    """Return the fingerprint in the existing index of a shard: at its end, or else in its sidecar."""
+def _stored_index(file: RemoteFile, objects: ObjectWriter | None, sidecar: str) -> ShardIndex | None:
+    """Return the existing index of a shard: the one at its end if it has a fingerprint, or else the one in its sidecar."""
 
-    def of_content(content: bytes) -> Mapping[str, Any] | None:
-        try:
-            found = stale_footer(lambda begin, end: content[begin:end], len(content), file.nbytes)
-        except FormatError:
-            return None
-        return None if found is None else found.fingerprint
+    def parse(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
+        with contextlib.suppress(FormatError):
+            return stale_footer(read, nbytes, file.nbytes)
+        return None
 
-    try:
-        own = stale_footer(file.read, file.nbytes, file.nbytes)
-    except FormatError:
-        own = None
+    own = parse(file.read, file.nbytes)
     if own is not None and own.fingerprint is not None:
-        return own.fingerprint
+        return own
+    content = None
     if objects is not None:
         read = run(lambda: objects.read(sidecar))
-        return None if read is None else of_content(read[0])
-    if not os.path.isfile(sidecar):
-        return None
-    kept = ShardFile(sidecar)
-    return of_content(kept.read(0, kept.nbytes))
+        content = None if read is None else read[0]
+    elif os.path.isfile(sidecar):
+        kept = ShardFile(sidecar)
+        content = kept.read(0, kept.nbytes)
+    found = None if content is None else parse(lambda begin, end: content[begin:end], len(content))
+    return found or own

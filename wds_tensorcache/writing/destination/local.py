@@ -53,6 +53,11 @@ class LocalDestination:
             pattern.remove(paths)
         return finished, max(existing) + 1 if resume and existing else 0
 
+    @property
+    def num_uploads(self) -> int:
+        """See `Destination`."""
+        return 0
+
     def check(self) -> None:
         """See `Destination`; shards are made visible in the caller's thread."""
 

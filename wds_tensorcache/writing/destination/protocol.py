@@ -37,6 +37,11 @@ class Destination(Protocol):
         """
         ...
 
+    @property
+    def num_uploads(self) -> int:
+        """Number of published shards whose uploads have not ended, or may have failed."""
+        ...
+
     def check(self) -> None:
         """Raise the error of an upload in another thread, if there is one."""
         ...

@@ -96,6 +96,8 @@ class RemoteDestination:
                 what = f"{shown(self._pattern.locate(lost[0]))} no longer exists"
                 what += f", nor do {len(lost) - 1} more shards" * (len(lost) > 1)
                 self._lost = f"{what}; removed from the manifest"
+            if lost or missing:
+                self._check_store()
             self._catalog.change(lost, missing)
 
         def read_members(url: str, members: MemberColumns) -> list[bytes]:
@@ -105,12 +107,24 @@ class RemoteDestination:
 
         return FinishedShards(indexes, Files(), read_members)
 
+    def _check_store(self) -> None:
+        """Raise RemoteError, before anything is changed, if the store ignores conditions."""
+        if not self._is_checked:
+            self._objects.check_conditions(self._pattern.folder)
+            self._is_checked = True
+
     def _remove(self, names: Mapping[str, int], shards: list[str]) -> None:
         """Delete shards and their indexes."""
+        self._check_store()
         if self._catalog is not None:
             self._catalog.change(shards, {})  # before the shards themselves are deleted
         found = [each for name in shards for each in (name, dali_index_path(name), sidecar_path(name)) if each in names]
         self._objects.delete([self._pattern.locate(name) for name in found])
+
+    @property
+    def num_uploads(self) -> int:
+        """See `Destination`."""
+        return self._uploads.num_waiting
 
     def check(self) -> None:
         """See `Destination`."""
@@ -131,17 +145,13 @@ class RemoteDestination:
         self._uploads.submit(self._upload, shard.path, self._spools.pop(shard.path).content, index, dali_index)
 
     def _upload(self, url: str, content: Any, index: ShardIndex, dali_index: bytes | None) -> None:
+        self._check_store()
         self._objects.create(url, content)
         if dali_index is not None:
             self._objects.put(dali_index_path(url), dali_index)
-            if not self._is_checked:
-                self._objects.check_conditions(dali_index_path(url), dali_index)
         if self._catalog is not None:
             entry = ShardEntry(name_of(url), len(index.keys), len(content), index.digest)
             self._catalog.change((), {url: (index, entry)})
-            if not self._is_checked and dali_index is None:
-                self._catalog.check_conditions()
-        self._is_checked = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Wait for the uploads; a second interrupt during this cancels them."""

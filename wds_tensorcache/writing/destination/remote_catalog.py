@@ -35,19 +35,21 @@ class RemoteCatalog:
         self._known: tuple[bytes, Version] | None = None  # the last version that was read or written
 
     def read(self) -> Listing:
-        """Return the content of the manifest, or an empty one if there is no manifest; raise FormatError if it is damaged."""
+        """Return the content of the manifest, or an empty one if there is no manifest.
+
+        Raises:
+            FormatError: The manifest is damaged.
+            RemoteError: A request failed, or the manifest has no strong ETag.
+        """
         self._known = self._objects.read(self._url)
+        if self._known is not None:
+            self._objects.check_tag(self._url, self._known[1])
         return self._parse()
 
     def _parse(self) -> Listing:
         if self._known is None:
             return Listing(folder=self._folder)
         return parse_listing(self._known[0], shown(self._url), self._folder)
-
-    def check_conditions(self) -> None:
-        """Raise RemoteError if the store ignores conditions, in which case changes of several writers may be lost."""
-        if self._known is not None:
-            self._objects.check_conditions(self._url, self._known[0])
 
     def change(self, removed: Collection[str], added: Mapping[str, tuple[ShardIndex, ShardEntry]]) -> None:
         """Remove the entries with these urls, and add shards by url, or replace their entries.

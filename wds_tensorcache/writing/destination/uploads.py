@@ -59,6 +59,11 @@ class Uploads:
             except BaseException as exc:
                 self._failure = exc
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of uploads that have not ended; after an error, also those that may have failed."""
+        return sum(not job.is_done or self._failure is not None for job in self._waiting)
+
     def check(self) -> None:
         """Raise the error of an upload, if there is one."""
         if self._failure is not None:

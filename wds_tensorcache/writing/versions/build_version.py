@@ -16,7 +16,15 @@ from wds_tensorcache.shards.index_paths import DALI_SUFFIX
 from wds_tensorcache.shards.manifest import MANIFEST, Catalog
 from wds_tensorcache.storage.atomic import remove_stray
 from wds_tensorcache.storage.files import Files
-from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute, is_right, resumable
+from wds_tensorcache.writing.build_batch import (
+    SampleProgress,
+    Target,
+    compute,
+    is_comparable,
+    is_right,
+    resumable,
+    warn_of_positions,
+)
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.new_folder import has_entries
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
@@ -157,7 +165,8 @@ def _compute(
         sink.finished = FinishedShards({}, Files())  # stale samples are computed again
         # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
         sink._number = 1 + max((number for number, _ in ages), default=-1)
-        compute(_stale(items, old, there, pattern, sink, seen, bar), fn, bar, sink)
+        earlier = (*old.shards.indexes.values(), *known.values())
+        compute(_stale(items, old, there, pattern, sink, seen, bar), fn, bar, sink, earlier)
         if items.is_empty:
             raise ValueError(NO_ITEMS)
     return seen
@@ -194,10 +203,16 @@ def _stale(
     that ranks of another world size have computed are left out. Record in `old.parts` which samples to drop and to replace.
     """
     todo: list[Target] = []
-    for batch in items.batches(lambda key: not items.has_digests and key in old.shards):
-        for item in each_once(batch, seen):
+    has_origins = any(i.origins is not None and i.origins.digest is not None for i in old.shards.indexes.values())
+    reads_all = items.has_digests or (items.compares and has_origins)
+    has_warned = False
+    for batch in items.batches(lambda key: not reads_all and key in old.shards):
+        for item in each_once(batch, seen, old.shards.stored_key):
             places = old.shards.find(item.key)
             right = next((place for place in places if is_right(old.shards, place, item)), None)
+            if places and not has_warned and not is_comparable(items, old.shards, places[0], item):
+                has_warned = True
+                warn_of_positions(old.folder, [item.number])
             for place in places:  # if several samples have this key, keep one of them
                 if place != (right or places[0]):
                     old.parts[place[0]].dropped_keys.add(item.key)

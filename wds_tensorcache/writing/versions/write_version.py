@@ -173,7 +173,8 @@ def _write_part(part: VersionShard, path: str, computed: FinishedShards | None, 
         footer = declared_place(file.read, file.nbytes, file.nbytes) is not None
         wanted = len(index.keys) - len(part.dropped_keys)
         try:
-            index = write_shard(path, ranges, files, index.fingerprint, footer=footer, fsync=fsync)
+            origins = _remaining_origins(part, computed)
+            index = write_shard(path, ranges, files, index.fingerprint, origins, footer=footer, fsync=fsync)
             if len(index.keys) != wanted:
                 raise FormatError(
                     "the index and the shard differ in samples; see `tensorcache verify` (tc.verify)", kind="index"
@@ -190,6 +191,15 @@ def _write_part(part: VersionShard, path: str, computed: FinishedShards | None, 
                 raise FormatError("the shard was changed since its index was loaded; try again").at(part.path)
     file.check_unchanged()
     return index
+
+
+def _remaining_origins(part: VersionShard, computed: FinishedShards | None) -> Iterator[tuple[int, str | None]]:
+    """Yield the origins of the samples to keep, see `ShardIndex.origin`."""
+    for row, key in enumerate(part.source_shards.indexes[part.path].keys):
+        if computed is not None and key in part.changed_keys:
+            yield computed.origin(*computed.find(key)[-1])
+        elif key not in part.dropped_keys:
+            yield part.source_shards.origin(part.path, row)
 
 
 def _remaining_ranges(file: ShardFile, part: VersionShard, computed: FinishedShards | None) -> list[MemberRange]:

@@ -14,7 +14,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.integrations.importers.narrow import narrow as narrow_tensor
 from wds_tensorcache.integrations.importers.source import SourceSample
 from wds_tensorcache.integrations.importers.trim import trim as trim_sample
-from wds_tensorcache.shards.names import FIELD
+from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, hashed_key, older_key
 from wds_tensorcache.shards.tar.packed_sample import PackedSample
 from wds_tensorcache.storage.system import SHORTAGES
 
@@ -117,6 +117,8 @@ class Conversion:
             value = rebuild(value, convert)
         entries = map(str, value) if isinstance(value, dict) else ()
         names = frozenset((*entries, *(f".{suffix}" for suffix in loaded.members)))
+        if older_key(key) and any(len(f"{key}.{suffix}") > MAX_MEMBER_NBYTES for suffix in loaded.members):
+            key = hashed_key(sample.name)  # shorter
         packed = self.pack(key, value, **loaded.members)
         nbytes = sum(cache.layout.nbytes - cache.layout.data_begin for cache in packed.caches)
         return Converted(packed, names, nbytes, nbytes_narrowed, nbytes_trimmed, nbytes_narrowable)

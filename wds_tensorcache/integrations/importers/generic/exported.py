@@ -61,7 +61,10 @@ def _open(folder: SourceFolder) -> Source:
             bad[each.name] = str(exc)
             continue
         # a key that occurs twice in the cache gets a key from the name of its file
-        samples.append(SourceSample(each.name, files, load, key=None if each.key in met else each.key))
+        if each.key in met:
+            samples.append(SourceSample(each.name, files, load))
+        else:
+            samples.append(SourceSample(each.original or each.name, files, load, key=each.key))
         met.add(each.key)
     exported = {"kind": listed.kind, "fingerprint": listed.fingerprint}
     return Source(samples, {"exported": exported}, bad, [LIST])

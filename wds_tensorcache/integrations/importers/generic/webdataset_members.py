@@ -7,6 +7,9 @@ two tars have a key in common, all keys begin with the path of the tar. The memb
     000000.pyd                            ->  the pickled object itself, if this is the only member with tensors
     000000.npy, 000000.pth                ->  {"npy": …, "pth": …}
 
+The key of a member ends at the first dot, as in webdataset: `1.0.npy` and `1.5.npy` are the members `0.npy` and `5.npy` of one
+sample, `1`. The report has a note about members whose names begin with a digit or contain a space before the suffix.
+
 All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. So are pickles
 with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted; and `.pt` and `.pth` members
 with more than tensors and plain values, where arrays count as more.
@@ -19,24 +22,28 @@ Of a damaged tar, the samples before the damage are imported; the sample with th
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
 from wds_tensorcache.integrations.importers.safe_files import parse_pickle, parse_torch, tensors_of
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar.headers import Scanner
+from wds_tensorcache.shards.tar.hidden import find_header, hidden_members
 
 __all__ = ["FORMAT", "find_shard"]
 
 _DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "npy", "npz", "ten", "tb"})
 _PICKLES = frozenset({"pyd", "pickle", "pkl"})
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
+_NUM_NAMED = 3  # members in a note
+_LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
 _MAX_GAP = 4096  # bytes between members of one sample, for their headers
 _Extent = tuple[int, int]  # begin and end of a member's content in the tar, in bytes
 _DECODE = decode(lazy=False)
@@ -103,6 +110,9 @@ def _open(folder: SourceFolder) -> Source:
                 if suffix in members:
                     raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
                 members[suffix] = begin, begin + nbytes
+            hidden = find_header(partial(folder.read_range, name), scanner.end, os.path.getsize(folder.locate(name)))
+            if hidden is not None:
+                bad[name] = str(hidden_members(scanner.end, hidden))
             bad |= {f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links}
         except (FormatError, OSError) as exc:
             bad[name] = str(exc)
@@ -120,7 +130,22 @@ def _open(folder: SourceFolder) -> Source:
             for name, key, members in found
         ],
         bad=bad,
+        notes=_note_stems([(key, members) for _, key, members in found]),
     )
+
+
+def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
+    """Return a note about samples with members that look like separate samples, if there are any."""
+    doubtful = [(key, fitting) for key, members in samples if (fitting := list(filter(_LIKE_STEM, members)))]
+    if not doubtful:
+        return []
+    names = [f"{key}.{suffix}" for key, suffixes in doubtful[:_NUM_NAMED] for suffix in suffixes]
+    first, suffixes = doubtful[0]
+    return [
+        f"{len(doubtful):,} samples have members that look like separate samples, for example "
+        f"{list_names(names[:_NUM_NAMED])}: in a WebDataset tar, a key ends at the first dot, so {first!r:.100} has "
+        f"{len(suffixes):,} of them; to keep them apart, extract the tars, and import the folder with --format files (format=)"
+    ]
 
 
 def _load(folder: SourceFolder, name: str, key: str, extents: dict[str, _Extent]) -> Loaded:

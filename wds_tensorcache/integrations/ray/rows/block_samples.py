@@ -8,10 +8,11 @@ from typing import Any
 import pyarrow as pa
 
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
-from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.errors import StaleCacheError, TensorCacheError
 from wds_tensorcache.integrations.ray.rows.columns import values_by_column
-from wds_tensorcache.integrations.ray.rows.restore import plain_sample, restore_sample
-from wds_tensorcache.integrations.ray.rows.structure import KEY, STRUCTURE
+from wds_tensorcache.integrations.ray.rows.restore import members_of_row, plain_sample, restore_sample
+from wds_tensorcache.integrations.ray.rows.structure import KEY, STRUCTURE, parse_structure
+from wds_tensorcache.shards.names import hashed_key
 
 __all__ = ["encoded_table", "samples_of_block"]
 
@@ -35,13 +36,22 @@ def encoded_table(keys: Sequence[Any], samples: Sequence[Any], key: str, allow: 
     return pa.table({key: pa.array(list(keys)), **table})
 
 
-def samples_of_block(block: Any, key: str, allow: Iterable[type] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield key and sample of each row of a block; tensors may alias the block, so never write into them.
+def samples_of_block(
+    block: Any, key: str, allow: Iterable[type] = (), *, has_fingerprint: bool
+) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """Yield key, sample and members of each row of a block; tensors may alias the block, so never write into them.
 
     A block with the columns of `encoded_table` has encoded samples.
 
+    Args:
+        block: The block.
+        key: Name of the column with the keys.
+        allow: Classes that samples may contain.
+        has_fingerprint: True if the samples get a fingerprint, also an empty one.
+
     Raises:
         KeyError: The block has rows, but no column `key`.
+        StaleCacheError: A sample comes from a cache with a fingerprint, and gets none.
     """
     columns = values_by_column(block)
     keys = columns.pop(key, None)
@@ -51,10 +61,21 @@ def samples_of_block(block: Any, key: str, allow: Iterable[type] = ()) -> Iterat
         raise KeyError(f"no column {key!r} among {sorted(columns)!r:.300}; pass key=… to write_ray")
     if SKELETON in columns and TENSORS in columns:
         for key_value, skeleton, tensors in zip(keys, columns[SKELETON], columns[TENSORS], strict=True):
-            yield key_value, decode_sample(skeleton, tensors, allow=allow)
+            yield key_value, decode_sample(skeleton, tensors, allow=allow), {}
         return
     raws = columns.pop(STRUCTURE, [None] * len(keys))
     for at in range(len(keys)):
         row = {name: values[at] for name, values in columns.items() if name != KEY}
-        raw = raws[at]
-        yield keys[at], plain_sample(row) if raw is None else restore_sample(raw, row, allow=allow)
+        members = members_of_row(row)
+        if raws[at] is None:
+            yield keys[at], plain_sample(row), members
+            continue
+        structure = parse_structure(raws[at])
+        if structure.is_described and not has_fingerprint:
+            what = f"sample {keys[at]!r} was read from a cache that has a fingerprint, but fingerprint= is not given"
+            raise StaleCacheError(
+                f"{what}; if the samples are still what it describes, pass fingerprint=tc.open(source).fingerprint, else a "
+                "description of how they were made, or {} to leave it out"
+            )
+        named = None if structure.original is None else hashed_key(structure.original)
+        yield named if named == keys[at] else keys[at], restore_sample(structure, row, allow=allow), members

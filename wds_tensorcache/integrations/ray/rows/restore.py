@@ -14,20 +14,32 @@ from wds_tensorcache.codec.sample import decode_sample
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Path, flatten, project, rebuild
 from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.integrations.ray.rows.bits import from_column
-from wds_tensorcache.integrations.ray.rows.structure import KEY, STRUCTURE, parse_structure, value_columns
+from wds_tensorcache.integrations.ray.rows.structure import (
+    KEY,
+    MEMBER,
+    STRUCTURE,
+    Structure,
+    parse_structure,
+    value_columns,
+)
 from wds_tensorcache.integrations.ray.rows.values import as_value, is_nothing, is_same
 
-__all__ = ["plain_sample", "restore_sample"]
+__all__ = ["members_of_row", "plain_sample", "restore_sample"]
 
 _NOTHING: Any = object()
 
 
-def restore_sample(raw: bytes, row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
+def members_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members outside caches by suffix, from the columns that begin with a dot; null stands for no member."""
+    return {name[1:]: value for name, value in row.items() if name.startswith(MEMBER) and value is not None}
+
+
+def restore_sample(raw: bytes | Structure, row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     """Return the nested sample of a row that has the column `__tensorcache__`.
 
     Args:
-        raw: Bytes of the column.
-        row: Values of the other columns by name, without the key: arrays for tensors, None for nulls. Tensors whose column is
+        raw: Bytes of the column, or what they contain.
+        row: Values of the other columns by name: arrays for tensors, None for nulls. Tensors whose column is
             gone or null are left out. A tensor or value that has changed replaces the old one, a new column becomes a new item.
         allow: Classes that the sample may contain.
 
@@ -36,7 +48,7 @@ def restore_sample(raw: bytes, row: Mapping[str, Any], *, allow: Iterable[type] 
         EncodeError: A new column has no place, because the sample is not a dict, or has another value there.
         UnsafeSkeletonError: The sample contains a class that is not in `allow`.
     """
-    structure = parse_structure(raw)
+    structure = raw if isinstance(raw, Structure) else parse_structure(raw)
     has_values, dtypes = structure.has_values, structure.dtypes
     sample = decode_sample(structure.skeleton, structure.tensors, allow=allow)
     lazies = flatten(sample)
@@ -51,7 +63,7 @@ def restore_sample(raw: bytes, row: Mapping[str, Any], *, allow: Iterable[type] 
             new[path] = changed
     sample = _Restorer(made, lazies, new).restore(sample)
     for name, value in row.items():
-        if name in dtypes or name in old or name in (KEY, STRUCTURE) or value is None:
+        if name in dtypes or name in old or name in (KEY, STRUCTURE) or name.startswith(MEMBER) or value is None:
             continue
         if name not in structure.absent or not is_nothing(value):
             if not has_values and name in value_columns(sample):
@@ -104,7 +116,7 @@ def plain_sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sample of a row without the column `__tensorcache__`: dicts nested at the dots of the columns' names."""
     sample: dict[str, Any] = {}
     for name, value in row.items():
-        if name not in (KEY, STRUCTURE):
+        if name not in (KEY, STRUCTURE) and not name.startswith(MEMBER):
             sample = _insert(sample, name, as_value(value))
     return sample
 

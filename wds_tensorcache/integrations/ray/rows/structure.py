@@ -2,11 +2,14 @@
 
 The bytes of a row are
 
-1. one byte of flags;
-2. the length, u32, and the text of a JSON object: the dtype of each tensor column, and null for columns that the sample lacks;
+1. one byte of flags: whether small values have columns, and whether the cache has a fingerprint;
+2. the length, u32, and the text of a JSON object: the dtype of each tensor column, null for columns that the sample lacks, and
+   at `__key__` the original name, if the key has a hash of it;
 3. the length, u32, of a skeleton, the skeleton, and its tensors.
 
 This skeleton is that of the sample, with an empty tensor of the same dtype in place of each tensor that has a column.
+
+Members outside caches have columns named by a dot and their suffix, such as `.jpg`. No path in a sample begins with a dot.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.ray.rows.bits import dtype_text, parse_dtype
 from wds_tensorcache.reading.structure import value_at
 
-__all__ = ["KEY", "STRUCTURE", "Structure", "encode_structure", "parse_structure", "value_columns"]
+__all__ = ["KEY", "MEMBER", "STRUCTURE", "Structure", "encode_structure", "parse_structure", "value_columns"]
 
 KEY = "__key__"
 STRUCTURE = "__tensorcache__"
+MEMBER = "."  # first character of the columns of members
 _VALUES = 1  # flag: the small values of the sample have columns
+_DESCRIBED = 2  # flag: the sample comes from a cache with a fingerprint
 _LENGTH = struct.Struct("<I")
 
 
@@ -44,30 +49,46 @@ class Structure:
 
     Attributes:
         has_values: True if the small values have columns.
+        is_described: True if the sample comes from a cache with a fingerprint.
         dtypes: Dtypes of the tensor columns, by name.
         absent: Names of columns that the sample has nothing for.
+        original: Original name, if the key that was read has a hash of it.
         skeleton, tensors: The two members of the sample without the elements of tensors that have columns.
     """
 
     has_values: bool
+    is_described: bool
     dtypes: dict[str, torch.dtype | np.dtype[Any]]
     absent: frozenset[str]
+    original: str | None
     skeleton: bytes
     tensors: bytes
 
 
-def encode_structure(sample: Any, columns: Iterable[str], *, has_values: bool, allow: Iterable[type] = ()) -> bytes:
+def encode_structure(
+    sample: Any,
+    columns: Iterable[str],
+    *,
+    has_values: bool,
+    is_described: bool = False,
+    original: str | None = None,
+    allow: Iterable[type] = (),
+) -> bytes:
     """Return the bytes of a sample's row in the column `__tensorcache__`.
 
     Args:
         sample: Sample with lazy tensors. Tensors that `tc.flatten` does not return have no columns; they are stored here.
         columns: Names of columns for which other samples of the block have a value, and this one has none.
         has_values: True if the small values have columns.
+        is_described: True if the sample comes from a cache with a fingerprint.
+        original: Original name, if the key has a hash of it.
         allow: Classes that the sample may contain.
     """
     lazies: dict[str, Any] = flatten(sample)
     dtypes: dict[str, str | None] = {name: dtype_text(lazy) for name, lazy in lazies.items()}
     dtypes.update(dict.fromkeys(columns))
+    if original is not None:
+        dtypes[KEY] = original
 
     def empty(lazy: Any) -> Any:
         dtype: Any = lazy.dtype
@@ -77,7 +98,7 @@ def encode_structure(sample: Any, columns: Iterable[str], *, has_values: bool, a
 
     skeleton, tensors = encode_sample(rebuild(sample, empty, Lazy), allow=allow)
     names = json.dumps(dtypes, separators=(",", ":")).encode()
-    flags = bytes([_VALUES if has_values else 0])
+    flags = bytes([_VALUES * has_values | _DESCRIBED * is_described])
     return b"".join((flags, _LENGTH.pack(len(names)), names, _LENGTH.pack(len(skeleton)), skeleton, tensors))
 
 
@@ -98,21 +119,23 @@ def parse_structure(raw: bytes) -> Structure:
     except struct.error as exc:
         raise FormatError(f"the column {STRUCTURE!r} has {len(raw)} bytes that end early; drop the column") from exc
     end = begin + _LENGTH.size + length
-    if raw[0] not in (0, _VALUES) or end > len(raw):
+    if raw[0] > _VALUES | _DESCRIBED or end > len(raw):
         raise FormatError(f"the column {STRUCTURE!r} has bytes that read_ray did not make; drop the column")
-    dtypes, absent = _parse_names(raw[1 + _LENGTH.size : begin])
-    return Structure(bool(raw[0] & _VALUES), dtypes, absent, raw[begin + _LENGTH.size : end], raw[end:])
+    dtypes, absent, original = _parse_names(raw[1 + _LENGTH.size : begin])
+    flags = bool(raw[0] & _VALUES), bool(raw[0] & _DESCRIBED)
+    return Structure(*flags, dtypes, absent, original, raw[begin + _LENGTH.size : end], raw[end:])
 
 
 @lru_cache(maxsize=256)
-def _parse_names(names: bytes) -> tuple[dict[str, torch.dtype | np.dtype[Any]], frozenset[str]]:
-    """Return the dtypes of the tensor columns by name, and the names of columns that the sample has nothing for."""
+def _parse_names(names: bytes) -> tuple[dict[str, torch.dtype | np.dtype[Any]], frozenset[str], str | None]:
+    """Return the dtypes of the tensor columns by name, the columns that the sample has nothing for, and the original name."""
     try:
         found = json.loads(names)
+        original = found.pop(KEY, None)
         dtypes = {name: parse_dtype(text) for name, text in found.items() if text is not None}
     except (ValueError, AttributeError, TypeError, RecursionError) as exc:
         raise FormatError(f"the column {STRUCTURE!r} has no readable dtypes: {exc}; drop the column") from exc
-    return dtypes, frozenset(found.keys() - dtypes.keys())
+    return dtypes, frozenset(found.keys() - dtypes.keys()), original if isinstance(original, str) else None
 
 
 def value_columns(sample: Any) -> dict[str, tuple[Path, Any]]:

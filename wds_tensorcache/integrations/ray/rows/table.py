@@ -24,6 +24,9 @@ def make_table(
     value_kinds: Mapping[str, str],
     *,
     has_values: bool,
+    is_described: bool = False,
+    members: Mapping[str, Sequence[bytes | None]] | None = None,
+    originals: Sequence[str | None] | None = None,
     allow: Iterable[type] = (),
     columns: Iterable[str] | None = None,
     absent: Mapping[str, Any] | None = None,
@@ -37,6 +40,9 @@ def make_table(
         kinds: Kinds of tensor columns by name; those of other columns are chosen here.
         value_kinds: Kinds of columns of small values by name, as for `value_column`.
         has_values: True if small values get columns.
+        is_described: True if the samples come from a cache with a fingerprint.
+        members: Members outside caches by the names of their columns; None where a sample lacks the member.
+        originals: Original names of samples whose keys have hashes of them; None for other samples.
         allow: Classes that samples may contain.
         columns: Names of the columns to make; None for all.
         absent: Empty arrays of the dtypes and numbers of dimensions of optional tensors, by name.
@@ -58,13 +64,17 @@ def make_table(
         if wanted is None or name in wanted:
             values = [each[name][1] if name in each else None for each in found]
             table[name] = value_column(values, value_kinds.get(name, ""))
+    for name, contents in (members or {}).items():
+        table[name] = pa.array(contents, pa.large_binary())
     if wanted is None or STRUCTURE in wanted:
         lacking = [[name for name in names if name not in each] if found else [] for each in found or samples]
         for at, lacks in enumerate(lacking):
             lacks += [name for name, arrays in tensors.items() if arrays[at] is None]
         raws = [
-            encode_structure(sample, lacks, has_values=has_values, allow=allow)
-            for sample, lacks in zip(samples, lacking, strict=True)
+            encode_structure(
+                sample, lacks, has_values=has_values, is_described=is_described, original=original, allow=allow
+            )
+            for sample, lacks, original in zip(samples, lacking, originals or [None] * len(keys), strict=True)
         ]
         table[STRUCTURE] = pa.array(raws, pa.binary())
     return pa.table(table)

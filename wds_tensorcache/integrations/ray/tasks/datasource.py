@@ -19,7 +19,7 @@ from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.integrations.ray.rows.bits import to_bits
 from wds_tensorcache.integrations.ray.rows.columns import Kind, value_kind
-from wds_tensorcache.integrations.ray.rows.structure import KEY
+from wds_tensorcache.integrations.ray.rows.structure import KEY, MEMBER
 from wds_tensorcache.integrations.ray.rows.table import make_table, values_of
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.choices.alternatives import Alternatives
@@ -45,6 +45,8 @@ class Plan:
         mixed: Names of tensors whose dtypes differ between samples.
         value_kinds: Kinds of the columns of small values by name, as far as they are known.
         has_values: True if small values have columns.
+        members: Suffixes of the members outside caches, each of which has a column.
+        is_described: True if the cache has a fingerprint.
         randomness: Choice of alternatives.
         allow: Classes that samples may contain.
     """
@@ -54,6 +56,8 @@ class Plan:
     mixed: tuple[str, ...]
     value_kinds: Mapping[str, str]
     has_values: bool
+    members: tuple[str, ...]
+    is_described: bool
     randomness: Randomness
     allow: tuple[type, ...]
 
@@ -70,7 +74,7 @@ class CacheDatasource(Datasource):  # type: ignore[misc]
 
     Args:
         cache: Cache, with only the selected tensors.
-        nbytes: Bytes of each sample's selected tensors, int64 `[N]`.
+        nbytes: Bytes of each sample's selected tensors and of its members, int64 `[N]`.
         plan: Columns.
 
     Threads/fork/pickle: used on the driver. Read tasks get the cache through Ray's object store, and open its files themselves.
@@ -134,7 +138,7 @@ class _Read:
 
 
 def _batches(nbytes: Array) -> Iterator[tuple[int, int]]:
-    """Yield ranges of samples whose tensors have about 32 MiB, but at least one sample."""
+    """Yield ranges of samples whose tensors and members have about 32 MiB, but at least one sample."""
     ends = np.cumsum(nbytes)
     begin = 0
     while begin < len(nbytes):
@@ -160,12 +164,13 @@ def _open_once(reference: Any) -> Cache[Any]:
 def read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None = None) -> Any:
     """Return the table of the samples at `numbers`, with only these columns, if they are given.
 
-    Cost: one batch of ranged reads for the tensors, and one read for each skeleton.
+    Cost: one batch of ranged reads for the tensors, and one read for each skeleton and each member.
     """
+    suffixes = [suffix for suffix in plan.members if columns is None or MEMBER + suffix in columns]
     names = [name for name in plan.kinds if columns is None or name in columns]
     request = cache._request_chosen(numbers, plan.randomness)
     keys = [request.key(i) for i in range(len(numbers))]
-    lacks_samples = columns is not None and {*columns} <= {KEY, *plan.kinds}
+    lacks_samples = columns is not None and {*columns} <= {KEY, *plan.kinds, *(MEMBER + each for each in plan.members)}
     samples = [] if lacks_samples else _samples(request, numbers, keys, plan)
     table = make_table(
         keys,
@@ -174,11 +179,20 @@ def read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[
         plan.kinds,
         plan.value_kinds if columns is None else {},
         has_values=plan.has_values and not lacks_samples,
+        is_described=plan.is_described,
+        originals=[] if lacks_samples else [cache._stored_name(number) for number in numbers.tolist()],
+        members={MEMBER + suffix: _read_members(cache, numbers, suffix) for suffix in suffixes},
         allow=plan.allow,
         columns=columns,
         absent=plan.absent,
     )
     return table if columns is None else table.select([name for name in columns if name in table.column_names])
+
+
+def _read_members(cache: Cache[Any], numbers: Array, suffix: str) -> list[bytes | None]:
+    """Return a member of each sample; None where a sample lacks it."""
+    found = cache._find_members(cache._request(numbers), suffix, range(len(numbers)))
+    return [found.get(i) for i in range(len(numbers))]
 
 
 def _samples(request: Any, numbers: Array, keys: Sequence[str], plan: Plan) -> list[Any]:

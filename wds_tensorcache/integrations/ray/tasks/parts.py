@@ -13,6 +13,7 @@ from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.integrations.ray.rows.block_samples import samples_of_block
 from wds_tensorcache.integrations.ray.tasks.folder import Folder, folder_at, index_names
 from wds_tensorcache.integrations.ray.tasks.jobs import Part, WriteJob, key_digest
+from wds_tensorcache.shards.names import NamedKey
 from wds_tensorcache.storage.remote.urls import is_url, join_url, shown
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -26,7 +27,7 @@ def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> Part:
 
     Raises:
         KeyError: A block has no column of keys.
-        InvalidKeyError, EncodeError: A sample cannot be written.
+        InvalidKeyError, EncodeError, StaleCacheError: A sample cannot be written.
         RuntimeError: The driver has ended the write.
     """
     folder = folder_at(job.folder)
@@ -40,9 +41,11 @@ def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> Part:
     try:
         with sink:
             for block in blocks:
-                for key, sample in samples_of_block(block, job.key, job.allow):
+                for key, sample, members in samples_of_block(
+                    block, job.key, job.allow, has_fingerprint=job.options["fingerprint"] is not None
+                ):
                     text = as_key(key, job.key)
-                    sink.write(text, sample)
+                    sink.write(text, sample, **members)
                     digests.append(key_digest(text))
                 _check_running(folder, job)
         _check_running(folder, job)
@@ -68,7 +71,7 @@ def _check_running(folder: Folder, job: WriteJob) -> None:
 def as_key(key: Any, column: str) -> str:
     """Return a value of the key column as text; raise InvalidKeyError if it is neither text nor an integer."""
     if isinstance(key, str):
-        return str(key)
+        return key if isinstance(key, NamedKey) else str(key)
     if isinstance(key, (int, np.integer)) and not isinstance(key, (bool, np.bool_)):
         return str(int(key))
     raise InvalidKeyError(

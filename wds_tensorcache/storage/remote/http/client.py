@@ -19,11 +19,10 @@ from wds_tensorcache.storage.remote.http.headers import (
     total_of,
 )
 from wds_tensorcache.storage.remote.http.transport import Response, Transport
-from wds_tensorcache.storage.remote.http.whole import WholeCopies
+from wds_tensorcache.storage.remote.http.whole import Opened, WholeCopies
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.remote.retry import Attempts, Target, TransientError
-from wds_tensorcache.storage.remote.secret_parts import reveal, without_credentials
-from wds_tensorcache.storage.remote.urls import web_url
+from wds_tensorcache.storage.remote.retry import Attempts, Target, TransientError, warn
+from wds_tensorcache.storage.remote.urls import reveal, web_url
 from wds_tensorcache.storage.system import skip_bytes
 
 __all__ = ["HttpClient"]
@@ -31,6 +30,8 @@ __all__ = ["HttpClient"]
 _NO_SUFFIX = frozenset({400, 405, 416, 501})
 _NO_HEAD = frozenset({400, 403, 405, 501})
 _PIECE = 256 * 1024
+_NUM_REPEATED = 2  # requests whose range was ignored
+_IGNORED = "the server responds with the whole object instead of the range that was asked for"
 
 
 class HttpClient:
@@ -42,17 +43,19 @@ class HttpClient:
     Hazard: with a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
     equivalent, may look unchanged. Without any of them, only its length is compared.
 
-    Some servers ignore `Range`, and respond with the whole object. This client then fetches each object once into a temporary
-    file, and reads from there.
+    Some servers ignore `Range`, and respond with the whole object. This client then keeps that body in a temporary file, and
+    reads from there. A server that has obeyed ranges, or says that it does, is first asked twice more: its proxy may respond
+    with whole objects only while it fetches them.
 
     Threads/fork/pickle: as `Client`.
     """
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self, origin: str, credentials: tuple[str, str] | None = None) -> None:
         self.origin = origin
         self.pace = Pace()
-        self._transport = Transport(origin)
-        self._has_ranges = True
+        self._transport = Transport(origin, credentials)
+        self._has_ranges: bool | None = None  # None until a response tells it
+        self._is_warned = False
         self._has_suffix_ranges = True
         self._copies = WholeCopies(self._fetch)
 
@@ -91,7 +94,7 @@ class HttpClient:
 
     def read_tail(self, url: str, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
         url = _checked(url)
-        if nbytes > 0 and self._has_ranges and self._has_suffix_ranges:
+        if nbytes > 0 and self._has_suffix_ranges and url not in self._copies:
             found = self._suffix(url, nbytes)
             if found is not None:
                 return found
@@ -101,9 +104,19 @@ class HttpClient:
         """Return the end of an object by a suffix range; None if the server refuses it."""
         target = Target(url)
         attempts = Attempts(target)
+        num_ignored = 0
         while True:
             try:
                 with self._transport.request("GET", url, {"Range": f"bytes=-{nbytes}"}, attempts) as response:
+                    whole = state_of(response) if response.status == 200 else None
+                    if whole is not None and not self._may_have_ranges(response):
+                        self._copies.fetch(url, whole, (response, attempts))
+                        begin = max(0, whole.nbytes - nbytes)
+                        content = memoryview(bytearray(whole.nbytes - begin))
+                        return self.read_into(url, [content], begin, whole), bytes(content)
+                    if whole is not None and whole.nbytes > nbytes and self._asks_again(target, num_ignored):
+                        num_ignored += 1
+                        raise TransientError(_IGNORED, 200)
                     found = self._check_suffix(response, nbytes, target)
                     if found is None:
                         return None
@@ -126,6 +139,7 @@ class HttpClient:
     def _check_suffix(self, response: Response, nbytes: int, target: Target) -> tuple[ObjectInfo, int] | None:
         """Return the state of an object, and the offset of the body in it; None if the server refuses suffix ranges."""
         if response.status == 206:
+            self._has_ranges = True
             begin, end, total = content_range(response, target)
             if total is None or end != total or begin != max(0, total - nbytes):
                 got = shown_header(response, "Content-Range")
@@ -149,15 +163,29 @@ class HttpClient:
         target.check_inside(expected)
         if begin == end:
             return expected
-        attempts = Attempts(target, end - begin)
-        while self._has_ranges:
+        if not self._has_ranges:
+            with self._copies.turn(url):  # the response may be the whole object, which one thread fetches for all
+                if not self._has_ranges:
+                    return self._read_into(url, buffers, begin, expected, Attempts(target, end - begin))
+        return self._read_into(url, buffers, begin, expected, Attempts(target, end - begin))
+
+    def _read_into(
+        self, url: str, buffers: Sequence[memoryview], begin: int, expected: ObjectInfo, attempts: Attempts
+    ) -> ObjectInfo:
+        target, end, num_ignored = attempts.target, begin + sum(map(len, buffers)), 0
+        while (copied := self._copies.read_into(url, buffers, begin, expected)) is None:
             try:
                 headers = {"Range": f"bytes={begin}-{end - 1}", **conditions(expected)}
                 with self._transport.request("GET", url, headers, attempts) as response:
                     found = _check_range(response, target, begin, end, expected)
                     if found is None:
-                        self._has_ranges = False
-                        break
+                        if self._may_have_ranges(response) and self._asks_again(target, num_ignored):
+                            num_ignored += 1
+                            raise TransientError(_IGNORED, 200)
+                        self._copies.fetch(url, expected, (response, attempts))
+                        continue
+                    if response.status == 206:
+                        self._has_ranges = True
                     expected = found
                     done, fault = self._fill(response, buffers)
             except TransientError as failed:
@@ -170,7 +198,26 @@ class HttpClient:
             if done:
                 attempts.progress()
             attempts.pause(fault)
-        return self._copies.read_into(url, buffers, begin, expected)
+        return copied
+
+    def _may_have_ranges(self, response: Response) -> bool:
+        """Return whether a server that ignored a range obeyed another request for one, or says that it does."""
+        if self._has_ranges is None:
+            return (response.headers.get("Accept-Ranges") or "").strip().lower() == "bytes"
+        return self._has_ranges
+
+    def _asks_again(self, target: Target, num_before: int) -> bool:
+        """Return whether to repeat a request whose range was ignored, which was repeated `num_before` times.
+
+        A server that ignores the range of a request three times counts as one without ranges until it obeys one.
+        """
+        if num_before == _NUM_REPEATED:
+            self._has_ranges = False
+            return False
+        if not self._is_warned:
+            self._is_warned = True
+            warn(target, f"{_IGNORED}; asking again. If it does so always, whole shards are read")
+        return True
 
     def _fill(self, response: Response, buffers: Sequence[memoryview]) -> tuple[int, TransientError | None]:
         """Read a body into buffers; return how many bytes arrived, and the fault that ended it early."""
@@ -205,24 +252,30 @@ class HttpClient:
         return state, bytes(content)
 
     def _fetch(
-        self, url: str, write: Callable[[memoryview, int], None], max_nbytes: int, expected: ObjectInfo | None
+        self,
+        url: str,
+        write: Callable[[memoryview, int], None],
+        max_nbytes: int,
+        expected: ObjectInfo | None,
+        opened: Opened | None = None,
     ) -> ObjectInfo:
-        """Pass a whole object to `write`, in order.
+        """Pass a whole object to `write`, in order; first the body of a response that is open, if there is one.
 
         After a dropped connection, continue from the byte reached if there is a strong ETag, else start again.
         """
         target = Target(url)
-        attempts = Attempts(target)
+        first, attempts = opened or (None, Attempts(target))
         piece = memoryview(bytearray(_PIECE))
         state, at = expected, 0
         while True:
             headers: dict[str, str] = {}
             if state is not None:
                 headers.update(conditions(state))
-                if at and self._has_ranges:
+                if at and self._has_ranges is not False:
                     headers["Range"] = f"bytes={at}-"
             try:
-                with self._transport.request("GET", url, headers, attempts) as response:
+                with first or self._transport.request("GET", url, headers, attempts) as response:
+                    first = None
                     state, at = _check_whole(response, target, state, at, max_nbytes)
                     clock, begun = self.pace.begin(response.head_s), at
                     try:
@@ -313,6 +366,6 @@ def _check_whole(
 
 def _checked(url: str) -> str:
     try:
-        return web_url(reveal(without_credentials(url)))
+        return web_url(reveal(url))
     except ValueError as exc:
         raise Target(url).error(f"{exc}") from None

@@ -23,7 +23,6 @@ from wds_tensorcache.storage.remote.retry import (
     check_cancelled,
     parse_retry_after,
 )
-from wds_tensorcache.storage.remote.secret_parts import credentials_of
 from wds_tensorcache.storage.remote.urls import origin_of, shown, web_url
 
 try:
@@ -239,15 +238,19 @@ _PLAIN: Any = {"redirect": False, "retries": False, "preload_content": False, "d
 class Transport:
     """Sends the requests of one client: pools of connections, the environment's proxies, and credentials.
 
+    Args:
+        origin: The client's server.
+        credentials: User name and password; None for those of the netrc file.
+
     Threads/fork/pickle: any thread may call; a forked child makes its own; not pickled.
     """
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self, origin: str, credentials: tuple[str, str] | None) -> None:
         self._origin = origin
         self._managers: dict[str | None, urllib3.PoolManager] = {}  # by proxy
         # The environment and the netrc file are read once: for each request, that takes as long as the rest.
         self._routes: dict[str, _Route] = {}  # by origin
-        self._netrc = _from_netrc(origin)
+        self._authorization = _from_netrc(origin) if credentials is None else _basic(*credentials)
 
     def request(self, method: str, url: str, headers: Mapping[str, str], attempts: Attempts) -> Response:
         """Send a request, follow redirects, and return the response once its head has arrived. Not repeated here.
@@ -267,9 +270,8 @@ class Transport:
         seen = {url}
         for _ in range(_MAX_REDIRECTS + 1):
             sent = {"Accept-Encoding": "identity", "User-Agent": "wds-tensorcache", **headers}
-            authorization = self._authorization(url)
-            if authorization is not None:
-                sent["Authorization"] = authorization
+            if self._authorization is not None and origin_of(url) == self._origin:
+                sent["Authorization"] = self._authorization
             response = self._send(method, url, sent, attempts)
             if response.status not in _REDIRECTS:
                 if response.status in TRANSIENT_STATUSES:
@@ -283,13 +285,6 @@ class Transport:
                 raise attempts.target.error(f"redirects in a circle, again to {shown(url)}", response.status)
             seen.add(url)
         raise attempts.target.error(f"more than {_MAX_REDIRECTS} redirects, the last to {shown(url)}", response.status)
-
-    def _authorization(self, url: str) -> str | None:
-        """Return the credentials for a url, as curl finds them: those that were in a url, else those of the netrc file."""
-        if origin_of(url) != self._origin:
-            return None
-        known = credentials_of(url)
-        return self._netrc if known is None else _basic(*known)
 
     def _route(self, origin: str) -> _Route:
         """Return the connections for a server: direct ones, or those of the proxy that the environment names."""

@@ -6,23 +6,26 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.retry import Target, check_cancelled
+from wds_tensorcache.storage.remote.http.transport import Response
+from wds_tensorcache.storage.remote.retry import Attempts, Target, check_cancelled
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 from wds_tensorcache.storage.threads import NO_FORK, call_when_gone
 
-__all__ = ["WholeCopies"]
+__all__ = ["Opened", "WholeCopies"]
 
 _MAX_COPIES = 32
 _TICK_S = 0.1
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
-Fetch = Callable[[str, Callable[[memoryview, int], None], int, "ObjectInfo | None"], ObjectInfo]
+Opened: TypeAlias = "tuple[Response, Attempts]"
+Fetch = Callable[[str, Callable[[memoryview, int], None], int, "ObjectInfo | None", "Opened | None"], ObjectInfo]
 
 
 class _Copy:
@@ -49,7 +52,8 @@ class WholeCopies:
     All readers in this process share a copy. It is on the disk of `TMPDIR`, and freed when the process ends, however it ends.
 
     Args:
-        fetch: Passes a whole object, given its url, to a function of bytes and their offset; returns its state.
+        fetch: Passes a whole object, given its url, to a function of bytes and their offset; returns its state. It
+            begins with the body of an open response if there is one.
 
     Threads/fork/pickle: any thread; a forked child makes its own client and copies; not pickled.
     """
@@ -57,12 +61,31 @@ class WholeCopies:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         self._copies: dict[str, _Copy] = {}
-        self._locks: dict[str, threading.Lock] = {}
+        self._turns: dict[str, threading.RLock] = {}
         self._lock = threading.Lock()
 
-    def read_into(self, url: str, buffers: Sequence[memoryview], begin: int, expected: ObjectInfo) -> ObjectInfo:
-        """Read from offset `begin` of an object into buffers; fetch the object first if there is no copy of it."""
-        copy, state = self._get(url, expected)
+    def __contains__(self, url: str) -> bool:
+        return url in self._copies
+
+    @contextmanager
+    def turn(self, url: str) -> Iterator[None]:
+        """Let one thread at a time ask for an object. The same thread may enter again."""
+        with self._lock:
+            turn = self._turns.setdefault(url, threading.RLock())
+        while not turn.acquire(timeout=_TICK_S):  # another thread fetches the object
+            check_cancelled()
+        try:
+            yield
+        finally:
+            turn.release()
+
+    def read_into(self, url: str, buffers: Sequence[memoryview], begin: int, expected: ObjectInfo) -> ObjectInfo | None:
+        """Read from offset `begin` of an object into buffers; return None if there is no copy of it in this state."""
+        with self._lock:
+            copy = self._copies.get(url)
+            if copy is None or copy.state is None or not _is_same(copy.state, expected, url):
+                return None
+            self._copies[url] = self._copies.pop(url)  # the last is the latest used
         target = Target(url, begin, begin + sum(map(len, buffers)))
         while buffers:
             count = os.preadv(copy.fd, buffers[:MAX_BUFFERS], begin)
@@ -70,31 +93,19 @@ class WholeCopies:
                 raise target.error("the temporary copy of the object was cut short")
             begin += count
             buffers = skip_bytes(buffers, count)
-        return ObjectInfo(state.nbytes, state.tag or expected.tag)
+        return ObjectInfo(copy.state.nbytes, copy.state.tag or expected.tag)
 
-    def _get(self, url: str, expected: ObjectInfo) -> tuple[_Copy, ObjectInfo]:
-        with self._lock:
-            lock = self._locks.setdefault(url, threading.Lock())
-        while not lock.acquire(timeout=_TICK_S):  # another thread fetches the object
-            check_cancelled()
-        try:
-            with self._lock:
-                copy = self._copies.pop(url, None)
-            if copy is not None and (state := copy.state) is not None and _is_same(state, expected, url):
-                self._keep(url, copy)
-                return copy, state
-            copy = self._fetched(url, expected)
-            self._keep(url, copy)
-            assert copy.state is not None
-            return copy, copy.state
-        finally:
-            lock.release()
+    def fetch(self, url: str, expected: ObjectInfo, opened: Opened) -> None:
+        """Make a copy of an object from an open response to a GET request, unless another thread has made one."""
+        with self.turn(url):
+            if self.read_into(url, [], 0, expected) is None:
+                self._keep(url, self._fetched(url, expected, opened))
 
-    def _fetched(self, url: str, expected: ObjectInfo) -> _Copy:
+    def _fetched(self, url: str, expected: ObjectInfo, opened: Opened | None) -> _Copy:
         while True:
             copy = _Copy()
             try:
-                copy.state = self._fetch(url, copy.write, expected.nbytes, expected)
+                copy.state = self._fetch(url, copy.write, expected.nbytes, expected, opened)
                 return copy
             except OSError as exc:
                 if exc.errno not in _NO_SPACE:
@@ -105,10 +116,11 @@ class WholeCopies:
                 if not has_others:
                     what = f"the server has no ranges, and {tempfile.gettempdir()} has no space for the whole object"
                     raise Target(url).error(what + "; set TMPDIR to another disk") from exc
+                opened = None
 
     def _keep(self, url: str, copy: _Copy) -> None:
         with self._lock:
-            self._copies[url] = copy  # the last is the latest used
+            self._copies[url] = copy
             while len(self._copies) > _MAX_COPIES:
                 oldest = next(iter(self._copies))
                 del self._copies[oldest]

@@ -1,0 +1,147 @@
+"""Streams and members that expand: few compressed bytes never take much memory, and honest ones need at most one option."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import pickle
+import tarfile
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.integrations.test_as_webdataset import old_sparse
+
+EMPTY_SETS = b"\x80\x05](" + b"\x8f" * 4_000_000 + b"e."  # 400 bytes of memory for each byte
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+def tar_of(*members: tuple[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in members:
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            tar.addfile(header, io.BytesIO(content))
+    return made.getvalue()
+
+
+def stream(url: object, **options: Any) -> list[dict[str, Any]]:
+    return list(wds.DataPipeline(wds.SimpleShardList(str(url)), tc.tarfile_to_samples(**options), tc.decode()))
+
+
+def resumable(url: object, **options: Any) -> list[dict[str, Any]]:
+    return list(tc.ResumablePipeline(str(url), tc.decode(), **options))
+
+
+def refused(read: Callable[..., Any], *args: Any) -> str:
+    """Return the text of the error with which bytes are refused, after a check that they took little memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(tc.FormatError) as caught:
+            read(*args)
+        assert tracemalloc.get_traced_memory()[1] < 4 * (64 << 20)
+    finally:
+        tracemalloc.stop()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("read", [stream, resumable])
+@pytest.mark.parametrize("kind", COMPRESSORS)
+def test_a_small_stream_with_a_large_skeleton(tmp_path: Path, kind: str, read: Any) -> None:
+    path = tmp_path / f"a.tar.{kind}"
+    path.write_bytes(COMPRESSORS[kind](tar_of(("0.skel.pyd", EMPTY_SETS), ("0.safetensors", NO_TENSORS))))
+    assert path.stat().st_size < 10_000
+    text = refused(read, path)
+    assert path.name in text
+    assert "0.skel.pyd" in text
+    assert "4,000,006 bytes" in text
+    assert "max_expanded_nbytes=" in text
+
+
+@pytest.mark.parametrize("name", ["0.pyd", "0.PKL", "0.pickle", "0.pth"])
+def test_a_small_stream_with_a_large_pickle(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress(tar_of((name, EMPTY_SETS))))
+    assert name in refused(stream, path)
+    assert name in refused(stream, f"pipe:cat {path}")
+
+
+@pytest.mark.parametrize("name", ["0.pyd.gz", "0.pkl.gz", "0.pickle.gz"])
+def test_a_small_member_with_a_large_pickle(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of((name, gzip.compress(EMPTY_SETS))))
+    text = refused(stream, path)
+    assert "max_expanded_nbytes=" in text
+    assert "4,000,006 bytes" in text
+    small = pickle.dumps(list(range(1000)))
+    path.write_bytes(tar_of((name, gzip.compress(small))))
+    assert stream(path)[0][name[2:]] == list(range(1000))
+
+
+@pytest.mark.parametrize("members", [1, 200], ids=["one member", "many members"])
+@pytest.mark.parametrize("kind", COMPRESSORS)
+def test_zeros(tmp_path: Path, kind: str, members: int) -> None:
+    path, nbytes = tmp_path / "zeros", 100 << 20
+    content = tar_of(*((f"0.{i}", bytes(nbytes // members)) for i in range(members)))
+    path.write_bytes(COMPRESSORS[kind](content))
+    text = refused(stream, path)
+    assert "max_expanded_nbytes=" in text
+    assert "compressed bytes" in text
+
+
+def test_many_holes(tmp_path: Path) -> None:
+    """Each sparse member may have 64 MiB; a sample of a thousand of them would have 64 GB."""
+    path = tmp_path / "holes.tar"
+    path.write_bytes(b"".join(old_sparse(f"0.{i}", [(0, b"x")], 32 << 20) for i in range(1000)) + bytes(1024))
+    assert "max_expanded_nbytes=" in refused(stream, path)
+    path.write_bytes(b"".join(old_sparse(f"{i}.bin", [(0, b"x")], 32 << 20) for i in range(3)) + bytes(1024))
+    found = [len(sample["bin"]) for sample in tc.tarfile_to_samples(max_expanded_nbytes=1 << 27)([{"url": str(path)}])]
+    assert found == [32 << 20] * 3
+
+
+def test_honest_masks_of_zeros_need_the_option(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "a-%d.tar", manifest=False) as sink:
+        for i in range(80):
+            mask = torch.zeros(1 << 20, dtype=torch.uint8)
+            mask[i] = 1
+            sink.write(f"{i:03d}", {"mask": mask, "i": i})
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress((tmp_path / "a-0.tar").read_bytes()))
+    assert "max_expanded_nbytes=" in refused(stream, path)
+    for read in (stream, resumable):
+        found = [sample["tensorcache"] for sample in read(path, max_expanded_nbytes=1 << 30)]
+        assert [(cache["i"], int(cache["mask"].load().argmax())) for cache in found] == [(i, i) for i in range(80)]
+
+
+@pytest.mark.parametrize("kind", COMPRESSORS)
+def test_honest_shards_need_none(tmp_path: Path, kind: str) -> None:
+    numbers = np.random.default_rng(1)
+    words = [f"word{i}" for i in range(500)]
+    with tc.ShardWriter(tmp_path / "a-%d.tar", manifest=False) as sink:
+        sink.write("many", {f"tensor {i}": torch.full((2,), float(i)) for i in range(20_000)})
+        sink.write("text", [" ".join(numbers.choice(words, 12)) for _ in range(10_000)])
+        for i in range(2_000):
+            sink.write(f"{i:04d}", {"x": torch.zeros(64), "caption": " ".join(numbers.choice(words, 30)), "n": i})
+    plain, packed = tmp_path / "a-0.tar", tmp_path / f"a.tar.{kind}"
+    packed.write_bytes(COMPRESSORS[kind](plain.read_bytes()))
+    assert 5 * packed.stat().st_size < plain.stat().st_size
+    tars = tc.tarfile_to_samples()
+    for expected, sample in zip(tars([{"url": str(plain)}]), tars([{"url": str(packed)}]), strict=True):
+        assert {**sample, "__url__": None} == {**expected, "__url__": None}
+
+
+@pytest.mark.parametrize("make", [tc.tarfile_to_samples, lambda **options: tc.ResumablePipeline("x.tar", **options)])
+def test_a_negative_limit(make: Any) -> None:
+    with pytest.raises(ValueError, match="max_expanded_nbytes=-1"):
+        make(max_expanded_nbytes=-1)

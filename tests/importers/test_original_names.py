@@ -1,0 +1,84 @@
+"""Names that keys cannot hold: the index keeps them, and the import prints how many there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import wds_tensorcache as tc
+from tests.cli.command import json_of, run
+from wds_tensorcache.integrations.exporting.export_cache import export_cache
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.shards.names import hashed_key
+
+LONG = "Фотографии/" + "лето на даче " * 6 + "(2)"
+
+
+def save(folder: Path, names: list[str]) -> Path:
+    for number, name in enumerate(names):
+        path = folder / f"{name}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, np.array(number))
+    return folder
+
+
+def names_in(folder: Path) -> list[str]:
+    with tc.open(folder) as cache:
+        return [cache.original_name(key) for key in list(cache.keys())]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_index_keeps_names(tmp_path: Path, workers: int) -> None:
+    names = sorted(["ф" * 14, "写" * 40, LONG, *(f"Фото {i} " + "я" * 30 for i in range(300))])
+    said = run("import", save(tmp_path / "in", names), tmp_path / "out", "--workers", workers)
+    assert "302 of 303 keys have a hash in place of a name" in said.stderr
+    assert "cache.original_name(key) returns the name" in said.stderr
+    assert names_in(tmp_path / "out") == names
+    with tc.open(tmp_path / "out") as cache:
+        assert [int(cache[tc.safe_key(name)]) for name in (names[0], LONG)] == [0, names.index(LONG)]
+    found = json_of("import", tmp_path / "in", tmp_path / "out", "--resume")
+    assert (found["num_present"], found["num_hashed"]) == (303, 0)
+
+
+def test_nothing_is_said_if_all_keys_hold_their_names(tmp_path: Path) -> None:
+    said = run("import", save(tmp_path / "in", ["a b", "ф" * 14]), tmp_path / "out")
+    assert "hash" not in said.stderr + said.stdout
+    assert names_in(tmp_path / "out") == ["a b", "ф" * 14]
+
+
+def test_keys_of_earlier_versions_are_found(tmp_path: Path) -> None:
+    """Earlier versions hashed names whose keys have more than 80 characters."""
+    folder = save(tmp_path / "in", ["ф" * 14])
+    made = import_cache(folder, tmp_path / "new").fingerprint
+    with tc.ShardWriter(tmp_path / "out", fingerprint=made) as sink:
+        sink.write(str(hashed_key("ф" * 14)), torch.tensor(0))
+    report = import_cache(folder, tmp_path / "out", resume=True)
+    assert (report.num_present, report.num_written, report.num_gone) == (1, 0, 0)
+
+
+def test_long_suffixes_need_shorter_keys(tmp_path: Path) -> None:
+    """A name of a member has at most 100 bytes, with the key in it."""
+    (tmp_path / "in").mkdir()
+    save_file({"x": torch.ones(2)}, tmp_path / "in" / f"{'a' * 88}.safetensors", {"model": "a"})
+    report = import_cache(tmp_path / "in", tmp_path / "out")
+    assert report.num_hashed == 1
+    assert names_in(tmp_path / "out") == ["a" * 88]
+    assert tc.open(tmp_path / "out").members == {"metadata.json": 1}
+    assert import_cache(tmp_path / "in", tmp_path / "out", resume=True).num_present == 1
+
+
+@pytest.mark.parametrize("kind", ["pt", "webdataset"])
+def test_exports_keep_names(tmp_path: Path, kind: str) -> None:
+    names = [LONG, "写" * 80]  # the second one is too long for a part of a path
+    with tc.ShardWriter(tmp_path / "cache") as sink:
+        for name in names:
+            sink.write(tc.safe_key(name), {"x": torch.ones(2)})
+    with tc.open(tmp_path / "cache") as cache:
+        export_cache(cache, tmp_path / "files", kind)
+    import_cache(tmp_path / "files", tmp_path / "again")
+    assert names_in(tmp_path / "again") == names
+    assert "2 samples equal, 0 changed" in run("diff", tmp_path / "cache", tmp_path / "again").stdout

@@ -1,0 +1,262 @@
+"""Resuming in Lightning: the loader continues with the samples that were not used, whichever checkpoint it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+
+pl: Any = pytest.importorskip("lightning.pytorch", reason="needs Lightning: pip install lightning")
+from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
+
+from wds_tensorcache.integrations.lightning import ResumeLoaders  # noqa: E402
+
+# theirs: about workers, devices and deprecations; ours are errors
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:.*set_epoch")]
+COUNT, BATCH = 40, 2
+STEPS = COUNT // BATCH
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+MAKE: dict[str, Any] = {"Loader": tc.Loader, "torch_loader": tc.torch_loader}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("cache")
+    with tc.ShardWriter(folder / "x.tar", fsync=False) as sink:
+        for i in range(COUNT):
+            sink.write(f"{i:03d}", {"x": torch.full((4,), float(i))})
+    with tc.open(folder) as opened:
+        yield opened
+
+
+class Model(pl.LightningModule):  # type: ignore[misc]
+    """A model that keeps what it was trained on; with `has_schedule`, it asks for the number of steps, as for OneCycleLR."""
+
+    def __init__(self, has_schedule: bool = False) -> None:
+        super().__init__()
+        self.layer, self.has_schedule = torch.nn.Linear(4, 1), has_schedule
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        x = batch["x"] if isinstance(batch, dict) else batch[0]["x"]
+        self.seen.append(x[:, 0].int().tolist())
+        return self.layer(x).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 1e-6)
+        if not self.has_schedule:
+            return optimizer
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-5, total_steps=int(total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit(loaders: Any, *callbacks: Any, path: Any = None, has_schedule: bool = False, **options: Any) -> Any:
+    """Train, and return the trainer and the batches."""
+    options = {
+        "enable_checkpointing": any(isinstance(each, pl.callbacks.ModelCheckpoint) for each in callbacks)
+    } | options
+    trainer, model = pl.Trainer(callbacks=list(callbacks), **QUIET, **options), Model(has_schedule)
+    trainer.fit(model, loaders, ckpt_path=path)
+    return trainer, model.seen
+
+
+def make(cache: Any, kind: str = "Loader", batch_size: int = BATCH) -> Any:
+    return MAKE[kind](cache, batch_size, shuffle=True)
+
+
+def whole(cache: Any, num_epochs: int = 3) -> list[Any]:
+    """Return the batches of an uninterrupted run."""
+    loader = make(cache)
+    return [batch["x"][:, 0].int().tolist() for _ in range(num_epochs) for batch in loader]
+
+
+def every_step(folder: Path) -> Any:
+    return pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+# --- every checkpoint resumes exactly ---
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_with_a_schedule(cache: Any, tmp_path: Path, kind: str) -> None:
+    """`estimated_stepping_batches` makes Lightning set up its loaders before it has their states, which it then forgets."""
+    _, seen = fit(make(cache, kind), every_step(tmp_path), ResumeLoaders(), has_schedule=True, max_epochs=2)
+    assert seen == whole(cache, 2)
+    for step in (1, 7, STEPS - 1, STEPS, STEPS + 7):
+        path = tmp_path / f"step={step}.ckpt"
+        trainer, rest = fit(make(cache, kind), ResumeLoaders(), path=path, has_schedule=True, max_epochs=2)
+        assert seen[:step] + rest == seen
+        assert (trainer.global_step, trainer.current_epoch) == (2 * STEPS, 2)
+
+
+@pytest.mark.parametrize("saved", ["save_checkpoint", "save_last"])
+@pytest.mark.parametrize("limit", [{"max_steps": 3 * STEPS}, {"max_epochs": 3}], ids=str)
+def test_after_max_steps(cache: Any, tmp_path: Path, saved: str, limit: dict[str, int]) -> None:
+    """Lightning counts the epoch in which it stops as finished; the loader continues it."""
+    saving = [pl.callbacks.ModelCheckpoint(tmp_path, save_last=True)] if saved == "save_last" else []
+    for stop in (14, STEPS, STEPS + 14):
+        trainer, seen = fit(make(cache), *saving, max_steps=stop)
+        if saved == "save_checkpoint":
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+        trainer, rest = fit(make(cache), ResumeLoaders(), path=tmp_path / "last.ckpt", **limit)
+        assert seen + rest == whole(cache)
+        assert trainer.current_epoch == 3 or "max_steps" in limit
+        (tmp_path / "last.ckpt").unlink()
+
+
+class Endless:
+    """A sized loader without a state, whose batches do not matter."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"x": torch.zeros(1, 4)}] * len(self))
+
+    def __len__(self) -> int:
+        return STEPS
+
+
+COMBINED: dict[str, Any] = {
+    "none": lambda make: [],
+    "one": lambda make: make(),
+    "stateless": lambda make: CombinedLoader(Endless()),
+    "combined": lambda make: CombinedLoader([make()]),
+    "two": lambda make: CombinedLoader([make(), make()]),
+    "mixed": lambda make: CombinedLoader([make(), Endless(), make()]),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("loaders", COMBINED)
+def test_loaders_alone_and_combined(cache: Any, tmp_path: Path, loaders: str, kind: str) -> None:
+    """Two steps, `save_checkpoint`, two more: the same as four, as Lightning's tests ask of every loader with a state."""
+
+    def both() -> Any:
+        return COMBINED[loaders](lambda: make(cache, kind))
+
+    trainer, seen = fit(both(), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    states = torch.load(tmp_path / "two.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]
+    num_states = {"none": 0, "stateless": 0, "two": 2, "mixed": 2}.get(loaders, 1)
+    assert len(states.get("combined_loader", [])) == num_states
+    _, rest = fit(both(), ResumeLoaders(), path=tmp_path / "two.ckpt", max_steps=4)
+    if num_states:
+        assert (seen, rest) == (whole(cache)[:2], whole(cache)[2:4])
+    assert len(rest) == (0 if loaders == "none" else 2)
+
+
+def test_a_second_fit_begins_anew(cache: Any, tmp_path: Path) -> None:
+    """The states of a checkpoint are for one `fit`."""
+    resume = ResumeLoaders()
+    fit(make(cache), every_step(tmp_path), max_steps=3)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[resume], enable_checkpointing=False, **QUIET)
+    model = Model()
+    trainer.fit(model, make(cache), ckpt_path=tmp_path / "step=3.ckpt")
+    assert model.seen == whole(cache, 1)[3:]
+    _, seen = fit(make(cache), resume, max_epochs=1)
+    assert seen == whole(cache, 1)
+
+
+# --- without the callback ---
+
+REMEDY = r"callbacks=\[ResumeLoaders\(\)\].*wds_tensorcache\.integrations\.lightning"
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_forgotten_state_is_an_error(cache: Any, tmp_path: Path, kind: str) -> None:
+    fit(make(cache, kind), every_step(tmp_path), has_schedule=True, max_epochs=2)
+    for step, epoch, number in ((7, 0, 7), (STEPS + 7, 1, 7)):
+        with pytest.raises(RuntimeError, match=rf"(?s)resumes epoch {epoch} after {number} batches.*{REMEDY}"):
+            fit(make(cache, kind), path=tmp_path / f"step={step}.ckpt", has_schedule=True, max_epochs=2)
+    for step in (STEPS, 2 * STEPS):  # at the end of an epoch, there is nothing to forget
+        _, rest = fit(make(cache, kind), path=tmp_path / f"step={step}.ckpt", has_schedule=True, max_epochs=2)
+        assert rest == whole(cache, 2)[step:]
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 3 * STEPS}, {"max_epochs": 3}], ids=str)
+def test_an_epoch_that_only_seems_over_is_an_error(cache: Any, tmp_path: Path, limit: dict[str, int]) -> None:
+    trainer, _ = fit(make(cache), max_steps=14)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(RuntimeError, match=rf"(?s)resumes .* after 14 batches.*{REMEDY}"):
+        fit(make(cache), path=tmp_path / "last.ckpt", **limit)
+
+
+def test_another_batch_size_is_an_error(cache: Any, tmp_path: Path) -> None:
+    fit(make(cache), every_step(tmp_path), max_steps=8)
+    with pytest.raises(RuntimeError, match=rf"(?s)resumes epoch 0 after 8 batches.* batch 4 of epoch 0.*{REMEDY}"):
+        fit(make(cache, batch_size=4), path=tmp_path / "step=8.ckpt", max_epochs=2)
+
+
+def test_checkpoints_that_lightning_handles_need_no_callback(cache: Any, tmp_path: Path) -> None:
+    _, seen = fit(make(cache), every_step(tmp_path), max_epochs=2)
+    for step in (1, 7, STEPS - 1, STEPS, STEPS + 7):
+        _, rest = fit(make(cache), path=tmp_path / f"step={step}.ckpt", max_epochs=2)
+        assert seen[:step] + rest == seen
+
+
+def test_a_shorter_loader_that_begins_again_is_no_error(cache: Any, tmp_path: Path) -> None:
+    """Lightning repeats the shorter of two loaders within an epoch, so their batches are not those that it counts."""
+
+    def both() -> Any:
+        return CombinedLoader([make(cache), make(cache[:10])], "max_size_cycle")
+
+    fit(both(), every_step(tmp_path), max_epochs=1)
+    for step in (3, 8):
+        _, rest = fit(both(), path=tmp_path / f"step={step}.ckpt", max_epochs=1)
+        assert rest == whole(cache, 1)[step:]
+
+
+def test_limited_epochs_warn_once(cache: Any, tmp_path: Path) -> None:
+    """`limit_train_batches` leaves each epoch early on purpose; a resumed run has the same batches."""
+    with pytest.warns(UserWarning) as caught:
+        _, seen = fit(make(cache), every_step(tmp_path), max_epochs=3, limit_train_batches=5)
+    ours = [str(each.message) for each in caught if "set_epoch" in str(each.message)]
+    assert len(ours) == 1
+    assert "set_epoch(1) leaves out 30 of the 40 samples of epoch 0" in ours[0]
+    assert seen == [whole(cache)[epoch * STEPS + number] for epoch in range(3) for number in range(5)]
+    for step in (3, 5, 8):
+        for callbacks in ([], [ResumeLoaders()]):
+            options: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": 5}
+            with pytest.warns(UserWarning, match=r"set_epoch\(\d\) leaves out 30 of the 40 samples"):
+                _, rest = fit(make(cache), *callbacks, path=tmp_path / f"step={step}.ckpt", **options)
+            assert seen[:step] + rest == seen
+
+
+def test_limited_validation_does_not_warn(cache: Any) -> None:
+    trainer = pl.Trainer(max_epochs=3, limit_val_batches=2, enable_checkpointing=False, **QUIET)
+
+    class Validated(Model):
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("loss", self.layer(batch["x"]).mean(), batch_size=BATCH)
+
+    trainer.fit(Validated(), make(cache), make(cache))
+
+
+# --- the other name of Lightning ---
+
+OTHER = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import pytorch_lightning
+from wds_tensorcache.integrations.lightning import ResumeLoaders
+assert issubclass(ResumeLoaders, pytorch_lightning.Callback)
+assert "lightning.pytorch" not in sys.modules
+pytorch_lightning.Trainer(accelerator="cpu", logger=False, callbacks=[ResumeLoaders()])
+"""
+
+
+def test_pytorch_lightning() -> None:
+    pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning: pip install pytorch-lightning")
+    subprocess.run([sys.executable, "-c", OTHER], check=True, capture_output=True)

@@ -1,0 +1,180 @@
+"""Servers that respond with whole objects to requests for ranges: now and then, from some time on, or always."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.remote.servers.http_server import HttpServer
+from wds_tensorcache.storage.remote.clients import forget_clients
+
+SHARDS = ["000000.tar", "000001.tar", "000002.tar"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards of 4 MB, with two samples each: a tensor of 16 bytes and one of 2 MB."""
+    path = tmp_path_factory.mktemp("shards")
+    with tc.ShardWriter(f"{path}/%06d.tar", max_samples=2, fsync=False) as writer:
+        for i in range(6):
+            writer.write(
+                f"{i}", {"small": torch.full((4,), i), "large": torch.full((2_000_000,), i, dtype=torch.uint8)}
+            )
+    return path
+
+
+@pytest.fixture
+def server(http_server: HttpServer, folder: Path) -> HttpServer:
+    for path in folder.iterdir():
+        http_server.put(path.name, path.read_bytes())
+    return http_server
+
+
+def read_small(cache: tc.TensorCache) -> None:
+    for i in (0, 2, 4):
+        assert cache[i]["small"].load().tolist() == [i] * 4
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize("shard", SHARDS)
+def test_one_response_with_the_whole_object(
+    server: HttpServer, caplog: pytest.LogCaptureFixture, shard: str, position: int
+) -> None:
+    """As of a proxy that fetches the object for the first time: the request is repeated, and the next ones ask for ranges."""
+    obeyed = [{"headers": {}}] * position
+    server.script(shard, *obeyed, {"ignores_range": True})
+    with tc.open(server.url) as cache:
+        read_small(cache)
+        read_small(cache)
+    requests = [request for request in server.log() if request.path.endswith(".tar")]
+    assert {request.method for request in requests} == {"GET"}
+    assert [request.path for request in requests if request.status == 200] == [f"/{shard}"]
+    assert sum(request.nbytes for request in requests if request.status == 206) < 60_000
+    (warning,) = warnings_of(caplog)
+    assert f"{shard}" in warning
+    assert "the whole object instead of the range" in warning
+
+
+def test_many_such_responses_at_once(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.script_all({shard: [{"ignores_range": True, "times": 2}] for shard in SHARDS})
+    with tc.open(server.url) as cache:
+        assert cache.select("small").read_batch([0, 2, 4])["small"][:, 0].tolist() == [0, 2, 4]
+        read_small(cache)
+    assert sum(request.nbytes for request in server.log() if request.status == 206) < 60_000
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_ranges_that_end_and_return(server: HttpServer, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that ignores three requests in a row is no longer asked again, until it obeys one."""
+    cache = tc.open(server.url)
+    assert cache[0]["small"].load().tolist() == [0] * 4
+    server.log()
+    server.set(ranges=False)
+    read_small(cache)
+    read_small(cache)
+    assert Counter(request.path for request in server.log()) == {
+        f"/{SHARDS[0]}": 3,
+        f"/{SHARDS[1]}": 1,
+        f"/{SHARDS[2]}": 1,
+    }
+    assert len(warnings_of(caplog)) == 1
+    server.set(ranges=True)
+    for name in SHARDS:
+        server.put(f"again/{name}", (folder / name).read_bytes())
+    read_small(tc.open(f"{server.url}/again/{{000000..000002}}.tar"))
+    assert {request.status for request in server.log()} == {206}
+
+
+# --- servers without ranges
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Python's `http.server`, with a log of requests and of bytes."""
+
+    log: ClassVar[list[tuple[str, str]]]
+    nbytes: ClassVar[Counter[str]]
+
+    def log_request(self, code: Any = "-", size: Any = "-") -> None:
+        self.log.append((self.command, self.path))
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        while piece := source.read(1 << 16):
+            outputfile.write(piece)
+            self.nbytes[self.path] += len(piece)
+
+
+@pytest.fixture
+def plain_server(folder: Path) -> Iterator[tuple[str, type[_Handler]]]:
+    class Handler(_Handler):
+        log: ClassVar[list[tuple[str, str]]] = []
+        nbytes: ClassVar[Counter[str]] = Counter()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", Handler
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_a_server_without_ranges(
+    plain_server: tuple[str, type[_Handler]], folder: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each shard is fetched once, also if its first requests are many at a time, with an index on disk."""
+    url, handler = plain_server
+    source = url if kind == "folder" else f"{url}/{{000000..000002}}.tar"
+    lengths = {f"/{shard}": (folder / shard).stat().st_size for shard in SHARDS}
+    for num_heads in (0, 3):  # of a kept index, whose shard may have changed
+        handler.log.clear()
+        handler.nbytes.clear()
+        with tc.open(source, keep_indexes=tmp_path / "kept") as cache:
+            read_small(cache)
+            batch = cache.read_batch(range(6))
+            assert batch["large"][:, -1].tolist() == list(range(6))
+            assert cache.read_batch([5, 0])["small"][:, 0].tolist() == [5, 0]
+        requests = [request for request in handler.log if request[1].endswith(".tar")]
+        assert Counter(method for method, _ in requests) == Counter({"GET": 3, "HEAD": num_heads})
+        assert {path: count for path, count in handler.nbytes.items() if path.endswith(".tar")} == lengths
+        forget_clients()
+    assert not warnings_of(caplog)
+
+
+def test_another_cache_of_the_same_process(plain_server: tuple[str, type[_Handler]]) -> None:
+    """The copies of the shards are used again, after a request for their state."""
+    url, handler = plain_server
+    read_small(tc.open(url))
+    handler.log.clear()
+    read_small(tc.open(url))
+    assert Counter(method for method, path in handler.log if path.endswith(".tar")) == {"HEAD": 3}
+
+
+# --- servers without tags
+
+
+@pytest.mark.filterwarnings("ignore:reading without the cache")
+def test_a_node_s_cache_without_tags(server: HttpServer, tmp_path: Path) -> None:
+    """Blocks are not kept, since nothing shows changes; each read is one request, without one for the tag before it."""
+    server.set(etag=None, last_modified=False)
+    with tc.open(server.url, cache_dir=tmp_path / "blocks") as cache:
+        assert cache[3]["large"].load()[0] == 3
+        server.log()
+        for _ in range(5):
+            assert cache[3]["large"].load()[0] == 3
+    assert Counter(request.method for request in server.log()) == {"GET": 10}

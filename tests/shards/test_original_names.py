@@ -1,0 +1,187 @@
+"""Original names: in the key as far as a tar allows, else in the index, through all tools that rewrite shards."""
+
+from __future__ import annotations
+
+import pickle
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.shards.forged_index import put_footer
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index import Origins, ShardIndex
+from wds_tensorcache.shards.names import hashed_key
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.storage.files import ShardFile
+
+NAMES = ["a", "фжц/цю щъ ызжщ юя жж", "\udcff" * 40, "b (1)", "写真" * 30, "x" * 89]
+
+
+def write(folder: Path, names: list[str] = NAMES, **options: Any) -> Path:
+    with tc.ShardWriter(folder, fsync=False, **options) as sink:
+        for number, name in enumerate(names):
+            sink.write(tc.safe_key(name), {"x": torch.tensor(number)})
+    return folder
+
+
+def names_in(folder: Path) -> list[str]:
+    with tc.open(folder) as cache:
+        return [cache.original_name(key) for key in list(cache.keys())]
+
+
+def test_keys_hold_as_much_as_a_tar_allows() -> None:
+    for name in ("ф" * 14, "a" * 88, "写" * 9):
+        assert tc.original_name("".join(tc.safe_key(name))) == name
+    key = "".join(tc.safe_key("ф" * 15))
+    assert len(key) == 80
+    with pytest.raises(tc.InvalidKeyError, match="`original_name` of its cache may know the name"):
+        tc.original_name(key)
+
+
+def test_a_cache_knows_the_names(tmp_path: Path) -> None:
+    assert names_in(write(tmp_path, max_samples=2)) == NAMES
+    with tc.open(tmp_path) as cache:
+        for name in NAMES:
+            assert cache.original_name(tc.safe_key(name)) == name
+        view = cache.select("x")[[4, 1]]
+        assert view.original_name(view.keys()[0]) == NAMES[4]
+        with pytest.raises(KeyError, match="no sample"):
+            view.original_name("a")
+        joined = tc.join({"m": cache, "n": cache})
+        assert joined.original_name(joined.keys()[1]) == NAMES[1]
+
+
+def test_keys_of_another_origin_have_no_name(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path) as sink:
+        sink.write("a%zz", {"x": 1})
+    with tc.open(tmp_path) as cache, pytest.raises(tc.InvalidKeyError, match="was not made by"):
+        cache.original_name("a%zz")
+
+
+def test_keys_carry_names_to_other_processes() -> None:
+    key = tc.safe_key("写真" * 30)
+    assert tc.original_name(pickle.loads(pickle.dumps(key))) == "写真" * 30
+
+
+def test_build_keeps_names(tmp_path: Path) -> None:
+    items = [{"name": name} for name in NAMES]
+    tc.build(items, lambda batch: [{"x": 1}] * len(batch), tmp_path, fingerprint={}, num_workers=1,
+             keys=lambda item: tc.safe_key(item["name"]))  # fmt: skip
+    assert names_in(tmp_path) == NAMES
+
+
+def drop(source: Path, out: Path) -> None:
+    tc.drop(source, out, ["a"])
+
+
+def write_index(source: Path, out: Path, footer: bool) -> None:
+    out.mkdir()
+    for shard in source.glob("*.tar"):
+        (out / shard.name).write_bytes(shard.read_bytes())
+        tc.write_index(out / shard.name, footer=footer)
+
+
+TOOLS: dict[str, Callable[[Path, Path], object]] = {
+    "reshard": lambda source, out: tc.reshard(source, out, max_samples=4),
+    "drop": drop,
+    "repair": tc.repair,
+    "write_index": lambda source, out: write_index(source, out, True),
+    "write_index, beside": lambda source, out: write_index(source, out, False),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_keep_names(tmp_path: Path, tool: str) -> None:
+    TOOLS[tool](write(tmp_path / "a", max_samples=3), tmp_path / "b")
+    assert sorted(names_in(tmp_path / "b")) == sorted(NAMES[1:] if tool == "drop" else NAMES)
+    assert tc.verify(tmp_path / "b").ok
+
+
+def test_merge_with_a_prefix(tmp_path: Path) -> None:
+    long = "写真" * 8
+    tc.merge([write(tmp_path / "a", [long]), write(tmp_path / "b", [long])], tmp_path / "c", prefixes=["", "b/"])
+    assert names_in(tmp_path / "c") == [long, f"b/{long}"]
+
+
+def test_a_lost_table_is_no_fault(tmp_path: Path) -> None:
+    shard = write(tmp_path / "a") / "000000.tar"
+    index = load_index(ShardFile(str(shard)))
+    put_footer(shard, replace(index, origins=None))
+    tc.write_index(shard, footer=True)
+    assert tc.verify(tmp_path / "a").ok
+    with tc.open(tmp_path / "a") as cache, pytest.raises(tc.InvalidKeyError, match="only a hash of its name"):
+        cache.original_name(cache.keys()[2])
+
+
+def test_earlier_keys_are_found(tmp_path: Path) -> None:
+    """Earlier versions hashed names whose keys have more than 80 characters."""
+    name = "ф" * 14
+    with tc.ShardWriter(tmp_path) as sink:
+        sink.write("".join(hashed_key(name)), {"x": torch.tensor(5)})
+    with tc.open(tmp_path) as cache:
+        assert cache[tc.safe_key(name)]["x"].load() == 5
+        assert tc.safe_key(name) in cache
+        assert "a" * 84 not in cache
+    with tc.ShardWriter(tmp_path, resume=True) as sink:
+        sink.write(tc.safe_key(name), {"x": torch.tensor(6)})
+    assert len(tc.open(tmp_path)) == 1
+
+
+def test_stock_tools_read_the_longest_keys(tmp_path: Path) -> None:
+    write(tmp_path, ["a" * 88])
+    with tarfile.open(tmp_path / "000000.tar") as archive:
+        assert archive.getnames() == ["a" * 88 + ".skel.pyd", "a" * 88 + ".safetensors"]
+
+
+def forged(index: ShardIndex, **changes: Any) -> ShardIndex:
+    assert index.origins is not None
+    return replace(index, origins=replace(index.origins, **changes))
+
+
+U8 = np.uint8
+FORGED: dict[str, dict[str, Any]] = {
+    "row beyond the samples": {"rows": np.array([1, 2, 4, 6], U8)},
+    "row twice": {"rows": np.array([1, 2, 2, 5], U8)},
+    "ends that descend": {"ends": np.array([30, 20, 90, 255], U8)},
+    "huge end": {"ends": np.array([1, 2, 3, 1 << 63], np.uint64)},
+    "text that is too long": {"text": np.zeros(10_000, U8)},
+    "fewer ends than rows": {"ends": np.array([1, 2], U8)},
+    "too few digests": {"digest": np.ones(3, np.uint64)},
+    "digests of another width": {"digest": np.ones(6, np.uint32)},
+    "text of another width": {"text": np.zeros(4, np.uint16)},
+}
+
+
+@pytest.mark.parametrize("change", FORGED)
+def test_forged_tables_are_refused(tmp_path: Path, change: str) -> None:
+    shard = write(tmp_path) / "000000.tar"
+    put_footer(shard, forged(load_index(ShardFile(str(shard))), **FORGED[change]))
+    with pytest.raises(FormatError, match=r"original names|originals\.text"):
+        load_index(ShardFile(str(shard)))
+
+
+def test_a_forged_name_that_is_not_text(tmp_path: Path) -> None:
+    shard = write(tmp_path) / "000000.tar"
+    index = load_index(ShardFile(str(shard)))
+    assert index.origins is not None
+    put_footer(shard, forged(index, text=np.full(len(index.origins.text), 0xFF, U8)))
+    with tc.open(tmp_path) as cache:
+        assert cache[2]["x"].load() == 2
+        with pytest.raises(FormatError, match="not UTF-8"):
+            cache.original_name(cache.keys()[2])
+
+
+def test_a_table_without_all_its_arrays(tmp_path: Path) -> None:
+    shard = write(tmp_path) / "000000.tar"
+    index = load_index(ShardFile(str(shard)))
+    assert b"originals.ends" in build_footer(index)
+    assert b"originals" not in build_footer(replace(index, origins=Origins.of([(7, None)] * 6)))
+    assert b"items.digest" in build_footer(replace(index, origins=Origins.of([(7, None)] * 6)))

@@ -1,0 +1,140 @@
+"""`info.mask` and `info.shapes` after `drop_text` and `sample_moments`: those of what the batch holds."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+
+EMPTY = torch.full((2, 3), -1.0)
+DROP = tc.drop_text(0.5, {"cond.text": EMPTY}, mark="is_dropped")
+PAD = {"cond.text": tc.pad(to=8), "*": "pad"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tc.TensorCache]:
+    """16 samples with texts of 3 to 6 rows; sample 7 has none."""
+    folder = tmp_path_factory.mktemp("masks")
+    with tc.ShardWriter(folder, fsync=False) as sink:
+        for i in range(16):
+            text = None if i == 7 else torch.full((3 + i % 4, 3), 1.0)
+            moments = {
+                "moments": torch.zeros(4, 2, 2),
+                "mean": torch.zeros(3 + i % 4, 2),
+                "std": torch.ones(3 + i % 4, 2),
+            }
+            sink.write(f"{i:02d}", {"cond": {"text": text}, "array": np.ones((3 + i % 4, 3)), **moments})
+    with tc.open(folder) as opened:
+        yield opened
+
+
+def lengths(batch: Any) -> list[int]:
+    """Return the number of rows that are not padding, which is 0, of each text in a batch."""
+    return [0 if text is None else int(text.any(1).sum()) for text in batch["cond"]["text"]]
+
+
+def is_right(batch: Any, info: tc.BatchInfo) -> None:
+    assert 0 < int(batch["is_dropped"].sum()) < 8
+    for each in (info, pickle.loads(pickle.dumps(info)), info.to("cpu")):
+        mask = each.mask("cond.text")
+        assert mask.sum(1).tolist() == lengths(batch)
+        assert each.shapes["cond.text"][:, 0].tolist() == lengths(batch)
+        text = batch["cond"]["text"]
+        assert mask.shape == (text.shape[:2] if isinstance(text, torch.Tensor) else (8, max(lengths(batch))))
+
+
+def pairs(how: str, cache: Any, transform: Any, collate: Any) -> list[tuple[Any, tc.BatchInfo]]:
+    options = {"collate": collate, "transform": transform}
+    if how == "StepDataset":
+        sampler = tc.StepSampler(cache, 8)
+        dataset = tc.StepDataset(sampler, with_info=True, **options)
+        return [dataset[step] for step in sampler]
+    if how == "Loader":
+        with tc.Loader(cache, 8, **options) as loader:
+            return list(loader.with_info())
+    with closing(tc.torch_loader(cache, 8, num_workers=1, **options)) as workers:
+        return list(workers.with_info())
+
+
+WAYS: dict[str, Any] = {"to": PAD, "pad": "pad", "list": "list"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["Loader", "StepDataset", "torch_loader"])
+def test_masks_of_loaders(cache: Any, how: str, way: str) -> None:
+    found = pairs(how, cache, [DROP], WAYS[way])
+    assert len(found) == 2
+    for batch, info in found:
+        is_right(batch, info)
+
+
+def test_masks_in_other_transforms(cache: Any) -> None:
+    """A transform before `drop_text` gets the mask of the stored texts, one after it the mask of the batch."""
+
+    def mask_in(name: str) -> Callable[[Any, tc.BatchInfo], Any]:
+        return lambda batch, info: batch | {name: info.mask("cond.text").sum(1)}
+
+    for batch, info in pairs("Loader", cache, [mask_in("before"), DROP, mask_in("after")], PAD):
+        stored = [0 if i == 7 else 3 + i % 4 for i in info.indices.tolist()]
+        assert batch["before"].tolist() == stored
+        assert batch["after"].tolist() == [
+            2 if drop else n for n, drop in zip(stored, batch["is_dropped"], strict=True)
+        ]
+
+
+def test_a_function_that_calls_drop_text(cache: Any) -> None:
+    for batch, info in pairs("Loader", cache, lambda batch, info: DROP(batch, info), PAD):
+        is_right(batch, info)
+    batch, info = cache.read_batch(range(8), collate=PAD, return_info=True)
+    is_right(DROP(batch, info), info)
+
+
+def test_several_drops(cache: Any) -> None:
+    again = tc.drop_text(1, {"cond.text": EMPTY[:1]})
+    for _, info in pairs("Loader", cache, [DROP, again], PAD):
+        assert info.mask("cond.text").tolist() == [[True] + [False] * 7] * 8
+
+
+def test_no_sample_has_a_text(cache: Any) -> None:
+    always = tc.drop_text(1, {"cond.text": EMPTY})
+    batch, info = cache.read_batch([7, 7], collate=PAD, return_info=True)
+    always(batch, info)
+    assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == [2, 2]
+    batch, info = cache.read_batch([7, 6], collate="list", return_info=True)
+    always(batch, info)
+    assert batch["cond"]["text"][0] is None
+    assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == [0, 2]
+
+
+@pytest.mark.parametrize("value", [0, torch.tensor(2.0)])
+def test_numbers_keep_the_shapes(cache: Any, value: Any) -> None:
+    batch, info = cache.read_batch(range(4), collate="list", return_info=True)
+    before = info.mask("cond.text").tolist()
+    tc.drop_text(1, {"cond.text": value})(batch, info)
+    assert info.mask("cond.text").tolist() == before
+
+
+def test_arrays(cache: Any) -> None:
+    for collate in ("list", "pad"):
+        batch, info = cache.read_batch(range(4), collate=collate, return_info=True)
+        tc.drop_text(1, {"array": np.ones((1, 3))})(batch, info)
+        assert info.mask("array").tolist() == [[True] + [False] * (5 if collate == "pad" else 0)] * 4
+
+
+def test_moments(cache: Any) -> None:
+    transforms = [tc.sample_moments("moments"), tc.sample_moments("mean", "std", to="latent")]
+    for batch, info in pairs("Loader", cache, transforms, {"mean": tc.pad(to=9), "std": tc.pad(to=9), "*": "list"}):
+        for each in (info, pickle.loads(pickle.dumps(info))):
+            assert each.shapes["moments"].tolist() == [[2, 2, 2]] * 8
+            assert each.mask("moments").shape == (8, 2)
+            assert not {"mean", "std"} & set(each.shapes)
+            mask = each.mask("latent")
+            assert mask.sum(1).tolist() == [3 + i % 4 for i in info.indices.tolist()]
+            assert mask.shape == batch["latent"].shape[:2] == (8, 9)

@@ -1,0 +1,384 @@
+"""Builds whose keys are the positions of items: another item in the place of a finished one is an error, or a warning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.kills import compare
+from tests.shards.forged_index import put_footer
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.writing.item_digest import digest_item
+
+COUNT = 50
+
+
+def encode(items: list[Any]) -> list[Any]:
+    return [{"x": torch.tensor(item)} for item in items]
+
+
+def build(source: Any, out: Path, fn: Any = encode, **options: Any) -> Any:
+    return tc.build(
+        source, fn, out, **{"fingerprint": {}, "batch_size": 8, "max_samples": 16, "fsync": False} | options
+    )
+
+
+def values(cache: Any) -> list[int]:
+    return [cache[key]["x"].load().item() for key in sorted(cache.keys())]
+
+
+class Indexed:
+    """A map-style dataset other than a list, which counts what is read."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> Any:
+        self.read.append(i)
+        return self.items[i]
+
+
+class Iterated:
+    """An iterable without a length."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+SOURCES: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "dataset": Indexed,
+    "iterable": Iterated,
+}
+
+
+def changed(how: str) -> list[int]:
+    items = list(range(COUNT))
+    if how == "insert":
+        items.insert(0, 99)
+    elif how == "insert late":
+        items.insert(47, 99)
+    elif how == "pop":
+        items.pop(3)
+    elif how == "swap":
+        items[3], items[4] = items[4], items[3]
+    elif how == "replace":
+        items[3] = 99
+    elif how == "fewer":
+        items = items[:40]
+    elif how == "none":
+        items = []
+    return items
+
+
+CHANGES = {
+    "insert": "item 0 is not the one .* of 5[01] items compared, 50 differ",
+    "insert late": "item 47 is not the one .* of 5[01] items compared, 3 differ",
+    "pop": "item 3 is not the one .* of 49 items compared, 46 differ; the source has 49 items, .* samples of 1 more",
+    "swap": "item 3 is not the one .* of 50 items compared, 2 differ",
+    "replace": "item 3 is not the one .* of 50 items compared, 1 differ",
+    "fewer": "the source has 40 items, but .* has samples of 10 more",
+    "none": "the source has 0 items, but .* has samples of 50 more",
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("how", CHANGES)
+def test_another_item_in_a_place_is_an_error(tmp_path: Path, how: str, kind: str) -> None:
+    build(SOURCES[kind](list(range(COUNT))), tmp_path).close()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    called: list[Any] = []
+    with pytest.raises(tc.StaleCacheError, match=CHANGES[how]) as raised:
+        build(SOURCES[kind](changed(how)), tmp_path, called.extend)
+    assert called == []
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    for remedy in ("appended", f"reuse={str(tmp_path)!r}", "keys=", "digest=", "keys='position'"):
+        assert remedy in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_appended_items_are_computed(tmp_path: Path, kind: str) -> None:
+    build(SOURCES[kind](list(range(COUNT))), tmp_path).close()
+    assert values(build(SOURCES[kind](list(range(COUNT + 9))), tmp_path)) == list(range(COUNT + 9))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_version_has_the_right_pairs(tmp_path: Path, how: str, kind: str) -> None:
+    """Items that are not the ones of their old samples are computed again, and only these."""
+    if how == "none":
+        return
+    items = list(range(COUNT))
+    build(SOURCES[kind](items), tmp_path / "a").close()
+    called: list[Any] = []
+
+    def fn(batch: list[Any]) -> list[Any]:
+        called.extend(batch)
+        return encode(batch)
+
+    wanted = changed(how)
+    assert values(build(SOURCES[kind](wanted), tmp_path / "b", fn, reuse=tmp_path / "a")) == wanted
+    assert len(called) == sum(old != new for old, new in zip(items, wanted, strict=False)) + max(0, len(wanted) - COUNT)
+    with pytest.raises(tc.StaleCacheError, match="of 50 items compared, 1 differ"):
+        build(SOURCES[kind]([*items[:2], 5, *items[3:]]), tmp_path / "a", fn)
+    with pytest.raises(tc.StaleCacheError, match="differ|changed"):  # an existing version is compared, too
+        build(SOURCES[kind]([77, *wanted]), tmp_path / "b", fn, reuse=tmp_path / "a")
+
+
+def test_an_interrupted_build_is_compared(tmp_path: Path) -> None:
+    def fail(batch: list[Any]) -> list[Any]:
+        if 30 in batch:
+            raise RuntimeError("no")
+        return encode(batch)
+
+    items = list(range(COUNT))
+    for keys in (None, "position"):
+        build(items, tmp_path / f"whole{keys}", keys=keys).close()
+        with pytest.raises(RuntimeError, match="no"):
+            build(items, tmp_path / f"part{keys}", fail, keys=keys)
+    with pytest.raises(tc.StaleCacheError, match="item 0 is not the one .* of 24 items compared, 24 differ"):
+        build([99, *items], tmp_path / "partNone")
+    assert values(build([*items[:24], 99, *items[24:]], tmp_path / "partNone")) == [*range(24), 99, *range(24, COUNT)]
+    assert values(build(items, tmp_path / "partposition", keys="position")) == items
+
+
+def test_a_killed_build_has_the_same_bytes(tmp_path: Path) -> None:
+    """Shards that a resumed build writes have the same digests as those of a build without an interruption."""
+    items = list(range(COUNT))
+    build(items, tmp_path / "a").close()
+    build(items, tmp_path / "b").close()
+    for name in ("000002.tar", "000002.idx", "000003.tar", "000003.idx"):
+        (tmp_path / "b" / name).unlink()
+    with pytest.warns(UserWarning, match="no longer exist"):
+        build(items, tmp_path / "b").close()
+    compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_few_items_of_a_dataset_are_read(tmp_path: Path) -> None:
+    items = list(range(1000))
+    build(Indexed(items), tmp_path, batch_size=100, max_samples=1000).close()
+    source = Indexed(items)
+    build(source, tmp_path, batch_size=100).close()
+    assert len(set(source.read)) == 65
+    assert 999 in source.read
+    for at in (0, 500, 998):
+        with pytest.raises(tc.StaleCacheError, match="of 65 items compared"):
+            build(Indexed([*items[:at], 5000, *items[at:]]), tmp_path)
+        with pytest.raises(tc.StaleCacheError, match="1 more"):
+            build(Indexed([*items[:at], *items[at + 1 :]]), tmp_path)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["list", "dataset"])
+def test_ranks(tmp_path: Path, kind: str, num_workers: int) -> None:
+    items = list(range(COUNT))
+    for rank in range(3):
+        build(SOURCES[kind](items), tmp_path, rank=rank, world_size=3, num_workers=num_workers)
+    for rank in range(2):  # also on another number of ranks
+        options = {"rank": rank, "world_size": 2, "num_workers": num_workers}
+        assert values(build(SOURCES[kind](items), tmp_path, **options)) == items
+        with pytest.raises(tc.StaleCacheError, match="is not the one"):
+            build(SOURCES[kind]([99, *items]), tmp_path, **options)
+        with pytest.raises(tc.StaleCacheError, match="samples of 10 more"):
+            build(SOURCES[kind](items[:40]), tmp_path, **options)
+
+
+class Odd:
+    """An item that is not a plain value."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def encode_odd(items: list[Any]) -> list[Any]:
+    return encode([item.value for item in items])
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_other_items_warn_when_resumed(tmp_path: Path, kind: str) -> None:
+    source = SOURCES[kind]([Odd(i) for i in range(COUNT)])
+    build(source, tmp_path / "a", encode_odd).close()
+    with pytest.warns(UserWarning, match="not plain values.*keys='position'") as seen:
+        build(source, tmp_path / "a", encode_odd).close()
+    assert len(seen) == 1
+    with pytest.warns(UserWarning, match="not plain values") as seen:
+        build(source, tmp_path / "b", encode_odd, reuse=tmp_path / "a").close()
+    assert len(seen) == 1
+    build(source, tmp_path / "a", encode_odd, keys="position").close()
+    build(source, tmp_path / "c", encode_odd, reuse=tmp_path / "a", keys="position").close()
+    with pytest.raises(tc.StaleCacheError, match="the source has 40 items"):
+        build(SOURCES[kind]([Odd(i) for i in range(40)]), tmp_path / "a", encode_odd, keys="position")
+
+
+def test_a_position_is_not_compared(tmp_path: Path) -> None:
+    items = list(range(COUNT))
+    build(items, tmp_path, keys="position").close()
+    assert b"items.digest" not in (tmp_path / "000000.tar").read_bytes()
+    assert values(build([99, *items[1:], 50], tmp_path, keys="position")) == [*items, 50]
+    with pytest.raises(tc.StaleCacheError, match="the source has 40 items"):
+        build(items[:40], tmp_path, keys="position")
+
+
+def test_a_position_is_also_the_key_of_items_with_a_key(tmp_path: Path) -> None:
+    items = [{"__key__": f"own{i}", "i": i} for i in range(4)]
+    cache = build(items, tmp_path, lambda batch: encode([item["i"] for item in batch]), keys="position")
+    assert list(cache.keys()) == ["000000000", "000000001", "000000002", "000000003"]
+
+
+def test_a_build_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    items = list(range(COUNT))
+    build(items, tmp_path).close()
+    for shard in sorted(tmp_path.glob("*.tar")):
+        put_footer(shard, replace(load_index(ShardFile(str(shard))), origins=None))
+        tc.write_index(shard, footer=True)
+    with pytest.warns(UserWarning, match=r"items 0, 1, 2, … \(50 of 50 compared\).*written without digests") as seen:
+        assert values(build([*items, 50], tmp_path)) == [*items, 50]
+    assert len(seen) == 1
+    with pytest.raises(tc.StaleCacheError, match="item 50 is not the one .* of 51 items compared, 1 differ"):
+        build([*items, 99], tmp_path)
+
+
+@pytest.mark.parametrize("tool", ["drop", "reshard", "repair"])
+def test_tools_keep_digests(tmp_path: Path, tool: str) -> None:
+    items = list(range(COUNT))
+    build(items, tmp_path / "a").close()
+    if tool == "drop":
+        tc.drop(tmp_path / "a", tmp_path / "b", ["000000007", "000000030"])
+    elif tool == "reshard":
+        tc.reshard(tmp_path / "a", tmp_path / "b", max_samples=7)
+    else:
+        tc.repair(tmp_path / "a", tmp_path / "b")
+    assert values(build(items, tmp_path / "b")) == items
+    with pytest.raises(tc.StaleCacheError, match="is not the one"):
+        build([99, *items], tmp_path / "b")
+
+
+def test_items_with_keys_may_move(tmp_path: Path) -> None:
+    items = [{"__key__": f"own{i}", "i": i} for i in range(COUNT)]
+
+    def fn(batch: list[Any]) -> list[Any]:
+        return encode([item["i"] for item in batch])
+
+    for source in (items, items[::-1], items[:40], Indexed(items[::-1]), Iterated(items[::-1])):
+        build(source, tmp_path, fn).close()
+    assert b"items.digest" not in (tmp_path / "000000.tar").read_bytes()
+    with tc.open(tmp_path) as cache:  # the keys of a cache are its own
+        out = tmp_path / "copy"
+        build(cache, out, lambda batch: [tc.realize(sample) for sample in batch]).close()
+        build(cache[[3, 1]], out, lambda batch: [tc.realize(sample) for sample in batch]).close()
+
+
+def test_an_earlier_key_is_the_same_item(tmp_path: Path) -> None:
+    """Earlier versions of `safe_key` hashed names whose keys have more than 80 characters."""
+    from wds_tensorcache.shards.names import hashed_key
+
+    names = ["ф" * 14, "b"]
+    earlier = ["".join(hashed_key(names[0])), "b"]
+    build([1, 2], tmp_path / "a", keys=earlier).close()
+    now = list(map(tc.safe_key, names))
+    assert now[0] != earlier[0]
+    assert list(build([1, 2], tmp_path / "a", keys=now).keys()) == earlier
+    assert list(build([1, 2], tmp_path / "b", keys=now, reuse=tmp_path / "a").keys()) == earlier
+
+
+# values that must have different digests
+DIFFERENT: list[Any] = [
+    None, True, False, 0, 1, -1, 255, 256, 10**5000, 1.0, 0.0, -0.0, "", "a", "0", b"", b"a", "\ud800", [], (), {}, [1], (1,),
+    [[1], 2], [[1, 2]], [1, 2], {1: 2}, {2: 1}, {"a": None}, ["a", "b"], ["ab", ""], ["ab"], np.zeros(3), np.zeros((3, 1)),
+    np.zeros(3, np.float32), np.zeros((0, 2)), np.zeros((2, 0)), np.float64(0), np.bool_(True), np.array(["ab"]),
+    np.array(1, "M8[s]"), np.zeros(3, ">f8"), torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(()),
+    torch.zeros(2, 0), torch.tensor(True), torch.zeros(4, dtype=torch.float8_e4m3fn), torch.zeros(3, dtype=torch.complex64),
+    PurePosixPath("a"), Path("/etc/hostname-that-does-not-exist"), Path(__file__), __file__,
+]  # fmt: skip
+
+
+def test_different_values_have_different_digests() -> None:
+    digests = [digest_item(value) for value in DIFFERENT]
+    assert all(digests)
+    assert len(set(digests)) == len(DIFFERENT)
+    assert digest_item([DIFFERENT[:20]]) not in digests
+
+
+def test_equal_values_have_equal_digests(tmp_path: Path) -> None:
+    tensor, array = torch.rand(4, 6), np.random.default_rng(0).random((4, 6))
+    assert digest_item(tensor.t()) == digest_item(tensor.t().contiguous())
+    assert digest_item(array[::2, ::3]) == digest_item(array[::2, ::3].copy())
+    assert digest_item(torch.nn.Parameter(tensor)) == digest_item(tensor)
+    path = tmp_path / "a.jpg"
+    path.write_bytes(b"12")
+    before = digest_item({"path": path})
+    os.utime(path, (1, 1))
+    assert digest_item({"path": path}) == before
+    path.write_bytes(b"123")
+    assert digest_item({"path": path}) != before
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), Text("a"), [1, object()], np.array([object()]), torch.zeros(3).to_sparse(), {1, 2}, range(3)],
+)
+def test_other_values_have_no_digest(value: Any) -> None:
+    assert digest_item(value) == 0
+
+
+def test_a_list_that_contains_itself_has_no_digest() -> None:
+    value: list[Any] = []
+    value.append(value)
+    assert digest_item(value) == 0
+
+
+@pytest.mark.parametrize("at", [0, 13, 49])
+def test_none_is_no_sample(tmp_path: Path, at: int) -> None:
+    def fn(batch: list[Any]) -> list[Any]:
+        return [None if item == at else {"x": torch.tensor(item)} for item in batch]
+
+    with pytest.raises(
+        ValueError, match=rf"fn returned None for item {at} \(key '0000000{at:02}'\).*leave such items out"
+    ):
+        build(list(range(COUNT)), tmp_path, fn)
+    assert values(tc.open(tmp_path) if at >= 8 else build(range(8), tmp_path)) == list(range(max(8, at // 8 * 8)))
+
+
+def test_none_inside_a_sample_stays(tmp_path: Path) -> None:
+    cache = build([1, 2], tmp_path, lambda batch: {"x": torch.ones(2), "caption": [None, "a"]})
+    assert [cache[i]["caption"] for i in range(2)] == [None, "a"]
+
+
+def test_another_dtype_or_rank_warns_once(tmp_path: Path) -> None:
+    def fn(batch: list[Any]) -> list[Any]:
+        return [
+            {"x": torch.zeros(item % 5, dtype=torch.float16 if item in (5, 6, 30) else torch.float32),
+             "y": np.zeros((2,) * (1 + (item == 20))), "z": torch.tensor(True)}
+            for item in batch
+        ]  # fmt: skip
+
+    with pytest.warns(UserWarning, match="tensor '[xy]' is F") as seen:
+        build(range(30), tmp_path, fn).close()
+    texts = [str(each.message) for each in seen]
+    assert len(texts) == 2
+    assert "sample '000000005': tensor 'x' is F16 with 1 dimension, but F32 with 1 dimension in earlier" in texts[0]
+    assert "sample '000000020': tensor 'y' is F64 with 2 dimensions, but F64 with 1 dimension in earlier" in texts[1]
+    with pytest.warns(UserWarning, match="sample '000000030': tensor 'x' is F16") as seen:  # also after a resume
+        build(range(32), tmp_path, fn).close()
+    assert len(seen) == 1
