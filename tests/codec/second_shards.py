@@ -311,7 +311,10 @@ def build_manifest(shards: dict[str, bytes]) -> bytes:
         arrays, names, _ = index_arrays(shard)
         found = read_index(shard)
         count = len(arrays["keys.ends"])
-        lines.append(json.dumps({"url": url, "nsamples": count, "filesize": len(shard)}))
+        entry = {"url": url, "nsamples": count, "filesize": len(shard)}
+        if found:
+            entry["index"] = f"{int.from_bytes(shard[-16:-8], 'little'):016x}"
+        lines.append(json.dumps(entry))
         counts = {name: len(arrays[f"cache.{n}.layout"]) for n, name in enumerate(names["caches"])}
         ours["caches"][url] = counts  # type: ignore[index]
         if found and "fingerprint" in found[1]:
@@ -322,8 +325,8 @@ def build_manifest(shards: dict[str, bytes]) -> bytes:
     return (head + ",\n".join(lines) + f'\n],\n"tensorcache": {json.dumps(ours)}\n}}\n').encode("ascii")
 
 
-def read_manifest(content: bytes) -> list[tuple[str, int, int]]:
-    """Return url, number of samples and length of each shard."""
+def read_manifest(content: bytes) -> list[tuple[str, int, int, str | None]]:
+    """Return url, number of samples and length of each shard, and the digest of its index."""
     try:
         document = json.loads(content.decode(), parse_int=size, object_pairs_hook=unique, parse_constant=constant)
         check(
@@ -337,9 +340,12 @@ def read_manifest(content: bytes) -> list[tuple[str, int, int]]:
         found = []
         for shard in document["shardlist"]:
             numbers = shard["nsamples"], shard["filesize"]
-            check(type(shard["url"]) is str and shard["url"], "4.6: url")
+            url, digest = shard["url"], shard.get("index")
+            check(type(url) is str and url, "4.6: url")
+            check(url[0] != "/" and ".." not in re.split(r"[/\\]", url), "4.6: a file outside the folder")
+            check(digest is None or re.fullmatch("[0-9a-f]{16}", digest), "4.6: index")
             check(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), "4.6: numbers")
-            found.append((shard["url"], *numbers))
+            found.append((url, *numbers, digest))
         unique([(url, None) for url, *_ in found])
         for name in ("caches", "fingerprints"):
             table = ours.get(name)

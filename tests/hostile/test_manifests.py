@@ -1,4 +1,4 @@
-"""Manifests of strangers: they list files of their own folder only, and take memory in proportion to their bytes."""
+"""Manifests of strangers: they list only files in their folder, and take memory in proportion to their bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import wds_tensorcache as tc
 from tests.cli.command import run_any
 from tests.remote.servers.http_server import HttpServer
 
-OUTSIDE = r"manifest\.json: shardlist\[0\]: url .*p-000000\.tar' is outside the manifest's folder; .*pass its own path to tc\.open"
+OUTSIDE = (
+    r"manifest\.json: lists .*p-000000\.tar', which is outside the manifest's folder; .*pass its own path to tc\.open"
+)
 
 
 def write(folder: Path, name: str, first: int) -> Path:

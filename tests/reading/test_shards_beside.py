@@ -87,7 +87,7 @@ def test_a_manifest_in_the_place_of_another(tmp_path: Path) -> None:
 
 
 def test_only_shards_count(tmp_path: Path) -> None:
-    """Hidden files, folders, links to listed shards and other files are no shards that are left out."""
+    """Hidden files, folders, links to listed shards and other files do not count as shards that are left out."""
     folder = write(tmp_path, 20)
     (folder / ".hidden.tar").write_bytes(b"x")
     (folder / "folder.tar").mkdir()
@@ -110,6 +110,13 @@ def test_a_folder_that_cannot_be_changed(a: Path) -> None:
             assert len(cache) == 100
     finally:
         os.chmod(a, 0o755)
+
+
+def test_commands_print_it_once(a: Path) -> None:
+    result = run_any("ls", a)
+    assert result.returncode == 0
+    (line,) = result.stderr.splitlines()
+    assert re.fullmatch(f"tensorcache: {re.escape(str(a))}: {UNLISTED}, so .*; {BOTH_REMEDIES}", line)
 
 
 # --- writers that are not finished ---
@@ -135,7 +142,7 @@ def test_not_while_a_writer_holds_the_folder(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_killed_writer(tmp_path: Path) -> None:
-    """Its lock file stays, but nobody holds it: the shard that it could not list is left out, and `open` says so."""
+    """Its lock file stays, but no process holds it: the shard that it could not list is left out, and `open` says so."""
     folder = write(tmp_path / "a", 20)
     shutil.copy(write(tmp_path / "b", 20, "b") / "b-000000.tar", folder)
     (folder / ".tensorcache.0123abcd.lock").write_text('{"pattern": "b-%06d.tar", "pid": 1, "host": "x", "space": ""}')
@@ -154,9 +161,15 @@ def build(reuse: Path, out: Path) -> object:
     return tc.build(items, lambda batch: [{"v": torch.zeros(4)} for _ in batch], out, fingerprint={}, reuse=reuse)
 
 
+def export(a: Path, out: Path) -> object:
+    with pytest.warns(UserWarning, match=UNLISTED), tc.open(a) as cache:
+        return tc.export_cache(cache[:30], out, "pt")
+
+
 WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "drop": lambda a, out: tc.drop(a, out, ["a000"]),
     "reuse": build,
+    "export": export,
 }
 
 
@@ -171,7 +184,7 @@ def test_new_caches_from_it_are_refused(a: Path, tmp_path: Path, write_new: Call
 def test_commands_refuse(a: Path, tmp_path: Path, command: str) -> None:
     result = run_any(command, a, tmp_path / "out", *["a000"] * (command == "drop"))
     assert result.returncode == 1
-    assert re.search(f"{UNLISTED}.*{BOTH_REMEDIES}", result.stderr)
+    assert len(re.findall(f"{UNLISTED}.*{BOTH_REMEDIES}", result.stderr)) == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -235,7 +248,7 @@ def test_index_makes_a_manifest(tmp_path: Path) -> None:
 
 
 def test_index_keeps_what_the_manifest_alone_knows(a: Path, tmp_path: Path) -> None:
-    """Fingerprints of shards without an index, keys of others, and shards in folders of the folder."""
+    """Fingerprints of shards without an index, unknown keys of the manifest, and shards in subfolders."""
     folder = write(tmp_path / "c", 20, "c", footer=False, fingerprint={"model": "m"})
     (folder / "sub").mkdir()
     shutil.copy(a / "a-000000.tar", folder / "sub")
@@ -250,6 +263,16 @@ def test_index_keeps_what_the_manifest_alone_knows(a: Path, tmp_path: Path) -> N
     assert after["tensorcache"]["mine"] == [1]
     with tc.open(folder) as cache:
         assert len(cache) == 40
+
+
+def test_index_says_that_keys_are_repeated(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 20)
+    shutil.copy(folder / "a-000000.tar", folder / "copy.tar")
+    result = run_any("index", folder)
+    assert (result.returncode, result.stderr) == (
+        0,
+        f"{folder}: 20 keys in several shards; a look-up of such a key raises KeyError\n",
+    )
 
 
 def test_index_of_a_damaged_folder_changes_nothing(a: Path) -> None:

@@ -132,8 +132,8 @@ INVALID = {
     "no number": (shardlist(filesize=None), r"shardlist\[1\]: filesize is None, expected a non-negative integer"),
     "digest is a number": (shardlist(index=1), r"shardlist\[1\]: index is 1, expected 16 hexadecimal digits"),
     "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
-    "url goes up": (shardlist(url="../y"), r"shardlist\[1\]: url '../y' is outside the manifest's folder; .*tc.open"),
-    "absolute url": (shardlist(url="/y"), r"shardlist\[1\]: url '/y' is outside the manifest's folder; .*tc.open"),
+    "url goes up": (shardlist(url="../y"), r"lists '../y', which is outside the manifest's folder; .*tc.open"),
+    "absolute url": (shardlist(url="/y"), r"lists '/y', which is outside the manifest's folder; .*tc.open"),
     "more than 63 bits": (shardlist(filesize=1 << 63), r"shardlist\[1\]: filesize is 9223372036854775808, expected"),
 }  # fmt: skip
 
@@ -192,7 +192,7 @@ def test_wids_reads_it(tmp_path: Path, write_shard: Callable[..., str]) -> None:
     for number, num_samples in enumerate((3, 4)):
         samples = [{"__key__": f"{number}{i}", "txt": f"photo {number}{i}"} for i in range(num_samples)]
         path = write_shard(samples, name=f"{number}.tar", base=True)
-        entries.append(ShardEntry(os.path.basename(path), num_samples, os.path.getsize(path)))
+        entries.append(ShardEntry(os.path.basename(path), num_samples, os.path.getsize(path), "0123456789abcdef"))
     write_manifest(str(tmp_path / "manifest.json"), entries, EXTRA)
     (tmp_path / "cache").mkdir()
     dataset = wids.ShardListDataset(
@@ -410,8 +410,8 @@ UNREADABLE = {
     "sub": "is a folder, pipe or device, expected a file",
     ".": "is a folder, pipe or device, expected a file",
     "pipe.tar": "is a folder, pipe or device, expected a file",
-    "/dev/zero": "url '/dev/zero' is outside the manifest's folder",
-    "0.tar/../1.tar": "url '0.tar/../1.tar' is outside the manifest's folder",
+    "/dev/zero": "lists '/dev/zero', which is outside the manifest's folder",
+    "0.tar/../1.tar": "lists '0.tar/../1.tar', which is outside the manifest's folder",
 }
 
 

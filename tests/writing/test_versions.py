@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -502,7 +503,7 @@ def test_out_is_there(tmp_path: Path) -> None:
         make(values, tmp_path / "2", fn, reuse=tmp_path / "more")
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         make(values, tmp_path / "2", fn, reuse=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="expected a folder"):
+    with pytest.raises(ValueError, match="is not a folder; expected the folder of a cache"):
         make(values, tmp_path / "2", fn, reuse=tmp_path / "0" / "000000.tar")
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "mine").write_text("mine")
@@ -545,6 +546,10 @@ def test_an_index_of_other_samples(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: index.end + 1024] + build_footer(lying))
     for name in ("x.tar", "x.tar.index", "x.idx"):
         (tmp_path / name).unlink()
+    with pytest.raises(tc.FormatError, match=r"000000\.tar: another shard has replaced the one that was listed"):
+        tc.drop(tmp_path / "0", tmp_path / "1", ["x001"])
+    manifest = tmp_path / "0" / "manifest.json"
+    manifest.write_text(re.sub(r', "index": "[0-9a-f]{16}"', "", manifest.read_text()))
     with pytest.raises(tc.FormatError, match=r"000000\.tar: the index and the shard differ in samples"):
         tc.drop(tmp_path / "0", tmp_path / "1", ["x001"])
     assert os.listdir(tmp_path) == ["0"]
@@ -603,7 +608,7 @@ def test_names_of_new_shards(tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text().replace("./sub", f"{tmp_path}/1"))
     for i in range(2):
         os.utime(tmp_path / "1" / f"train-000{i}.tar")
-    with pytest.raises(ValueError, match="expected a folder that contains all its shards"):
+    with pytest.raises(tc.FormatError, match="is outside the manifest's folder"):
         make(numbered(8), tmp_path / "4", reuse=folder)
 
 

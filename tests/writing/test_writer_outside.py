@@ -135,10 +135,13 @@ def test_the_manifest_is_of_wids_shape(tmp_path: Path) -> None:
     write(tmp_path / "%d.tar", max_samples=3)
     document = json.loads((tmp_path / "manifest.json").read_text())
     sizes = [(tmp_path / f"{i}.tar").stat().st_size for i in range(2)]
+    digests = [(tmp_path / f"{i}.tar").read_bytes()[-16:-8][::-1].hex() for i in range(2)]
     assert document == {
         "__kind__": "wids-shard-index-v1",
         "wids_version": 1,
-        "shardlist": [{"url": f"{i}.tar", "nsamples": 3 - i, "filesize": sizes[i]} for i in range(2)],
+        "shardlist": [
+            {"url": f"{i}.tar", "nsamples": 3 - i, "filesize": sizes[i], "index": digests[i]} for i in range(2)
+        ],
         "tensorcache": {"version": 1, "caches": {f"{i}.tar": {"": 3 - i, "b": 3 - i} for i in range(2)}},
     }
 
@@ -189,6 +192,8 @@ def test_processes_share_a_folder_and_agree(tmp_path: Path) -> None:
             assert train.read_bytes() == val.read_bytes()
 
 
+# a writer that was killed after it had named a shard has not listed it
+@pytest.mark.filterwarnings("ignore:.*manifest.json does not list 1 of the shards:UserWarning")
 def test_a_killed_writer_leaves_whole_shards(tmp_path: Path) -> None:
     for attempt in range(3):
         folder = tmp_path / str(attempt)

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -99,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         # a terminal may lack characters; a program without a stdout has none to set up
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    warnings.showwarning = lambda message, *_: _say(f"tensorcache: {plain(message)}")
     try:
         status = _status(arguments)
         if sys.stdout is not None:

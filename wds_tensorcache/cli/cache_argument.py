@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -114,6 +115,7 @@ def tensor_names(context: click.Context, parameter: click.Parameter, incomplete:
 
 
 def _matching(context: click.Context, incomplete: str, names: Any) -> list[str]:
+    warnings.simplefilter("ignore")  # a message would appear in the line that is being completed
     try:
         with open_cache(context.params["path"], context.params.get("cache_name")) as cache:
             # a shell reads one name a line

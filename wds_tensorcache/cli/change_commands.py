@@ -15,6 +15,7 @@ import click
 import wds_tensorcache as tc
 from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, counted, json_option
+from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.writing.reshard import CopyReport
 from wds_tensorcache.writing.reshard import merge as merge_caches
@@ -127,6 +128,7 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as
     if not keys and keys_from is None:
         raise click.UsageError("expected keys, or --keys-from")
     wanted = [*keys, *(() if keys_from is None else _read_keys(keys_from))]
+    find_shards(source, copies=True)
     with tc.open(source) as cache:
         known = cache.keys()
         # an unknown key stays, so that the error names similar ones

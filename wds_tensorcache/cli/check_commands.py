@@ -60,6 +60,9 @@ def _print_folder(output: Output, folder: str, found: dict[str, Any]) -> None:
         )
     for url in found["removed"]:
         output.line(f"{os.path.join(folder, url)} does not exist: removed from the manifest")
+    if found["num_repeated"]:
+        keys = counted(found["num_repeated"], "key")
+        output.note(f"{folder}: {keys} in several shards; a look-up of such a key raises KeyError")
     counts = found["num_samples"].values()
     output.line(f"{folder}: {counted(len(counts), 'shard')}, {counted(sum(counts), 'sample')}")
 

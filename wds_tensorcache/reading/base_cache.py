@@ -537,6 +537,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
         """Return the member `KEY.suffix` of each sample in `wanted` that has one. Samples are positions in the batch."""
 
+    @property
+    def _left_out(self) -> str | None:
+        """Message about shards that the cache lacks, since the manifest of their folder does not list them."""
+        return None
+
     @abstractmethod
     def _paths(self) -> Iterator[str]: ...
 

@@ -180,6 +180,10 @@ class TensorCache(Cache[_Sample]):
         fetch.run()
         return found
 
+    @property
+    def _left_out(self) -> str | None:
+        return self._store.left_out
+
     def _paths(self) -> Iterator[str]:
         return (shard.path for shard in self._store.shards)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import warnings
@@ -16,7 +15,7 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError, did_you_mean
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.remote.find import find_remote
-from wds_tensorcache.shards.manifest import MANIFEST, Found, listed_shard, locate_shards, read_manifest
+from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, listed_shard, locate_shards, read_manifest
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
@@ -92,10 +91,15 @@ def _find_path(path: str, listed: Callable[[str], list[Found]], copies: bool) ->
         manifest = os.path.join(path, MANIFEST)
         if os.path.exists(manifest):
             found = listed(manifest)
-            # a folder may permit reading files by name, but no listing
-            with contextlib.suppress(OSError):
-                _check_unlisted(path, [shard for shard, *_ in found], copies)
-            return found
+            left_out = _unlisted(path, [shard for shard, *_ in found])
+            if left_out is None:
+                return found
+            if copies:
+                raise FormatError(left_out, kind="index")
+            warnings.warn(left_out, stacklevel=user_level())
+            return [
+                (shard, (counts or ListedCounts())._replace(left_out=left_out), made) for shard, counts, made in found
+            ]
         shards = shard_names(os.listdir(path))
         if not shards:
             raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar")
@@ -108,29 +112,31 @@ def shard_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
-def _check_unlisted(folder: str, found: list[str], copies: bool) -> None:
-    """Warn, or raise FormatError, if a folder contains shards besides those `found` in its manifest."""
+def _unlisted(folder: str, found: list[str]) -> str | None:
+    """Return a message if a folder contains shards besides those `found` in its manifest; None if it cannot be listed."""
     known = set(map(os.path.normpath, found))
-    paths = [os.path.normpath(os.path.join(folder, name)) for name in shard_names(os.listdir(folder))]
+    try:
+        names = shard_names(os.listdir(folder))
+    except OSError:  # a folder may permit reading files by name, but no listing
+        return None
+    paths = [os.path.normpath(os.path.join(folder, name)) for name in names]
     unlisted = [path for path in paths if path not in known]
     # Hazard: a writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
     # the manifest, read again, lists them; unless they were killed.
     if not unlisted or is_being_written(folder):
-        return
+        return None
     manifest = os.path.join(folder, MANIFEST)
     located = [each.path for each in locate_shards(manifest, read_manifest(manifest)[0]) if each.error is None]
     are_listed = set(map(_identity, located))  # links have other names
     unlisted = [path for path in unlisted if os.path.isfile(path) and _identity(path) not in are_listed]
-    if unlisted:
-        names = ", ".join(repr(os.path.basename(path)) for path in unlisted[:_NUM_SHOWN])
-        names += ", …" * (len(unlisted) > _NUM_SHOWN)
-        what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({names})"
-        what = f"{folder}: {what}, so their samples are left out"
-        command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
-        what = f"{what}; add them with {command}, or move them to another folder"
-        if copies:
-            raise FormatError(what, kind="index")
-        warnings.warn(what, stacklevel=user_level())
+    if not unlisted:
+        return None
+    shown_names = ", ".join(repr(os.path.basename(path)) for path in unlisted[:_NUM_SHOWN])
+    shown_names += ", …" * (len(unlisted) > _NUM_SHOWN)
+    what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({shown_names})"
+    command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
+    remedy = f"add them with {command}, or move them to another folder"
+    return f"{folder}: {what}, so their samples are left out; {remedy}"
 
 
 def _identity(path: str) -> tuple[int, int]:

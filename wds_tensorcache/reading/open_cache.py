@@ -137,6 +137,7 @@ def open(
                 _choose_io(io, [path for path, *_ in found], node_cache),
                 num_threads or min(4, num_cores()),
                 common_fields(made.values()),
+                next((listed.left_out for listed in lists.values() if listed.left_out is not None), None),
             )
         )
     except BaseException:

@@ -51,6 +51,7 @@ class Store:
         io: Io,
         num_threads: int,
         fingerprint: Mapping[str, Any],
+        left_out: str | None = None,
     ) -> None:
         self.shards = list(shards)
         self.files = files
@@ -58,6 +59,7 @@ class Store:
         self.io = io
         self.num_threads = num_threads
         self.fingerprint = fingerprint
+        self.left_out = left_out  # message about shards that the manifest does not list
         self.starts = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
         )
@@ -77,11 +79,11 @@ class Store:
         return int(self._starts[-1])
 
     def __reduce__(self) -> Any:
-        return Store, (self.shards, self.files, self.pool, self.io, self.num_threads, self.fingerprint)
+        return Store, (self.shards, self.files, self.pool, self.io, self.num_threads, self.fingerprint, self.left_out)
 
     def with_threads(self, num_threads: int) -> Store:
         """Return a store that reads with `num_threads` threads, and shares the files and memory of this one."""
-        store = Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint)
+        store = Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint, self.left_out)
         store._exemplars, store.whole_copies = self._exemplars, self.whole_copies
         return store
 

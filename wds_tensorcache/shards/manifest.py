@@ -32,6 +32,7 @@ __all__ = [
     "Located",
     "ShardEntry",
     "are_counts",
+    "check_inside",
     "check_listed",
     "listed_shard",
     "locate_shards",
@@ -85,7 +86,7 @@ class ListedCounts(NamedTuple):
     """Numbers in a manifest about a shard: all samples, and those of each cache; path of the manifest; bytes of the shard.
 
     None if unknown. `nbytes` is set only for remote shards, whose lengths are not known otherwise. `digest` is that of
-    the shard's index.
+    the shard's index. `left_out` is a message about shards in the folder of the manifest that it does not list.
     """
 
     num_samples: int | None = None
@@ -93,6 +94,7 @@ class ListedCounts(NamedTuple):
     manifest: str | None = None
     nbytes: int | None = None
     digest: str | None = None
+    left_out: str | None = None
 
 
 # path or url of a shard; if a manifest lists it, also its numbers and its fingerprint
@@ -283,10 +285,7 @@ def _parse_shard(shard: Any, where: str) -> ShardEntry:
     url, num_samples, nbytes = shard.get("url"), shard.get("nsamples"), shard.get("filesize")
     if not isinstance(url, str) or not url or _NO_PATH.search(url):
         raise _wrong(f"{where}: url", url, "a path or a url")
-    # Hazard: a downloaded manifest must not make a reader or a tool read private files.
-    if os.path.isabs(url) or ".." in re.split(r"[/\\]", url):
-        remedy = "a manifest lists files of its own folder only; to read another shard, pass its own path to tc.open"
-        raise FormatError(f"{where}: url {shown(url)!r:.200} is outside the manifest's folder; {remedy}", kind="index")
+    check_inside(url)
     for key, count in (("nsamples", num_samples), ("filesize", nbytes)):
         if type(count) is not int or not 0 <= count < 1 << 63:
             raise _wrong(f"{where}: {key}", count, "a non-negative integer below 2^63")
@@ -294,6 +293,16 @@ def _parse_shard(shard: Any, where: str) -> ShardEntry:
     if digest is not None and not (isinstance(digest, str) and _DIGEST(digest)):
         raise _wrong(f"{where}: index", digest, "16 hexadecimal digits")
     return ShardEntry(url, num_samples, nbytes, digest)  # type: ignore[arg-type]
+
+
+def check_inside(url: str) -> None:
+    """Raise FormatError if a manifest lists a file that is not in its folder.
+
+    Hazard: a downloaded manifest must not make a reader or a tool read private files.
+    """
+    if os.path.isabs(url) or ".." in re.split(r"[/\\]", url):
+        remedy = "a manifest lists only files in its folder; to read another shard, pass its own path to tc.open"
+        raise FormatError(f"lists {shown(url)!r:.200}, which is outside the manifest's folder; {remedy}", kind="index")
 
 
 def _expect(is_good: bool, what: str, value: object, expected: str, kind: Kind = "index") -> None:

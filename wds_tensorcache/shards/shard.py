@@ -188,11 +188,11 @@ class Shard:
     def _load(self) -> None:
         index = self._index or self._read_index()
         columns = index.caches.get(self.name, _NONE)
-        check_listed(self.path, index, self._listed)
         if self._count not in (None, len(columns)):
             of = f"{len(columns)} samples with cache {self.name!r}"
             what = f"{of}, but the manifest, which is stale, lists {self._count}"
             raise FormatError(f"{self.path}: {what}; run `tensorcache index {quote(self.path)}` (tc.write_index)")
+        check_listed(self.path, index, self._listed)
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)

@@ -13,6 +13,7 @@ from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
+from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.writing.index_shard import write_index
@@ -28,11 +29,13 @@ class FolderReport:
         num_samples: Number of samples by name of the shard.
         added: Names of shards that the manifest did not list before.
         removed: Paths of shards that it listed, but that do not exist.
+        num_repeated: Number of keys that occur in several of the shards.
     """
 
     num_samples: dict[str, int]
     added: list[str]
     removed: list[str]
+    num_repeated: int
 
 
 def index_folder(
@@ -81,4 +84,5 @@ def index_folder(
         for name, index in indexes.items():
             listing.add(os.path.join(folder, name), index)
     counts = {name: len(index.keys) for name, index in indexes.items()}
-    return FolderReport(counts, [name for name in names if name not in known], removed)
+    num_repeated = len(KeyTable((index.keys, None) for index in indexes.values()).shared())
+    return FolderReport(counts, [name for name in names if name not in known], removed, num_repeated)

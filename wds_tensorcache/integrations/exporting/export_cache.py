@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from wds_tensorcache.codec.tree import realize
-from wds_tensorcache.errors import EncodeError, InvalidKeyError, StaleCacheError, TensorCacheError
+from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError, StaleCacheError, TensorCacheError
 from wds_tensorcache.integrations.exporting.contents import ExportNotes, encode_files, encode_torch
 from wds_tensorcache.integrations.exporting.export_list import (
     LIST,
@@ -96,7 +96,7 @@ def export_cache(
         StaleCacheError: `resume` is True, and the folder has no files of an export, or files of another cache or kind.
         EncodeError: The kind of file cannot hold a value; the message names it.
         InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
-        FormatError: A shard is damaged.
+        FormatError: A shard is damaged; or `tc.open` has warned that the manifest does not list all shards of the folder.
         OSError: A file cannot be read or written.
     """
     if kind not in KINDS:
@@ -107,6 +107,8 @@ def export_cache(
     if is_url(text := os.fsdecode(out)):
         raise ValueError(f"{shown(text)}: files are exported to local folders; export to one, and copy it")
     check_not_url(text, ())
+    if cache._left_out is not None:
+        raise FormatError(cache._left_out, kind="index")
     _check_hidden(cache)
     out, report = os.path.realpath(text), ExportReport()
     if isinstance(cache, TensorCache):

@@ -103,7 +103,7 @@ class KeptIndexes:
             os.utime(file.path)  # recently used
         return replace(index, digest=head["digest"]), head["is_own"] is True
 
-    def write(self, url: str, info: ObjectInfo, footer: bytes, *, is_own: bool, digest: str | None) -> None:
+    def write(self, url: str, info: ObjectInfo, footer: bytes, *, is_own: bool, digest: str | None = None) -> None:
         """Keep an index as bytes of a sidecar; `is_own` tells whether it was found in the shard itself.
 
         `digest` is that of the index where it was found, since `footer` may have other bytes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.manifest import MAX_NBYTES, Found, listed_shard, parse_manifest
+from wds_tensorcache.shards.manifest import MAX_NBYTES, Found, check_inside, listed_shard, parse_manifest
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.urls import is_web, join_url, keep_secrets, shown
@@ -51,13 +51,14 @@ def shard_url(folder: str, listed: str) -> str:
 
     Args:
         listed: Path of the shard relative to the folder, as a local manifest has it, not percent-encoded; or the url of an
-            object in the folder. `parse_manifest` has refused `..`.
+            object in the folder.
 
     Raises:
         FormatError: `listed` names anything else.
     """
     if _PLAIN(listed):  # most shards of large manifests
         return keep_secrets(folder, f"{folder}/{listed}")
+    check_inside(listed)
     name = listed
     if "://" in listed:
         if not listed.startswith(f"{folder}/"):
