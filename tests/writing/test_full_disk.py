@@ -96,7 +96,7 @@ def test_everything_else(tmp_path: Path, limit: int) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: tc.write_index(shard),
         lambda: tc.repair(tmp_path / "x", tmp_path / "mended"),
-        lambda: build(Numbers(count=COUNT + 9), tmp_path / "x", footer=False),
+        lambda: build(Numbers(count=COUNT + 9), tmp_path / "x", footer=False, keys="position"),
         lambda: build(Numbers(), tmp_path / "new"),
         lambda: tc.drop(tmp_path / "x", tmp_path / "less", ["000000007"]),
         lambda: tc.ShardWriter(tmp_path / "other" / "%d.tar", fsync=False),

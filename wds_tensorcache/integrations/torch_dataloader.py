@@ -204,11 +204,11 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         device, gradients = PartialState().device, GradientState()
         gradients._add_dataloader(self)
         try:
-            for batch, _, step, after in steps:
+            for batch, (_, edits), step, after in steps:
                 self.end_of_dataloader = after.epoch != step.epoch
                 found = [send_to_device(batch, device)]
                 del batch
-                yield found.pop(), torch.from_numpy(step.is_padding).to(device), step, after
+                yield found.pop(), (torch.from_numpy(step.is_padding).to(device), edits), step, after
         finally:
             self.end_of_dataloader = False
             gradients._remove_dataloader(self)
