@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
@@ -75,11 +74,6 @@ def test_import_is_light(script: str, heavy: set[str]) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_say_what_they_are(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
-
-
-def test_folders_are_small() -> None:
-    modules = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
-    assert max(modules.values()) <= 12, modules
 
 
 def test_no_import_circles() -> None:
