@@ -18,7 +18,7 @@ from webdataset import autodecode
 from webdataset.autodecode import Continue, Decoder
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.tar.expansion import check_pickle, max_expanded
+from wds_tensorcache.shards.tar.expansion import check_objects, max_expanded
 
 __all__ = ["MemberDecoder"]
 
@@ -56,13 +56,14 @@ class MemberDecoder(Decoder):
                 if handler is self._own:
                     decode = handler(extension)
                     if decode is not None:
-                        check_pickle(len(content), nbytes, self._max_expanded_nbytes, "tc.decode")
                         # Hazard: if the result is None, webdataset's own unpickler would run next
                         return decode(content, limit)
                     continue
                 result = _decode_stock(handler, extension, content, limit) if is_stock else handler(extension, content)
                 if isinstance(result, Continue):
                     extension, content = result.key, result.data
+                    if is_stock:
+                        check_objects(extension, len(content), nbytes, self._max_expanded_nbytes, "tc.decode")
                 elif result is not None:
                     return result
         except TensorCacheError as exc:

@@ -51,8 +51,9 @@ def tarfile_to_samples(
         select_files: Function of a member's name that returns whether to read the member.
         rename_files: Function from a member's name to its new name.
         max_expanded_nbytes: Limit for the bytes of a shard that is compressed (gzip, bzip2, xz) or has holes. It may always
-            expand to 64 times the bytes that were read. A pickle or skeleton in such a shard may have 1/64 of this limit, or 8
-            times these bytes, because its objects take more memory. Raise the limit for shards that you trust.
+            expand to 64 times the bytes that were read. In such a shard, a skeleton or another pickle may have 1/64 of this
+            limit, or 8 times these bytes; a member of JSON or MessagePack 1/8 of it, or 64 times these bytes. Reason: their
+            objects take more memory. Raise the limit for shards that you trust.
 
     Raises (when iterating):
         FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message

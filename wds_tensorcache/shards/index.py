@@ -24,6 +24,7 @@ from wds_tensorcache.shards.names import SKELETON, TENSORS, NamedKey, member_suf
 __all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "MemberTable", "Origins", "ShardIndex", "narrow"]
 
 Array = np.ndarray[Any, Any]
+_PART = 1 << 20  # dimensions that are multiplied at once
 _LIMIT = 1 << 62  # offsets, dimensions and sizes must be smaller, so that the sum of two does not overflow
 
 
@@ -93,13 +94,16 @@ class LayoutTable:
             scalars = sum(STORED[dtype][0] for _, dtype, ndim in form.entries if not ndim)
             total[which] += scalars
             result[which] += scalars
-            begin = self.dims_begin[which]
-            for dtype, ndim in [entry[1:] for entry in form.entries if entry[2]] if len(which) else ():
-                shapes = self.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
+            widths, ndims = np.array(
+                [(STORED[dtype][0], ndim) for _, dtype, ndim in form.entries if ndim] or [(0, 0)]
+            ).T
+            num_dims, firsts = int(ndims.sum()), np.cumsum(ndims) - ndims
+            # Cost: about 32 bytes of memory for each dimension of a part; a shard may have a layout for each of its samples.
+            for part in np.array_split(which, 1 + len(which) * num_dims // _PART) if len(which) and num_dims else ():
+                shapes = self.dims[self.dims_begin[part, None] + np.arange(num_dims)].astype(np.int64)
                 with np.errstate(over="ignore"):
-                    total[which] += np.where(shapes == 0, 1.0, shapes).prod(1) * STORED[dtype][0]
-                result[which] += shapes.prod(1) * STORED[dtype][0]
-                begin = begin + ndim
+                    total[part] += np.multiply.reduceat(np.where(shapes == 0, 1.0, shapes), firsts, 1) @ widths
+                result[part] += np.multiply.reduceat(shapes, firsts, 1) @ widths
         _refuse(len(total) and float(total.max()) >= _LIMIT, "a layout of an impossible size")
         return result
 

@@ -6,13 +6,18 @@ import operator
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["MAX_EXPANDED_NBYTES", "check_option", "check_pickle", "max_expanded"]
+__all__ = ["MAX_EXPANDED_NBYTES", "check_objects", "check_option", "max_expanded"]
 
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
-# Hazard: the objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), and gzip packs 1,000 of these
-# into one byte. So a pickle that was compressed has lower limits.
-_PICKLE_SHARE, _MAX_PICKLE_RATIO = 64, 8
+# Hazard: the objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), those of JSON and MessagePack
+# up to 70, and gzip packs 1,000 of these bytes into one. So these members have lower limits if they were compressed: a share
+# of the option, and a ratio.
+_PICKLE, _JSON = (64, 8), (8, _MAX_RATIO)
+_OBJECTS = {
+    **dict.fromkeys(("pyd", "pkl", "pickle", "pth"), _PICKLE),
+    **dict.fromkeys(("json", "jsn", "mp", "msg"), _JSON),
+}
 
 
 def check_option(max_expanded_nbytes: int) -> int:
@@ -28,15 +33,22 @@ def max_expanded(stored_nbytes: int, max_expanded_nbytes: int) -> int:
     return max(max_expanded_nbytes, _MAX_RATIO * stored_nbytes)
 
 
-def check_pickle(nbytes: int, stored_nbytes: int, max_expanded_nbytes: int, functions: str) -> None:
-    """Raise FormatError if a skeleton or another pickle of `nbytes` bytes comes from too few stored bytes.
+def check_objects(name: str, nbytes: int, stored_nbytes: int, max_expanded_nbytes: int, functions: str) -> None:
+    """Raise FormatError if a member whose content becomes objects, such as a skeleton, comes from too few stored bytes.
 
-    The error says that `functions` have the option.
+    Args:
+        name: Name or extension of the member.
+        nbytes: Length of the member.
+        stored_nbytes: Number of compressed bytes.
+        max_expanded_nbytes: The option.
+        functions: The functions that have this option.
     """
-    limit = max(max_expanded_nbytes // _PICKLE_SHARE, _MAX_PICKLE_RATIO * stored_nbytes)
+    extension = name.rpartition(".")[2].lower()
+    share, ratio = _OBJECTS.get(extension, (1, _MAX_RATIO))
+    limit = max(max_expanded_nbytes // share, ratio * stored_nbytes)
     if nbytes > limit:
         raise FormatError(
-            f"a pickle of {nbytes:,} bytes in {stored_nbytes:,} compressed bytes, expected at most {limit:,}, because its "
-            f"objects could take 400 times as much memory; if you trust the shard, pass "
-            f"max_expanded_nbytes={nbytes * _PICKLE_SHARE} to {functions}"
+            f"a {extension!r:.20} of {nbytes:,} bytes in {stored_nbytes:,} compressed bytes, expected at most {limit:,}, "
+            f"because its objects could take many times as much memory; if you trust the shard, pass "
+            f"max_expanded_nbytes={nbytes * share} to {functions}"
         )

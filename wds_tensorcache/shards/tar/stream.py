@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_pickle, max_expanded
+from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_objects, max_expanded
 from wds_tensorcache.shards.tar.fields import adds_up, check_length
 from wds_tensorcache.shards.tar.headers import BLOCK, Header, Headers, is_extended, is_meta_name, padding
 from wds_tensorcache.shards.tar.hidden import find_header_in, hidden_members
@@ -25,7 +25,6 @@ _MAX_SKIP_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 26
 _MAX_MAGIC_NBYTES = 6
 _FUNCTIONS = "tc.tarfile_to_samples or tc.ResumablePipeline"
-_PICKLES = (".pyd", ".pkl", ".pickle", ".pth")  # skeletons, too
 _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": lambda stream: gzip.GzipFile(fileobj=stream),
     b"BZh": bz2.BZ2File,
@@ -44,7 +43,7 @@ class TarStream:
         begin: Offset in the tar of the stream's first byte; if above 0, a `start` of an earlier stream of this tar.
         skip: Function that skips up to n bytes of `stream`, and returns their number; None to read and drop them.
         max_expanded_nbytes: Limit for the decompressed bytes and the holes of the whole tar together, which may always be 64
-            times the bytes that were read from `stream`. A pickle may have 1/64 of the limit, or 8 times these bytes.
+            times the bytes that were read from `stream`. Members that become objects have lower limits, see `check_objects`.
 
     Attributes:
         start: Offset of the current member's first header, at which another stream of this tar can begin. None if it cannot:
@@ -155,11 +154,10 @@ class TarStream:
                 f"{name!r:.100}, a GNU sparse member of {len(content)} bytes, expands to {holes.nbytes}"
             )
             content = holes.expand(content)
-        if name.lower().endswith(_PICKLES):
-            try:
-                check_pickle(len(content), self._stored_nbytes, self._max_expanded_nbytes, _FUNCTIONS)
-            except FormatError as exc:
-                raise TarFormatError(f"{name!r:.100}: {exc}", offset=begin, kind="compressed") from None
+        try:
+            check_objects(name, len(content), self._stored_nbytes, self._max_expanded_nbytes, _FUNCTIONS)
+        except FormatError as exc:
+            raise TarFormatError(f"{name!r:.100}: {exc}", offset=begin, kind="compressed") from None
         return content
 
     @property
