@@ -12,8 +12,7 @@ import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Report
 from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, counted, json_option, plain
-from wds_tensorcache.writing.index_folder import index_folder
-from wds_tensorcache.writing.index_shard import index_shard
+from wds_tensorcache.writing.index_shard import index_folder, index_shard
 
 __all__ = ["index", "repair", "verify"]
 

@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.footer import parse_footer
@@ -152,4 +154,5 @@ def _head(url: str, info: ObjectInfo, *, is_own: Any, digest: Any) -> dict[str, 
         "object": object_digest,
         "is_own": is_own,
         "digest": digest,
+        "check": xxh3_64_hexdigest(str(digest).encode()),  # nothing else covers the digest
     }
