@@ -13,7 +13,7 @@ from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.after_end import check_end, load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_digest, stale_footer
-from wds_tensorcache.shards.index import Origins, ShardIndex
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.key_table import KeyTable
@@ -109,7 +109,7 @@ def index_shard(
         added = _unlisted_in(spellings[0], lists)
     before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
     fingerprint = _fingerprint(before, [listing.fingerprint(url) for _, listing, url in lists])
-    origins = None if before is None else Origins.of(before.origins_of(found.keys))
+    origins = None if before is None else before.origins_of(found.keys)
     found = replace(found, fingerprint=fingerprint, origins=origins)
     tail = END_OF_ARCHIVE + build_footer(found)
     nbytes = found.end + len(tail)
