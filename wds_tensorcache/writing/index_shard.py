@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
-from wds_tensorcache.reading.find_shards import shard_names
+from wds_tensorcache.reading.find_shards import file_identity, shard_names
 from wds_tensorcache.shards.after_end import check_end, load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_digest, stale_footer
@@ -232,7 +232,7 @@ def index_folder(
 ) -> FolderReport:
     """Write the manifest of a folder anew from its shards `*.tar`. Index those that have no index, as `write_index` does.
 
-    Entries for shards in subfolders stay if the shards exist.
+    Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once.
 
     Args:
         footer, dali_index: As for `write_index`.
@@ -250,6 +250,13 @@ def index_folder(
         raise FileNotFoundError(f"{folder} has no *.tar")
     catalog = Catalog(folder)
     before, indexes = catalog.read(), dict[str, ShardIndex]()
+    listed = {os.path.normpath(url): url for url in before.entries}
+    removed = [url for name, url in listed.items() if not os.path.exists(os.path.join(folder, name))]
+    # Hazard: links give a shard several names, and readers refuse a manifest that lists one file twice.
+    name_by_file: dict[tuple[int, int], str] = {}
+    for name in [*(name for name, url in listed.items() if url not in removed), *names]:
+        name_by_file.setdefault(file_identity(os.path.join(folder, name)), name)
+    names = sorted(set(names).intersection(name_by_file.values()))
     for number, name in enumerate(names):
         show(number, len(names))
         path = os.path.join(folder, name)
@@ -262,12 +269,10 @@ def index_folder(
             with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
                 write_dali_index(dali_index_path(path), index)
         indexes[name] = index
-    known = {os.path.normpath(url): url for url in before.entries}
-    removed = [url for name, url in known.items() if not os.path.exists(os.path.join(folder, name))]
     with catalog.changed() as listing:
         listing.remove(*removed)
         for name, index in indexes.items():
             listing.add(os.path.join(folder, name), index)
     counts = {name: len(index.keys) for name, index in indexes.items()}
     num_repeated = len(KeyTable((index.keys, None) for index in indexes.values()).shared())
-    return FolderReport(counts, [name for name in names if name not in known], removed, num_repeated)
+    return FolderReport(counts, [name for name in names if name not in listed], removed, num_repeated)
