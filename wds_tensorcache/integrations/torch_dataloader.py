@@ -181,12 +181,12 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Tells accelerate's `prepare` to return this loader as it is: accelerate would distribute the steps again."""
+        """Always True: accelerate's `prepare` then returns this loader, instead of one that distributes the steps again."""
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """Accelerate sets it for all loaders that `prepare` has returned."""
+        """Accelerate sets this for each loader that `prepare` returns."""
         self._is_prepared = value
 
     def __getstate__(self) -> dict[str, Any]:

@@ -115,12 +115,12 @@ def index_shard(
     nbytes = found.end + len(tail)
 
     def list_it(nbytes: int, digest: Callable[[str], str | None]) -> None:
-        for catalog, before, url in lists:
+        for catalog, listing, url in lists:
             entry = ShardEntry(url, len(found.keys), nbytes, digest(os.path.join(catalog.folder, url)))
-            if before.entries.get(url) != entry:
-                with catalog.changed() as listing:
-                    listing.add(path, found, entry)
-                before.entries[url] = entry
+            if listing.entries.get(url) != entry:
+                with catalog.changed() as current:
+                    current.add(path, found, entry)
+                listing.entries[url] = entry
 
     if footer and (nbytes != file.nbytes or file.read(found.end, nbytes) != tail):
         file = _own_file(file)
@@ -223,20 +223,14 @@ class FolderReport:
     num_repeated: int
 
 
-def index_folder(
-    folder: str,
-    *,
-    footer: bool = False,
-    dali_index: bool = True,
-    show: Callable[[int, int], object] = lambda done, total: None,
-) -> FolderReport:
+def index_folder(folder: str, *, footer: bool, dali_index: bool, show: Callable[[int, int], object]) -> FolderReport:
     """Write the manifest of a folder anew from its shards `*.tar`. Index those that have no index, as `write_index` does.
 
     Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once.
 
     Args:
         footer, dali_index: As for `write_index`.
-        show: Called with the number of shards that are read, and in all.
+        show: Function that is called with the number of shards that were read, and of all.
 
     Raises:
         FileExistsError: A writer holds the folder.
