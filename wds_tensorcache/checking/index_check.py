@@ -44,9 +44,11 @@ def check_indexes(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
     index = footer or sidecar
     if index is None:
         return None
-    # the shard itself does not contain these, so they cannot be checked; `repair` keeps them
-    with contextlib.suppress(FormatError):
+    # the shard itself does not contain these, so they cannot be compared; `repair` keeps them
+    try:
         found.index = replace(found.index, origins=index.origins_of(found.index.keys))
+    except FormatError as exc:
+        found.fault(None, None, f"{exc}", "index")
     return index.fingerprint
 
 

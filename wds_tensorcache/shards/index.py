@@ -243,7 +243,10 @@ class ShardIndex:
         try:
             return digest, raw.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as exc:
-            raise FormatError(f"the index has an original name that is not UTF-8: {raw!r:.100}", kind="index") from exc
+            what = f"the index has an original name that is not UTF-8: {raw!r:.100}"
+            raise FormatError(
+                f"{what}; `tensorcache repair` (tc.repair) writes the samples without names", kind="index"
+            ) from exc
 
     def key(self, row: int) -> str:
         """Return the key of a sample, as a `NamedKey` if it does not hold the original name, so that copies keep the name."""
