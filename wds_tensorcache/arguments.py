@@ -49,9 +49,9 @@ def check_options(
 
 
 def user_level() -> int:
-    """Return the `stacklevel` of a warning for the first frame outside this package, from the function that warns.
+    """Return the `stacklevel` with which the caller's warning names the first frame outside this package.
 
-    In a thread of this package, the user has no frame.
+    In a thread of this package, that is a frame of `threading`.
     """
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OWN:

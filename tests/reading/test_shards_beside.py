@@ -265,6 +265,16 @@ def test_index_keeps_what_the_manifest_alone_knows(a: Path, tmp_path: Path) -> N
         assert len(cache) == 40
 
 
+def test_index_lists_a_shard_with_two_names_once(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 40)
+    (folder / "a.tar").symlink_to("a-000000.tar")
+    (folder / "z.tar").symlink_to("a-000001.tar")
+    result = run_any("index", folder)
+    assert (result.returncode, result.stdout) == (0, f"{folder}: 2 shards, 40 samples\n")
+    with tc.open(folder) as cache:
+        assert len(cache) == 40
+
+
 def test_index_says_that_keys_are_repeated(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", 20)
     shutil.copy(folder / "a-000000.tar", folder / "copy.tar")

@@ -192,6 +192,21 @@ def test_a_forged_name_that_is_not_text(tmp_path: Path) -> None:
             cache.original_name(cache.keys()[2])
 
 
+def test_verify_reports_a_name_that_is_not_text(tmp_path: Path) -> None:
+    shard = write(tmp_path / "c") / "000000.tar"
+    index = load_index(ShardFile(str(shard)))
+    assert index.origins is not None
+    put_footer(shard, forged(index, text=np.full(len(index.origins.text), 0xFF, U8)))
+    (tmp_path / "c" / "manifest.json").unlink()  # it describes the shard as it was
+    faults = [str(fault) for fault in tc.verify(tmp_path / "c").faults]
+    assert len(faults) == 1
+    assert "not UTF-8" in faults[0]
+    tc.repair(tmp_path / "c", tmp_path / "repaired")
+    assert tc.verify(tmp_path / "repaired").ok
+    with tc.open(tmp_path / "repaired") as cache:
+        assert [int(sample["x"].load()) for sample in cache] == list(range(len(NAMES)))
+
+
 def test_a_table_without_all_its_arrays(tmp_path: Path) -> None:
     shard = write(tmp_path) / "000000.tar"
     index = load_index(ShardFile(str(shard)))

@@ -12,7 +12,7 @@ from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, split_line, split_lines
 from wds_tensorcache.shards.footer import build_footer, declared_place, parse_footer, read_footer
-from wds_tensorcache.shards.index import Origins, ShardIndex
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.names import TENSORS, split_member
 from wds_tensorcache.shards.sidecar import open_sidecar
@@ -44,9 +44,11 @@ def check_indexes(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
     index = footer or sidecar
     if index is None:
         return None
-    # no pass over a shard can check or find these; `repair` keeps them
-    with contextlib.suppress(FormatError):
-        found.index = replace(found.index, origins=Origins.of(index.origins_of(found.index.keys)))
+    # the shard itself does not contain these, so they cannot be compared; `repair` keeps them
+    try:
+        found.index = replace(found.index, origins=index.origins_of(found.index.keys))
+    except FormatError as exc:
+        found.fault(None, None, f"{exc}", "index")
     return index.fingerprint
 
 

@@ -26,7 +26,6 @@ __all__ = [
     "key_argument",
     "open_cache",
     "sample_key",
-    "sample_name",
     "tensor_names",
 ]
 
@@ -82,14 +81,6 @@ def sample_key(cache: tc.TensorCache, name: str) -> str:
         return safe
     cache[name]
     return name
-
-
-def sample_name(cache: tc.TensorCache, number: int, key: str) -> str | None:
-    """Return the name from which the key of sample `number` was made; None if there was no name, or if it is unknown."""
-    try:
-        return cache._name_at(number, key)
-    except tc.InvalidKeyError:
-        return None
 
 
 def find_tensor(sample: Any, key: str, name: str) -> Lazy:

@@ -128,7 +128,7 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as
     if not keys and keys_from is None:
         raise click.UsageError("expected keys, or --keys-from")
     wanted = [*keys, *(() if keys_from is None else _read_keys(keys_from))]
-    find_shards(source, copies=True)
+    find_shards(source, copies=True)  # the error, before `tc.open` warns of the same
     with tc.open(source) as cache:
         known = cache.keys()
         # an unknown key stays, so that the error names similar ones

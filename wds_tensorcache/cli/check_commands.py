@@ -45,25 +45,23 @@ def index(shards: tuple[str, ...], footer: bool, no_dali_index: bool, as_json: b
             found.append({"shard": path, "num_samples": len(made.keys), "added_to": manifest})
     for each in found:
         if "folder" in each:
-            _print_folder(output, each["folder"], each)
+            _print_folder(output, each)
         else:
             added = f", added to {each['added_to']}" if each["added_to"] else ""
             output.line(f"{each['shard']}: {counted(each['num_samples'], 'sample')}{added}")
     output.result(found)
 
 
-def _print_folder(output: Output, folder: str, found: dict[str, Any]) -> None:
-    for name in found["added"]:
-        output.line(
-            f"{os.path.join(folder, name)}: {counted(found['num_samples'][name], 'sample')}, added to the manifest"
-        )
-    for url in found["removed"]:
+def _print_folder(output: Output, report: dict[str, Any]) -> None:
+    folder, counts = report["folder"], report["num_samples"]
+    for name in report["added"]:
+        output.line(f"{os.path.join(folder, name)}: {counted(counts[name], 'sample')}, added to the manifest")
+    for url in report["removed"]:
         output.line(f"{os.path.join(folder, url)} does not exist: removed from the manifest")
-    if found["num_repeated"]:
-        keys = counted(found["num_repeated"], "key")
+    if report["num_repeated"]:
+        keys = counted(report["num_repeated"], "key")
         output.note(f"{folder}: {keys} in several shards; a look-up of such a key raises KeyError")
-    counts = found["num_samples"].values()
-    output.line(f"{folder}: {counted(len(counts), 'shard')}, {counted(sum(counts), 'sample')}")
+    output.line(f"{folder}: {counted(len(counts), 'shard')}, {counted(sum(counts.values()), 'sample')}")
 
 
 @click.command()

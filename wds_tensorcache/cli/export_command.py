@@ -30,7 +30,7 @@ def export(path: str, out: str, kind: str, resume: bool, cache_name: str | None,
     output = Output(as_json)
     if kind == "webdataset" and resume:
         raise click.UsageError("an interrupted tar cannot be continued; export it again without --resume")
-    find_shards(path, copies=True)
+    find_shards(path, copies=True)  # the error, before `tc.open` warns of the same
     with open_cache(path, cache_name) as cache, output.progress("exporting") as show:
         report = export_cache(cache, out, kind, resume=resume, progress=show)
     for key, name in report.renamed.items():

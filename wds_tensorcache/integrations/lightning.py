@@ -11,9 +11,10 @@ from wds_tensorcache.training.base_loader import BaseLoader
 
 __all__ = ["ResumeLoaders"]
 
-_NAMES = ("lightning.pytorch", "pytorch_lightning")
 # the package that the script has imported, because their classes do not mix
-_NAME = next((name for name in _NAMES if name in sys.modules), _NAMES[find_spec("lightning") is None])
+_IMPORTED = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+_INSTALLED = "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning"
+_NAME = _IMPORTED[0] if _IMPORTED else _INSTALLED
 try:
     _lightning: Any = import_module(_NAME)
 except ImportError as exc:

@@ -157,6 +157,11 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     Threads/fork/pickle: used by one thread, in the process that made the loader.
     """
 
+    # accelerate reads these two while it accumulates gradients
+    end_of_dataloader = False
+    remainder = -1
+    _is_prepared = False  # by accelerate
+
     def __init__(self, dataset: StepDataset, *, batch_sampler: Any = None, **options: Any) -> None:
         """Make a `torch.utils.data.DataLoader` over steps. Trainers call this to re-create the loader with their own options.
 
@@ -174,17 +179,14 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.
         vars(self)["sampler"] = self._plan  # a DistributedSampler
 
-    end_of_dataloader, remainder = False, -1  # accelerate asks for both while it accumulates gradients
-    _is_prepared = False
-
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Tells accelerate's `prepare` to return this loader as it is: accelerate would distribute the steps again."""
+        """Always True: accelerate's `prepare` then returns this loader, instead of one that distributes the steps again."""
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """Accelerate sets it for all loaders that `prepare` has returned."""
+        """Accelerate sets this for each loader that `prepare` returns."""
         self._is_prepared = value
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,12 +235,8 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
                 raise exc from None
             step, after = plan._course.step(plan._position)
             self._planned = after.step + num_ahead
-            yield (
-                found.pop(),
-                (None, self._edits),
-                step,
-                plan._settled(after),
-            )  # no reference here keeps the batch alive
+            # no reference here keeps the batch alive
+            yield found.pop(), (None, self._edits), step, plan._settled(after)
 
     def stats(self) -> WaitStats:
         """Return how long training has waited for the batches of this loader.

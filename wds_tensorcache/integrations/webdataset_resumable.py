@@ -19,6 +19,7 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
@@ -192,15 +193,13 @@ class ResumablePipeline(IterableDataset[Any]):
         if not 0 <= epoch < _MAX_EPOCH:
             raise ValueError(f"epoch={epoch}, expected 0 or more, and less than {_MAX_EPOCH}")
         self._enter()
-        num_used = sum(
-            end - begin for one in self._done.values() for begin, end in zip(*[iter(one.edges)] * 2, strict=True)
-        )
+        num_used = sum(done.num_done() for done in self._done.values())
         if num_used and epoch > self._epoch and not (self._is_over or self._has_warned):
             self._has_warned = True
             warnings.warn(
                 f"set_epoch({epoch}) leaves out the rest of epoch {self._epoch}, of which {num_used:,} samples were used; "
                 "iterate to its end to use them. Ignore this if epochs end early on purpose; later epochs do not warn",
-                stacklevel=2,
+                stacklevel=user_level(),
             )
         is_resumed = self._is_next and epoch == self._epoch and not self._is_over
         self._move(epoch, self._done if is_resumed else {}, is_over=False)
@@ -374,6 +373,9 @@ class _Done:
 
     def __contains__(self, number: int) -> bool:
         return bisect_right(self.edges, number) % 2 == 1
+
+    def num_done(self) -> int:
+        return sum(self.edges[1::2]) - sum(self.edges[::2])
 
     def is_wanted(self, number: int) -> bool:
         self.num_read = number + 1

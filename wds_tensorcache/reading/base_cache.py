@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from abc import abstractmethod
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from wds_tensorcache.errors import TensorCacheError, list_names
+from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate, needs_survey
 from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Choose
@@ -114,12 +115,15 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 the name, for example because another tool wrote the index.
             KeyError: There is no such sample.
         """
-        return self._name_at(self._find(key), key)
-
-    def _name_at(self, number: int, key: str) -> str:
-        """Return the original name of sample `number`, which has this key; raise InvalidKeyError if it is unknown."""
-        stored = self._stored_name(number)
+        stored = self._stored_name(self._find(key))
         return original_name(key) if stored is None else stored
+
+    def _name_at(self, number: int, key: str) -> str | None:
+        """Return the original name of sample `number`, which has this key; None if it is unknown, or if there is none."""
+        stored = self._stored_name(number)
+        with contextlib.suppress(InvalidKeyError):
+            return original_name(key) if stored is None else stored
+        return None
 
     @property
     @abstractmethod

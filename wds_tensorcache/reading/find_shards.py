@@ -19,7 +19,7 @@ from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, liste
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
-__all__ = ["CachePaths", "existing_folder", "expand_braces", "find_shards", "shard_names"]
+__all__ = ["CachePaths", "existing_folder", "expand_braces", "file_identity", "find_shards", "shard_names"]
 
 _NUM_SHOWN = 3
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
@@ -112,34 +112,36 @@ def shard_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
-def _unlisted(folder: str, found: list[str]) -> str | None:
-    """Return a message if a folder contains shards besides those `found` in its manifest; None if it cannot be listed."""
-    known = set(map(os.path.normpath, found))
+def _unlisted(folder: str, listed: list[str]) -> str | None:
+    """Return a message if a folder contains shards besides those `listed` in its manifest; None if it cannot be listed."""
+    listed_paths = set(map(os.path.normpath, listed))
     try:
         names = shard_names(os.listdir(folder))
     except OSError:  # a folder may permit reading files by name, but no listing
         return None
     paths = [os.path.normpath(os.path.join(folder, name)) for name in names]
-    unlisted = [path for path in paths if path not in known]
+    unlisted = [path for path in paths if path not in listed_paths]
     # Hazard: a writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
     # the manifest, read again, lists them; unless they were killed.
     if not unlisted or is_being_written(folder):
         return None
     manifest = os.path.join(folder, MANIFEST)
     located = [each.path for each in locate_shards(manifest, read_manifest(manifest)[0]) if each.error is None]
-    are_listed = set(map(_identity, located))  # links have other names
-    unlisted = [path for path in unlisted if os.path.isfile(path) and _identity(path) not in are_listed]
+    are_listed = set(map(file_identity, located))  # links have other names
+    unlisted = [path for path in unlisted if os.path.isfile(path) and file_identity(path) not in are_listed]
     if not unlisted:
         return None
     shown_names = ", ".join(repr(os.path.basename(path)) for path in unlisted[:_NUM_SHOWN])
-    shown_names += ", …" * (len(unlisted) > _NUM_SHOWN)
+    if len(unlisted) > _NUM_SHOWN:
+        shown_names += ", …"
     what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({shown_names})"
     command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
     remedy = f"add them with {command}, or move them to another folder"
     return f"{folder}: {what}, so their samples are left out; {remedy}"
 
 
-def _identity(path: str) -> tuple[int, int]:
+def file_identity(path: str) -> tuple[int, int]:
+    """Return numbers that are equal for all names of one file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 

@@ -61,7 +61,8 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
         named |= {f"member.{number}.{column}": getattr(member, column) for column in _MEMBER}
     if index.origins is not None:
         named["items.digest"] = index.origins.digest
-        named |= {f"originals.{c}": getattr(index.origins, c) for c in _ORIGINALS if len(index.origins.rows)}
+        if index.has_names:
+            named |= {f"originals.{column}": getattr(index.origins, column) for column in _ORIGINALS}
     names: dict[str, Any] = {
         "caches": list(index.caches),
         "members": list(index.members),
@@ -251,10 +252,11 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
 
 def _assemble_origins(arrays: dict[str, Any]) -> Origins | None:
     digest = arrays.get("items.digest")
-    has_names = any(f"originals.{c}" in arrays for c in _ORIGINALS)
+    names = [f"originals.{column}" for column in _ORIGINALS]
+    has_names = any(name in arrays for name in names)
     if digest is None and not has_names:
         return None
-    columns = [arrays[f"originals.{c}"] if has_names else np.empty(0, np.uint8) for c in _ORIGINALS]
+    columns = [arrays[name] if has_names else np.empty(0, np.uint8) for name in names]
     if columns[1].dtype != np.uint8:
         raise FormatError("the array 'originals.text' is not bytes (U8)", kind="index")
     return Origins(digest, *columns)

@@ -9,7 +9,7 @@ skeleton's length, 1 or 2 for the layout's number, and 8 for the digest.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -243,7 +243,10 @@ class ShardIndex:
         try:
             return digest, raw.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as exc:
-            raise FormatError(f"the index has an original name that is not UTF-8: {raw!r:.100}", kind="index") from exc
+            what = f"the index has an original name that is not UTF-8: {raw!r:.100}"
+            raise FormatError(
+                f"{what}; `tensorcache repair` (tc.repair) writes the samples without names", kind="index"
+            ) from exc
 
     def key(self, row: int) -> str:
         """Return the key of a sample, as a `NamedKey` if it does not hold the original name, so that copies keep the name."""
@@ -255,11 +258,12 @@ class ShardIndex:
         """True if there are samples whose keys do not hold their original names."""
         return self.origins is not None and len(self.origins.rows) > 0
 
-    def origins_of(self, keys: Iterable[str]) -> Iterator[tuple[int, str | None]]:
-        """Yield, for each key, the `origin` of its sample; unknown if there is no such sample."""
-        rows = {} if self.origins is None else {key: row for row, key in enumerate(self.keys)}
-        for key in keys:
-            yield self.origin(rows[key]) if key in rows else (0, None)
+    def origins_of(self, keys: Iterable[str]) -> Origins | None:
+        """Return the origins for an index of samples with these keys; those of keys that this index lacks are unknown."""
+        if self.origins is None:
+            return None
+        rows = {key: row for row, key in enumerate(self.keys)}
+        return Origins.of(self.origin(rows[key]) if key in rows else (0, None) for key in keys)
 
     def members_in_order(self) -> MemberTable:
         """Return all members, including those of caches, in the order of their offsets."""

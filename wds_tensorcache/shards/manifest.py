@@ -25,6 +25,7 @@ from wds_tensorcache.storage.remote.urls import is_url, shown
 
 __all__ = [
     "MANIFEST",
+    "MAX_NBYTES",
     "Catalog",
     "Found",
     "ListedCounts",

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.reference import MemorySource
@@ -294,7 +295,7 @@ class Samples:
             self._passed += 1
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=7)
+                warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=user_level())
             return _Loaded(None, sample, exc)
         members = None
         try:

@@ -121,7 +121,7 @@ def is_being_written(folder: str) -> bool:
     Without locks, as on some network file systems, a writer counts as active until its lock file is deleted.
     """
     try:
-        # Hazard: a writer that starts meanwhile must not find its lock file, or that of a killed writer, locked by this call.
+        # Hazard: a writer that starts during this call must not find its lock file, or that of a killed writer, locked by it.
         with locked_folder(folder):
             return any(_is_held(os.path.join(folder, name)) for name in os.listdir(folder) if _LOCK(name))
     except FileExistsError:  # a process that hangs holds the folder

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from torch.utils.data import DistributedSampler
 
-from wds_tensorcache.arguments import as_int
+from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.choices.alternatives import Alternatives
@@ -282,7 +282,7 @@ class StepSampler(DistributedSampler[Step]):
                 warnings.warn(
                     f"epoch {epoch} begins with the first samples of each cache, because this loader has used none yet, and "
                     "epochs of a mix with weights continue each other; to resume training, load the loader's state",
-                    stacklevel=2,
+                    stacklevel=user_level(),
                 )
             self._move(replace(self._course.next_epoch(before), epoch=epoch))
         is_training = hasattr(loop, "epoch_loop")
@@ -297,7 +297,7 @@ class StepSampler(DistributedSampler[Step]):
                 f"set_epoch({epoch}) leaves out {num_left:,} of the {self.count_rows().num_samples:,} samples of epoch "
                 f"{before.epoch}, which was not finished; iterate to its end to use them. Ignore this if epochs end early on "
                 "purpose; later epochs do not warn",
-                stacklevel=2,
+                stacklevel=user_level(),
             )
 
     def _check_counters(self, loop: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -270,14 +269,12 @@ def _numbered(there: FinishedShards) -> dict[int, int]:
     """Return the digest of the item of each sample whose key is the number of an item, by this number; 0 if unknown."""
     stored: dict[int, int] = {}
     for index in there.indexes.values():
-        digests = itertools.repeat(0)
-        if index.origins is not None and index.origins.digest is not None:
-            digests = iter(index.origins.digest.tolist())
-        stored |= {
-            number: digest
-            for key, digest in zip(index.keys, digests, strict=False)
-            if (number := number_in(key)) is not None
-        }
+        column = None if index.origins is None else index.origins.digest
+        digests = [0] * len(index.keys) if column is None else column.tolist()
+        for key, digest in zip(index.keys, digests, strict=True):
+            number = number_in(key)
+            if number is not None:
+                stored[number] = digest
     return stored
 
 
@@ -288,13 +285,14 @@ def _check_moved(
     num_removed = sum(number >= items.num_all for number in stored)
     if not changed and not num_removed:
         return
-    what = [f"item {changed[0]} is not the one from which its sample in {folder!r} was made"] if changed else []
-    what += [f"of {num_compared} items compared, {len(changed)} differ"] * bool(changed)
-    what += [f"the source has {items.num_all} items, but {folder!r} has samples of {num_removed} more"] * bool(
-        num_removed
-    )
+    faults = []
+    if changed:
+        faults.append(f"item {changed[0]} is not the one from which its sample in {folder!r} was made")
+        faults.append(f"of {num_compared} items compared, {len(changed)} differ")
+    if num_removed:
+        faults.append(f"the source has {items.num_all} items, but {folder!r} has samples of {num_removed} more")
     raise StaleCacheError(
-        f"{'; '.join(what)}. The keys of the samples are the positions of the items, so items can only be appended. "
+        f"{'; '.join(faults)}. The keys of the samples are the positions of the items, so items can only be appended. "
         f"Build a new version in another folder, with reuse={folder!r}, which computes what differs; or a new cache with keys= "
         "or digest=, whose items may move. If the source returns other values each time it is read, pass keys='position'"
     )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.layout import Form
 from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.codec.tree import rebuild
@@ -126,14 +127,22 @@ def is_comparable(items: Items, finished: FinishedShards, place: tuple[str, int]
 
 
 def warn_of_positions(folder: str, numbers: Sequence[int], num_compared: int | None = None) -> None:
-    """Warn that items are taken for those of finished samples only because they have the same numbers."""
-    some = ", ".join(map(str, numbers[:3])) + ", …" * (len(numbers) > 3 or num_compared is None)
+    """Warn that only the numbers of items match those of finished samples.
+
+    Args:
+        folder: Folder of the finished samples.
+        numbers: Numbers of the items; if `num_compared` is None, only that of the first such item.
+        num_compared: Number of items that were compared.
+    """
+    shown_numbers = ", ".join(map(str, numbers[:3]))
+    if num_compared is None or len(numbers) > 3:
+        shown_numbers += ", …"
     count = "" if num_compared is None else f" ({len(numbers)} of {num_compared} compared)"
     warnings.warn(
-        f"tc.build: nothing shows whether items {some}{count} are still those of the samples in {folder!r}, whose keys are "
-        "their positions: these items are not plain values, or the samples were written without digests. Pass keys= or "
-        "digest= for a new cache; or keys='position', if the order and number of the items never change",
-        stacklevel=5,
+        f"tc.build: nothing shows whether items {shown_numbers}{count} are still those of the samples in {folder!r}, "
+        "whose keys are their positions: these items are not plain values, or the samples were written without digests. "
+        "Pass keys= or digest= for a new cache; or keys='position', if the order and number of the items never change",
+        stacklevel=user_level(),
     )
 
 
@@ -160,9 +169,8 @@ class _TensorKinds:
                 if kind != expected and name not in self._warned:
                     self._warned.add(name)
                     what = f"tensor {name!r} is {kind}, but {expected} in earlier samples of this build"
-                    warnings.warn(
-                        f"tc.build: sample {sample.key!r}: {what}; such samples cannot share a batch", stacklevel=2
-                    )
+                    message = f"tc.build: sample {sample.key!r}: {what}; such samples cannot share a batch"
+                    warnings.warn(message, stacklevel=user_level())
 
 
 def _kinds_of(form: Form, texts: tuple[str, ...] | None) -> Iterator[tuple[str, str]]:
@@ -212,7 +220,7 @@ class Batch:
     Args:
         made: The batch.
         count: Number of its samples.
-        name: Function from the number of a row to the name of its item, for messages.
+        describe: Function from the number of a row to the name of its item, for messages.
 
     Raises:
         EncodeError: The batch is nested too deeply, or contains itself.
@@ -222,7 +230,7 @@ class Batch:
         on the device's current stream; `rows` waits for them.
     """
 
-    def __init__(self, made: Any, count: int, name: Callable[[int], str] = "row {} of the batch".format) -> None:
+    def __init__(self, made: Any, count: int, describe: Callable[[int], str]) -> None:
         devices: set[torch.device] = set()
 
         def copied(leaf: Any) -> Any:
@@ -242,13 +250,10 @@ class Batch:
 
         try:
             _check(made, count)
-            if (
-                isinstance(made, list)
-                and (at := next((i for i, row in enumerate(made) if row is None), None)) is not None
-            ):
-                raise ValueError(
-                    f"fn returned None for {name(at)}, expected a sample; leave such items out of the source"
-                )
+            for i, sample in enumerate(made if isinstance(made, list) else ()):
+                if sample is None:
+                    what = f"fn returned None for {describe(i)}, expected a sample"
+                    raise ValueError(f"{what}; leave such items out of the source")
             self._made, self._count = own(made), count
         except RecursionError:
             raise EncodeError("what fn returned is nested too deeply, or contains itself") from None

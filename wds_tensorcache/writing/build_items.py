@@ -337,7 +337,7 @@ def digest_item(value: Any) -> int:
 
 
 class _NoDigest(Exception):
-    pass
+    """An item has a part of a type without a digest."""
 
 
 def _feed(update: Any, value: Any) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
-from wds_tensorcache.reading.find_shards import shard_names
+from wds_tensorcache.reading.find_shards import file_identity, shard_names
 from wds_tensorcache.shards.after_end import check_end, load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_digest, stale_footer
-from wds_tensorcache.shards.index import Origins, ShardIndex
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.key_table import KeyTable
@@ -109,18 +109,18 @@ def index_shard(
         added = _unlisted_in(spellings[0], lists)
     before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
     fingerprint = _fingerprint(before, [listing.fingerprint(url) for _, listing, url in lists])
-    origins = None if before is None else Origins.of(before.origins_of(found.keys))
+    origins = None if before is None else before.origins_of(found.keys)
     found = replace(found, fingerprint=fingerprint, origins=origins)
     tail = END_OF_ARCHIVE + build_footer(found)
     nbytes = found.end + len(tail)
 
     def list_it(nbytes: int, digest: Callable[[str], str | None]) -> None:
-        for catalog, before, url in lists:
+        for catalog, listing, url in lists:
             entry = ShardEntry(url, len(found.keys), nbytes, digest(os.path.join(catalog.folder, url)))
-            if before.entries.get(url) != entry:
-                with catalog.changed() as listing:
-                    listing.add(path, found, entry)
-                before.entries[url] = entry
+            if listing.entries.get(url) != entry:
+                with catalog.changed() as current:
+                    current.add(path, found, entry)
+                listing.entries[url] = entry
 
     if footer and (nbytes != file.nbytes or file.read(found.end, nbytes) != tail):
         file = _own_file(file)
@@ -223,20 +223,14 @@ class FolderReport:
     num_repeated: int
 
 
-def index_folder(
-    folder: str,
-    *,
-    footer: bool = False,
-    dali_index: bool = True,
-    show: Callable[[int, int], object] = lambda done, total: None,
-) -> FolderReport:
+def index_folder(folder: str, *, footer: bool, dali_index: bool, show: Callable[[int, int], object]) -> FolderReport:
     """Write the manifest of a folder anew from its shards `*.tar`. Index those that have no index, as `write_index` does.
 
-    Entries for shards in subfolders stay if the shards exist.
+    Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once.
 
     Args:
         footer, dali_index: As for `write_index`.
-        show: Called with the number of shards that are read, and in all.
+        show: Function that is called with the number of shards that were read, and of all.
 
     Raises:
         FileExistsError: A writer holds the folder.
@@ -250,6 +244,13 @@ def index_folder(
         raise FileNotFoundError(f"{folder} has no *.tar")
     catalog = Catalog(folder)
     before, indexes = catalog.read(), dict[str, ShardIndex]()
+    listed = {os.path.normpath(url): url for url in before.entries}
+    removed = [url for name, url in listed.items() if not os.path.exists(os.path.join(folder, name))]
+    # Hazard: links give a shard several names, and readers refuse a manifest that lists one file twice.
+    name_by_file: dict[tuple[int, int], str] = {}
+    for name in [*(name for name, url in listed.items() if url not in removed), *names]:
+        name_by_file.setdefault(file_identity(os.path.join(folder, name)), name)
+    names = sorted(set(names).intersection(name_by_file.values()))
     for number, name in enumerate(names):
         show(number, len(names))
         path = os.path.join(folder, name)
@@ -262,12 +263,10 @@ def index_folder(
             with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
                 write_dali_index(dali_index_path(path), index)
         indexes[name] = index
-    known = {os.path.normpath(url): url for url in before.entries}
-    removed = [url for name, url in known.items() if not os.path.exists(os.path.join(folder, name))]
     with catalog.changed() as listing:
         listing.remove(*removed)
         for name, index in indexes.items():
             listing.add(os.path.join(folder, name), index)
     counts = {name: len(index.keys) for name, index in indexes.items()}
     num_repeated = len(KeyTable((index.keys, None) for index in indexes.values()).shared())
-    return FolderReport(counts, [name for name in names if name not in known], removed, num_repeated)
+    return FolderReport(counts, [name for name in names if name not in listed], removed, num_repeated)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import check_same
@@ -158,7 +159,7 @@ def take_over(
             what = f"{pattern.locate(lost[0])} no longer exists" + f", nor do {len(lost) - 1} more shards" * (
                 len(lost) > 1
             )
-            warnings.warn(f"{what}; removed from the manifest", stacklevel=4)
+            warnings.warn(f"{what}; removed from the manifest", stacklevel=user_level())
         if lost or unlisted:
             with catalog.changed() as listing:
                 listing.remove(*lost)

@@ -11,6 +11,7 @@ from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.shards.footer import build_footer, declared_digest
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import IndexBuilder
+from wds_tensorcache.shards.names import NamedKey
 from wds_tensorcache.shards.tar.headers import END_OF_ARCHIVE
 from wds_tensorcache.shards.tar.packed_sample import PackedSample
 from wds_tensorcache.storage.output import Output
@@ -78,8 +79,8 @@ class UnfinishedShard:
 
     def _add(self, sample: PackedSample) -> None:
         self._keys.add(sample.key)
-        origin = sample.item_digest, getattr(sample.key, "original", None)  # a `NamedKey` has one
-        self._builder.add(sample.key, sample.caches, sample.members, self._position, origin)
+        name = sample.key.original if isinstance(sample.key, NamedKey) else None
+        self._builder.add(sample.key, sample.caches, sample.members, self._position, (sample.item_digest, name))
         self._position += sample.nbytes
 
     def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:

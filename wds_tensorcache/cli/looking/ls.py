@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 import wds_tensorcache as tc
-from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache, sample_name
+from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.reading.schema import Entry
 
@@ -57,14 +57,14 @@ def ls_command(
 def _matching(cache: tc.TensorCache, pattern: str | None) -> Iterator[tuple[int, Entry]]:
     is_match = re.compile(fnmatch.translate(pattern)).match if pattern is not None else None
     for number, entry in enumerate(cache._entries()):
-        if is_match is None or is_match(entry.key) or is_match(sample_name(cache, number, entry.key) or ""):
+        if is_match is None or is_match(entry.key) or is_match(cache._name_at(number, entry.key) or ""):
             yield number, entry
 
 
 def _record(cache: tc.TensorCache, number: int, entry: Entry, having: dict[str, Any], is_long: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"key": entry.key, "nbytes": entry.nbytes}
     if is_long:
-        record["name"] = sample_name(cache, number, entry.key)
+        record["name"] = cache._name_at(number, entry.key)
         record["shapes"] = entry.shapes
         record["members"] = [suffix for suffix, mask in having.items() if mask[number]]
     return record

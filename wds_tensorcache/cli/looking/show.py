@@ -21,7 +21,6 @@ from wds_tensorcache.cli.cache_argument import (
     key_argument,
     open_cache,
     sample_key,
-    sample_name,
 )
 from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, number, values_text
 from wds_tensorcache.cli.output import Output, json_option, plain
@@ -92,7 +91,7 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
     if output.as_json:
         return
     drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[:_NUM_MAPS] if maps else ()))
-    name = sample_name(cache, cache._find(key), key)
+    name = cache._name_at(cache._find(key), key)
     title = Text().append(f"sample {plain(repr(key))}", "bold")
     title.append(f" ({plain(name)})" if name not in (None, key) else "").append(f"  {nbytes:,} bytes of tensors")
     tree = Tree(title, guide_style="dim")

@@ -13,7 +13,6 @@ from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.codec.tree import flatten, map_leaves
-from wds_tensorcache.errors import FormatError
 from wds_tensorcache.inspecting.report.pictures import Planes, fit_png, planes_of
 from wds_tensorcache.inspecting.report.survey import READ_ERRORS, Mark, Survey, Values, load_planes
 from wds_tensorcache.inspecting.report.texts import cut, num_stored, number, visible, words
@@ -96,9 +95,9 @@ def text_of_sample(survey: Survey, at: int, max_nbytes: int) -> str:
 def _name_of(survey: Survey, at: int, key: str) -> str:
     try:
         name = survey.cache._name_at(at, key)
-    except (FormatError, ValueError):
+    except READ_ERRORS:
         return ""
-    return visible(name, 300) if name != key else ""
+    return "" if name is None or name == key else visible(name, 300)
 
 
 def _mark(mark: Mark) -> dict[str, str]:

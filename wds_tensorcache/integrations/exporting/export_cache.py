@@ -173,11 +173,8 @@ def _list_files(cache: Cache, kind: str, report: ExportReport) -> ExportList:
                 what = f"has a member {suffix!r}, which has the name of an exported file; use another kind"
                 raise EncodeError(what).at(f"sample {key!r:.100}")
         stored = cache._stored_name(number)
-        try:
-            original = cache._name_at(number, key)
-        except InvalidKeyError:
-            original = key
-        name, is_renamed = names.name_of(key, original, [*own, *members])
+        original = cache._name_at(number, key)
+        name, is_renamed = names.name_of(key, key if original is None else original, [*own, *members])
         if is_renamed:
             report.renamed[key] = name
         listed.samples.append(ExportedSample(key, name, members, None if stored == name else stored))

@@ -29,6 +29,7 @@ from wds_tensorcache.integrations.pickles.arrays import ArrayReader, decode_pick
 from wds_tensorcache.integrations.pickles.pth import load_pth
 from wds_tensorcache.integrations.pickles.pth_plans import view_pth
 from wds_tensorcache.integrations.pickles.zip_list import ZippedFile, list_zipped
+from wds_tensorcache.shards.tar.expansion import max_expanded
 
 __all__ = [
     "REMEDY",
@@ -40,7 +41,6 @@ __all__ = [
     "load_pickle",
     "load_safetensors",
     "load_torch",
-    "max_expanded",
     "parse_npy",
     "parse_pickle",
     "parse_torch",
@@ -49,7 +49,6 @@ __all__ = [
     "tensors_of",
 ]
 
-_MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
 _GZIP, _ZIP, _PICKLE = b"\x1f\x8b", b"PK\x03\x04", b"\x80"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
@@ -59,11 +58,6 @@ _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
 _MAX_NPY_HEADER = 1 << 14
 _MAX_SMALL_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
-
-
-def max_expanded(nbytes: int) -> int:
-    """Return the most bytes of tensors that a file of `nbytes` may contain."""
-    return max(_MAX_RATIO * nbytes, _MIN_LIMIT)
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.ndarray[Any, Any]]:
@@ -80,8 +74,8 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
         if len({file.filename for file in files}) < len(files):
             raise FormatError("two files in the npz have the same name")
         expanded = sum(file.file_size for file in files)
-        if expanded > max_expanded(len(raw)):
-            most = max_expanded(len(raw))
+        most = max_expanded(len(raw))
+        if expanded > most:
             raise FormatError(
                 f"{len(raw):,} bytes expand to {expanded:,}, expected at most {most:,}; store it uncompressed"
             )
@@ -215,7 +209,7 @@ def parse_pickle(raw: bytes, trust: bool) -> Any:
         value = parse_torch(raw, trust)
     else:
         try:
-            value = decode_pickle(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), REMEDY)
+            value = decode_pickle(raw, max_expanded(len(raw)), REMEDY)
         except FormatError:
             if not trust:
                 raise

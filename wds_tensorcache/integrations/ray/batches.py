@@ -13,7 +13,8 @@ from wds_tensorcache.codec.tree import flatten, rebuild
 from wds_tensorcache.integrations.ray.need_ray import need_ray
 from wds_tensorcache.integrations.ray.rows.bits import to_bits
 from wds_tensorcache.integrations.ray.rows.restore import plain_sample, restore_sample
-from wds_tensorcache.integrations.ray.rows.structure import STRUCTURE
+from wds_tensorcache.integrations.ray.rows.structure import STRUCTURE, parse_structure
+from wds_tensorcache.shards.names import NamedKey
 
 if TYPE_CHECKING:
     from wds_tensorcache.integrations.ray.rows.columns import Kind
@@ -46,7 +47,7 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     row = {name: column_values([value])[0] for name, value in row.items()}
     raw = row.get(STRUCTURE)
-    sample = plain_sample(row) if raw is None else restore_sample(raw, row, allow=allow)
+    sample = plain_sample(row) if raw is None else restore_sample(parse_structure(raw), row, allow=allow)
     return _owned(sample)
 
 
@@ -166,5 +167,5 @@ def ray_table(
         for name, value in flatten(sample).items():
             tensors.setdefault(name, [None] * len(lazy))[at] = to_bits(value)
     kinds: dict[str, Kind] = dict.fromkeys(optional, "object")
-    originals = [getattr(key, "original", None) for key in keys]  # a `NamedKey` has one
+    originals = [key.original if isinstance(key, NamedKey) else None for key in keys]
     return make_table(list(keys), lazy, tensors, kinds, {}, has_values=values, originals=originals, allow=allow)

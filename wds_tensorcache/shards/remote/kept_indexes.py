@@ -106,7 +106,7 @@ class KeptIndexes:
         return replace(index, digest=head["digest"]), head["is_own"] is True
 
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, is_own: bool, digest: str | None = None) -> None:
-        """Keep an index as bytes of a sidecar; `is_own` tells whether it was found in the shard itself.
+        """Keep an index as bytes of a sidecar; `is_own` is True if it was found in the shard itself.
 
         `digest` is that of the index where it was found, since `footer` may have other bytes.
         """
@@ -146,12 +146,11 @@ class KeptIndexes:
 
 
 def _head(url: str, info: ObjectInfo, *, is_own: Any, digest: Any) -> dict[str, Any]:
-    object_digest = digest_of(url, info).hex()
     return {
         "url": str(url),
         "tag": info.tag,
         "nbytes": info.nbytes,
-        "object": object_digest,
+        "object": digest_of(url, info).hex(),
         "is_own": is_own,
         "digest": digest,
         "check": xxh3_64_hexdigest(str(digest).encode()),  # nothing else covers the digest

@@ -10,9 +10,9 @@ __all__ = ["MAX_EXPANDED_NBYTES", "check_objects", "check_option", "max_expanded
 
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
-# Hazard: the objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), those of JSON and MessagePack
-# up to 70, and gzip packs 1,000 of these bytes into one. So these members have lower limits if they were compressed: a share
-# of the option, and a ratio.
+# Hazard: the objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), those of JSON and MessagePack up
+# to 70, and gzip packs 1,000 of these bytes into one. So compressed members have lower limits: the option divided by the first
+# number, or the compressed bytes times the second.
 _PICKLE, _JSON = (64, 8), (8, _MAX_RATIO)
 _OBJECTS = {
     **dict.fromkeys(("pyd", "pkl", "pickle", "pth"), _PICKLE),
@@ -28,7 +28,7 @@ def check_option(max_expanded_nbytes: int) -> int:
     return nbytes
 
 
-def max_expanded(stored_nbytes: int, max_expanded_nbytes: int) -> int:
+def max_expanded(stored_nbytes: int, max_expanded_nbytes: int = MAX_EXPANDED_NBYTES) -> int:
     """Return how many bytes `stored_nbytes` bytes may become."""
     return max(max_expanded_nbytes, _MAX_RATIO * stored_nbytes)
 
@@ -49,6 +49,6 @@ def check_objects(name: str, nbytes: int, stored_nbytes: int, max_expanded_nbyte
     if nbytes > limit:
         raise FormatError(
             f"a {extension!r:.20} of {nbytes:,} bytes in {stored_nbytes:,} compressed bytes, expected at most {limit:,}, "
-            f"because its objects could take many times as much memory; if you trust the shard, pass "
+            "because its objects could take many times as much memory; if you trust the shard, pass "
             f"max_expanded_nbytes={nbytes * share} to {functions}"
         )

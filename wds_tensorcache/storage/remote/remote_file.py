@@ -52,7 +52,7 @@ class RemoteFile:
         url: The url, concealed.
         path: The url for messages, without secrets.
         nbytes: Length of the object.
-        is_asked: True if a response has told the object's state. A tag of None then stands for a server without tags.
+        is_asked: True if a response has reported the object's state. A tag of None then means that the server has no tags.
 
     Raises:
         FileNotFoundError: The object does not exist; with `nbytes`, the first read raises MissingShardError.

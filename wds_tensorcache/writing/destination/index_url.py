@@ -11,7 +11,7 @@ from functools import partial
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members
 from wds_tensorcache.shards.footer import build_footer, stale_footer
-from wds_tensorcache.shards.index import Origins, ShardIndex
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.remote.find_index import scan_remote
 from wds_tensorcache.shards.tar.hidden import hidden_members
@@ -57,7 +57,7 @@ def index_url(url: str, *, dali_index: bool, index_folder: str | None) -> ShardI
         raise exc.at(shown(url)) from exc
     before = _stored_index(file, objects, sidecar_path(target))
     if before is not None:
-        index = replace(index, fingerprint=before.fingerprint, origins=Origins.of(before.origins_of(index.keys)))
+        index = replace(index, fingerprint=before.fingerprint, origins=before.origins_of(index.keys))
     written = {sidecar_path(target): build_footer(index, file.nbytes)}
     if dali_index:
         written[dali_index_path(target)] = build_dali_index(list_members(index))

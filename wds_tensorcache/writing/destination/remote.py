@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import MemberColumns, ShardIndex
@@ -55,7 +56,7 @@ class RemoteDestination:
         """See `Destination`."""
         found = self._uploads.call(self._begin, overwrite, resume)
         if self._lost is not None:
-            warnings.warn(self._lost, stacklevel=3)
+            warnings.warn(self._lost, stacklevel=user_level())
         return found
 
     def _begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:

@@ -119,7 +119,6 @@ def _open(folder: SourceFolder) -> Source:
             samples.pop(key, None)  # it may lack members
         found += [(name, key, members) for key, members in samples.items()]
     doubles = [key for key, count in Counter(key for _, key, _ in found).items() if count > 1]
-    is_unique = not doubles
     notes = _note_stems([(key, members) for _, key, members in found])
     if doubles:
         what = f"{len(doubles):,} keys occur in several tars, for example {list_names(doubles[:_NUM_NAMED])}"
@@ -127,10 +126,10 @@ def _open(folder: SourceFolder) -> Source:
     return Source(
         [
             SourceSample(
-                key if is_unique else f"{name[:-4]}/{key}",
+                f"{name[:-4]}/{key}" if doubles else key,
                 (name,),
                 partial(_load, folder, name, key, members),
-                key if is_unique and is_safe_key(key) else None,
+                key if not doubles and is_safe_key(key) else None,
             )
             for name, key, members in found
         ],
@@ -141,7 +140,8 @@ def _open(folder: SourceFolder) -> Source:
 
 def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
     """Return a note about samples with members that look like separate samples, if there are any."""
-    doubtful = [(key, fitting) for key, members in samples if (fitting := list(filter(_LIKE_STEM, members)))]
+    doubtful = [(key, list(filter(_LIKE_STEM, members))) for key, members in samples]
+    doubtful = [(key, suffixes) for key, suffixes in doubtful if suffixes]
     if not doubtful:
         return []
     names = [f"{key}.{suffix}" for key, suffixes in doubtful[:_NUM_NAMED] for suffix in suffixes]

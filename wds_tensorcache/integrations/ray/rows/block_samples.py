@@ -44,7 +44,7 @@ def samples_of_block(
     A block with the columns of `encoded_table` has encoded samples.
 
     Args:
-        block: The block.
+        block: Rows of a dataset, with the keys in the column `key`.
         key: Name of the column with the keys.
         allow: Classes that samples may contain.
         has_fingerprint: True if the samples get a fingerprint, also an empty one.
@@ -77,5 +77,6 @@ def samples_of_block(
                 f"{what}; if the samples are still what it describes, pass fingerprint=tc.open(source).fingerprint, else a "
                 "description of how they were made, or {} to leave it out"
             )
-        named = None if structure.original is None else hashed_key(structure.original)
-        yield named if named == keys[at] else keys[at], restore_sample(structure, row, allow=allow), members
+        # the row has another key now, unless the hash agrees
+        named_key = None if structure.original is None else hashed_key(structure.original)
+        yield named_key if named_key == keys[at] else keys[at], restore_sample(structure, row, allow=allow), members

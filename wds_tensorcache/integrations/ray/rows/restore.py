@@ -19,7 +19,6 @@ from wds_tensorcache.integrations.ray.rows.structure import (
     MEMBER,
     STRUCTURE,
     Structure,
-    parse_structure,
     value_columns,
 )
 from wds_tensorcache.integrations.ray.rows.values import as_value, is_nothing, is_same
@@ -34,21 +33,20 @@ def members_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name[1:]: value for name, value in row.items() if name.startswith(MEMBER) and value is not None}
 
 
-def restore_sample(raw: bytes | Structure, row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
+def restore_sample(structure: Structure, row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     """Return the nested sample of a row that has the column `__tensorcache__`.
 
     Args:
-        raw: Bytes of the column, or what they contain.
+        structure: Content of the column.
         row: Values of the other columns by name: arrays for tensors, None for nulls. Tensors whose column is
             gone or null are left out. A tensor or value that has changed replaces the old one, a new column becomes a new item.
         allow: Classes that the sample may contain.
 
     Raises:
-        FormatError: These are not bytes of the column `__tensorcache__`.
+        FormatError: The skeleton or the tensors in the column are damaged.
         EncodeError: A new column has no place, because the sample is not a dict, or has another value there.
         UnsafeSkeletonError: The sample contains a class that is not in `allow`.
     """
-    structure = raw if isinstance(raw, Structure) else parse_structure(raw)
     has_values, dtypes = structure.has_values, structure.dtypes
     sample = decode_sample(structure.skeleton, structure.tensors, allow=allow)
     lazies = flatten(sample)

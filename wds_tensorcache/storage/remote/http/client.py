@@ -50,11 +50,11 @@ class HttpClient:
     Threads/fork/pickle: as `Client`.
     """
 
-    def __init__(self, origin: str, credentials: tuple[str, str] | None = None) -> None:
+    def __init__(self, origin: str, credentials: tuple[str, str] | None) -> None:
         self.origin = origin
         self.pace = Pace()
         self._transport = Transport(origin, credentials)
-        self._has_ranges: bool | None = None  # None until a response tells it
+        self._has_ranges: bool | None = None  # None until a response shows it
         self._is_warned = False
         self._has_suffix_ranges = True
         self._copies = WholeCopies(self._fetch)
