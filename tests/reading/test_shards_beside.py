@@ -275,6 +275,22 @@ def test_index_lists_a_shard_with_two_names_once(tmp_path: Path) -> None:
         assert len(cache) == 40
 
 
+def test_index_writes_nothing_through_a_link(tmp_path: Path) -> None:
+    private = write(tmp_path / "private", 20, footer=False)
+    tc.write_index(private / "a-000000.tar", footer=False)
+    (private / "manifest.json").write_text(
+        (private / "manifest.json").read_text().replace('"nsamples": 20', '"nsamples": 20 ')
+    )
+    before = {path.name: path.read_bytes() for path in private.iterdir()}
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "a-000000.tar").symlink_to(private / "a-000000.tar")
+    assert run_any("index", "--footer", stranger).returncode == 0
+    assert {path.name: path.read_bytes() for path in private.iterdir()} == before
+    with tc.open(stranger) as cache:
+        assert len(cache) == 20
+
+
 def test_index_says_that_keys_are_repeated(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", 20)
     shutil.copy(folder / "a-000000.tar", folder / "copy.tar")

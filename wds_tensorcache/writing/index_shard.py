@@ -105,7 +105,8 @@ def index_shard(
     lists: list[tuple[Catalog, Listing, str]] = []
     added = None
     with contextlib.nullcontext() if footer else contextlib.suppress(FormatError):
-        lists = _lists_of(file, spellings)
+        # without a footer, the shard does not change, and nothing is written to the folder of a link's target
+        lists = _lists_of(file, spellings if footer else spellings[:1])
         added = _unlisted_in(spellings[0], lists)
     before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
     fingerprint = _fingerprint(before, [listing.fingerprint(url) for _, listing, url in lists])
@@ -226,7 +227,8 @@ class FolderReport:
 def index_folder(folder: str, *, footer: bool, dali_index: bool, show: Callable[[int, int], object]) -> FolderReport:
     """Write the manifest of a folder anew from its shards `*.tar`. Index those that have no index, as `write_index` does.
 
-    Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once.
+    Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once. Nothing
+    is written through a link: the index of its target becomes a separate file next to the link.
 
     Args:
         footer, dali_index: As for `write_index`.
@@ -256,7 +258,8 @@ def index_folder(folder: str, *, footer: bool, dali_index: bool, show: Callable[
         path = os.path.join(folder, name)
         index = load_whole(path)
         if index.digest is None:
-            index = write_index(path, footer=footer, dali_index=dali_index)
+            # Hazard: the target of a link may be in another folder, or a blob of the Hub, which is named by its content.
+            index = write_index(path, footer=footer and not os.path.islink(path), dali_index=dali_index)
         if index.fingerprint is None:
             index = replace(index, fingerprint=before.fingerprint(name))
         if dali_index:  # an older `.idx` may be stale
