@@ -114,4 +114,4 @@ def test_servers_that_lack_ranges(http_server: HttpServer, content: bytes, optio
     after = sum(one.nbytes for one in http_server.log())
     if "ranges" in options:
         assert (nbytes, after) == (len(content), 0)
-    assert nbytes + after <= 3 * len(content)  # two answers were not what was asked for
+    assert nbytes + after <= 3 * len(content) + 10_000  # up to three responses were not what was asked for
