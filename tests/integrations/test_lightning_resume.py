@@ -202,7 +202,7 @@ def test_another_batch_size_is_an_error(cache: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", ["step", "epoch", "at the end"])
 @pytest.mark.parametrize("batch_size", [1, BATCH, 4])
 def test_another_batch_size_at_the_end_of_an_epoch(cache: Any, tmp_path: Path, batch_size: int, every: str) -> None:
-    """A checkpoint after the last step, but before the end of the epoch: Lightning continues the epoch if it has more batches."""
+    """Lightning continues an epoch after the checkpoint of its last step if it has more batches than before."""
     options: dict[str, Any] = {"every_n_train_steps": STEPS} if every == "step" else {"every_n_epochs": 1}
     callback = pl.callbacks.ModelCheckpoint(tmp_path, filename="last", **options)
     callbacks = [callback] if every != "at the end" else []

@@ -122,7 +122,8 @@ def build(
         rank, world_size: Which rank this process is, of how many; by default from torch.distributed, else from torchrun's
             environment, else one process. All ranks must have the same items in the same order. A rank reads only its own
             items of a map-style dataset, but all of an iterable. If the source of each rank already contains only the
-            rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`.
+            rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`; in the first case, also `keys` and
+            a folder for each rank.
         progress: Show rate and time left of this rank with `tqdm`; by default only on rank 0, if `tqdm` is installed and
             stderr is a terminal. Or a function of this rank's samples that are finished and in all, None if the source has no
             length: `progress=lambda done, total: …`. The caller's thread calls it at the beginning and after each batch.
