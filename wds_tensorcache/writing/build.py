@@ -144,8 +144,8 @@ def build(
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
         ValueError: `fn` returned fewer or more samples than items, or None for an item; two items have the same key; the source
             is empty; `out` contains shards with other names; `reuse` is the same folder as `out`, or has named caches or
-            samples without a cache; two ranks have the same key, different items, or
-            different batch sizes; or several ranks have `footer=False` or the path of a single shard.
+            samples without a cache; two ranks have the same key, different items or batch sizes; or several
+            ranks have `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         ImportError: `progress` is True, and `tqdm` is not installed.

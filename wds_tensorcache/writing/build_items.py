@@ -176,11 +176,10 @@ class Items(Dataset[Item]):
         if not self.compares or not self.is_map:
             return [], 0, []
         numbers = [number for batch in self._own_batches() for number in batch if number in stored]
-        own, others = (
-            set(numbers),
-            sorted(number for number, digest in stored.items() if digest and number < self._count),
+        own = set(numbers)
+        others = sorted(
+            number for number, digest in stored.items() if digest and number < self._count and number not in own
         )
-        others = [number for number in others if number not in own]
         others = [others[at] for at in spread(len(others), _NUM_COMPARED)]
         if isinstance(self._items, (list, tuple)):
             numbers = sorted([*numbers, *others])
