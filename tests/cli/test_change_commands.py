@@ -413,3 +413,15 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, command: str) -> N
     said = run(command, tmp_path / "shard.tar", tmp_path / "out", status=2).stderr
     assert "shard.tar is a file, expected a folder" in said
     assert os.listdir(tmp_path) == ["shard.tar"]
+
+
+def test_drop_counts_samples_not_keys(tmp_path: Path) -> None:
+    """A key that occurs twice names two samples."""
+    for number, key in enumerate("ab"):
+        with tc.ShardWriter(tmp_path / "in" / f"{number}-%d.tar", fsync=False) as sink:
+            sink.write(key, {"x": number})
+            sink.write("twice", {"x": number})
+    (said,) = run("drop", tmp_path / "in", tmp_path / "out", "twice").stdout.splitlines()
+    assert said.endswith("out: without 2 samples")
+    (said,) = run("drop", tmp_path / "in", tmp_path / "one", "a").stdout.splitlines()
+    assert said.endswith("one: without 1 sample")

@@ -199,6 +199,25 @@ def test_another_batch_size_is_an_error(cache: Any, tmp_path: Path) -> None:
         fit(make(cache, batch_size=4), path=tmp_path / "step=8.ckpt", max_epochs=2)
 
 
+@pytest.mark.parametrize("every", ["step", "epoch", "at the end"])
+@pytest.mark.parametrize("batch_size", [1, BATCH, 4])
+def test_another_batch_size_at_the_end_of_an_epoch(cache: Any, tmp_path: Path, batch_size: int, every: str) -> None:
+    """Lightning continues an epoch after the checkpoint of its last step if it has more batches than before."""
+    options: dict[str, Any] = {"every_n_train_steps": STEPS} if every == "step" else {"every_n_epochs": 1}
+    callback = pl.callbacks.ModelCheckpoint(tmp_path, filename="last", **options)
+    callbacks = [callback] if every != "at the end" else []
+    trainer, _ = fit(make(cache), *callbacks, max_steps=STEPS)
+    if every == "at the end":
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loader = make(cache, batch_size=batch_size)
+    if every == "step" and batch_size == 1:
+        with pytest.raises(RuntimeError, match=rf"(?s)after {STEPS} batches.* batch 0 of epoch 1.*{REMEDY}"):
+            fit(loader, path=tmp_path / "last.ckpt", max_epochs=2)
+        return
+    _, rest = fit(loader, path=tmp_path / "last.ckpt", max_epochs=2)
+    assert sorted(number for batch in rest for number in batch) == list(range(COUNT))
+
+
 def test_checkpoints_that_lightning_handles_need_no_callback(cache: Any, tmp_path: Path) -> None:
     _, seen = fit(make(cache), every_step(tmp_path), max_epochs=2)
     for step in (1, 7, STEPS - 1, STEPS, STEPS + 7):

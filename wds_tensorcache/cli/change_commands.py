@@ -133,9 +133,10 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as
         known = cache.keys()
         # an unknown key stays, so that the error names similar ones
         found = [key if key in known or safe_key(key) not in known else safe_key(key) for key in wanted]
+        num_dropped = sum(map(set(found).__contains__, known))  # a key may occur twice
     tc.drop(source, out, found)
     output = Output(as_json)
-    output.line(f"{os.fspath(out)}: without {counted(len(set(found)), 'sample')}")
+    output.line(f"{os.fspath(out)}: without {counted(num_dropped, 'sample')}")
     output.result({"out": os.fspath(out), "dropped": sorted(set(found))})
 
 

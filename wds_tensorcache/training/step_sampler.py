@@ -304,7 +304,9 @@ class StepSampler(DistributedSampler[Step]):
         """Raise RuntimeError if Lightning resumes in the middle of an epoch, but after other batches than this sampler."""
         batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
         number, used = batches.current.ready, self._course.num_steps() - self._course.num_steps(self._position)
-        is_resuming = getattr(loop, "_loaded_from_state_dict", False) and number and not batches.is_last_batch
+        # a checkpoint of the last batch's hooks continues its epoch if that has more batches with another batch size
+        is_over = batches.is_last_batch and (batches.current.completed == number or number >= loop.max_batches)
+        is_resuming = getattr(loop, "_loaded_from_state_dict", False) and number and not is_over
         # Lightning repeats the shorter of several loaders; torchdata's loader keeps its own position
         if is_resuming and number != used and number <= len(self) and not self._is_elsewhere:
             raise RuntimeError(

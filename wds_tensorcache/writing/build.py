@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from wds_tensorcache.arguments import check_options
@@ -14,6 +15,7 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.writing.build_batch import (
@@ -26,7 +28,7 @@ from wds_tensorcache.writing.build_batch import (
     resumable,
     warn_of_positions,
 )
-from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once, number_in
+from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once, number_in, number_text
 from wds_tensorcache.writing.destination.listing import list_build, names_in
 from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -76,8 +78,10 @@ def build(
     indexes of shards keep a digest of each item that consists of plain values: None, bool, int, float, str, bytes, paths (their
     text, and the length of the file), list, tuple, dict, arrays and tensors. A call that resumes compares: all items of a list,
     a tuple or an iterable; of another map-style dataset, 64 items at equal distances and the last finished one, so that an
-    inserted or removed item is found. An item that differs is an error, and so are fewer items than samples; more items may
-    follow at the end. Items that cannot be compared cause one warning.
+    inserted or removed item is found. On several ranks, these are items of the rank; up to 64 items of other ranks are added.
+    A path that is a str is only text: pass `pathlib.Path`, so that the length of the file counts, or `digest=` for its content.
+    An item that differs is an error, and so are fewer items than samples; more items may follow at the end. Items that cannot
+    be compared cause one warning.
 
     Finished samples are never overwritten. If items change, build a *version* in a new folder: `build(items, fn, "v2",
     reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all other samples. If the keys are
@@ -118,7 +122,8 @@ def build(
         rank, world_size: Which rank this process is, of how many; by default from torch.distributed, else from torchrun's
             environment, else one process. All ranks must have the same items in the same order. A rank reads only its own
             items of a map-style dataset, but all of an iterable. If the source of each rank already contains only the
-            rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`.
+            rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`; in the first case, also `keys` and
+            a folder for each rank.
         progress: Show rate and time left of this rank with `tqdm`; by default only on rank 0, if `tqdm` is installed and
             stderr is a terminal. Or a function of this rank's samples that are finished and in all, None if the source has no
             length: `progress=lambda done, total: …`. The caller's thread calls it at the beginning and after each batch.
@@ -131,15 +136,15 @@ def build(
         a version is incomplete, ranks get an empty cache; the rank that finishes last, and all later calls, get the version.
 
     Raises:
-        StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, moved or been removed, but `out`
-            contains their old samples. Finished samples of new items stay in `out`.
+        StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, moved or been removed, or are in
+            another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
         FileExistsError: Another call is building in the same folder, as the same rank or with another world size; nothing is
             read or computed.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
         ValueError: `fn` returned fewer or more samples than items, or None for an item; two items have the same key; the source
             is empty; `out` contains shards with other names; `reuse` is the same folder as `out`, or has named caches or
-            samples without a cache; two ranks have the same key, or different items; or several
+            samples without a cache; two ranks have the same key, different items or batch sizes; or several
             ranks have `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
@@ -240,14 +245,48 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
         earlier = sink.finished.indexes.values()
         compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink, earlier)
     if items.world_size > 1:
-        for path, index in list_build(pattern, sink.finished, options).items():
-            shared = [] if pattern.covers(os.path.basename(path)) else [key for key in index.keys if key in seen]
-            if shared:
-                raise ValueError(
-                    f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
-                    "items have one key, or the items of the ranks are not in the same order; mend that, and build a new "
-                    f"version on one process, with reuse={folder!r}, which keeps one sample of each key"
-                )
+        new = list_build(pattern, sink.finished, options)
+        _check_shared(items, pattern, sink.finished.indexes, new, seen)
+        others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
+        _check_positions(items, FinishedShards(others, sink.finished.files), folder)
+
+
+def _check_shared(
+    items: Items,
+    pattern: ShardPattern,
+    earlier: Mapping[str, ShardIndex],
+    new: Mapping[str, ShardIndex],
+    seen: set[str],
+) -> None:
+    """Raise ValueError if another rank has computed items of this rank: then some items perhaps have no rank.
+
+    Earlier shards may contain some, if all ranks now have another batch size, or if items with keys have moved. Then the
+    earlier shards of this rank, too, contain samples of other ranks, or samples of all items are there in the end.
+
+    Args:
+        earlier, new: Indexes, by path, of the shards that were finished before this call, and during it.
+        seen: Keys of the items of this rank.
+    """
+    others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
+    own_earlier = [index for path, index in earlier.items() if pattern.covers(os.path.basename(path))]
+    if seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
+        keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
+        if len(keys) < items.num_all:
+            others |= {
+                path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))
+            }
+    for path, index in others.items():
+        if shared := [key for key in index.keys if key in seen]:
+            remedy = (
+                f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
+                if path in new
+                else "call build here once more with rank=0, world_size=1, which computes the missing samples"
+            )
+            raise ValueError(
+                f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
+                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
+                f"that, and {remedy}"
+            )
 
 
 def _check_positions(items: Items, there: FinishedShards, folder: str) -> None:
@@ -260,7 +299,7 @@ def _check_positions(items: Items, there: FinishedShards, folder: str) -> None:
         stored = _numbered(there)
         changed, num_compared, unknown = items.find_changed(stored)
         if items.are_numbered:
-            _check_moved(items, stored, folder, changed, num_compared)
+            _check_moved(items, there, stored, folder, changed, num_compared)
         if unknown:
             warn_of_positions(folder, unknown, num_compared)
 
@@ -279,7 +318,12 @@ def _numbered(there: FinishedShards) -> dict[int, int]:
 
 
 def _check_moved(
-    items: Items, stored: Mapping[int, int], folder: str, changed: Sequence[int], num_compared: int
+    items: Items,
+    there: FinishedShards,
+    stored: Mapping[int, int],
+    folder: str,
+    changed: Sequence[int],
+    num_compared: int,
 ) -> None:
     """Raise StaleCacheError if items whose keys are their numbers have changed, or if samples have no item."""
     num_removed = sum(number >= items.num_all for number in stored)
@@ -289,6 +333,9 @@ def _check_moved(
     if changed:
         faults.append(f"item {changed[0]} is not the one from which its sample in {folder!r} was made")
         faults.append(f"of {num_compared} items compared, {len(changed)} differ")
+        if items.world_size > 1:
+            (path, _), *_ = there.find(number_text(changed[0]))
+            faults.append(f"the sample is in {path}: all ranks must have the same items in the same order")
     if num_removed:
         faults.append(f"the source has {items.num_all} items, but {folder!r} has samples of {num_removed} more")
     raise StaleCacheError(
@@ -327,7 +374,7 @@ def _missing(
         if not changed:
             yield targets
     if sink is not None and items.are_numbered and (changed or not items.is_map):
-        _check_moved(items, _numbered(there), folder, changed if items.compares else [], len(seen))
+        _check_moved(items, there, _numbered(there), folder, changed if items.compares else [], len(seen))
     num_gone = 0
     if sink is None and items.world_size > 1:  # this rank does not know the keys of other ranks
         num_gone = max(0, len(there) - items.num_all)

@@ -25,7 +25,7 @@ from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.lookup.positions import spread
 from wds_tensorcache.shards.names import check_key
 
-__all__ = ["NO_ITEMS", "Item", "Items", "digest_item", "each_once", "number_in"]
+__all__ = ["NO_ITEMS", "Item", "Items", "digest_item", "each_once", "number_in", "number_text"]
 
 NO_ITEMS = "the source has no items"
 _NUM_COMPARED = 64
@@ -164,7 +164,8 @@ class Items(Dataset[Item]):
         """Compare items whose keys are their numbers with the digests of their finished samples.
 
         All items of a list or tuple are compared. Of another map-style dataset, 64 items are read, at equal distances, and the
-        last one: if an item before it was inserted or removed, it differs. An iterable is read as a whole later.
+        last one: if an item before it was inserted or removed, it differs. An iterable is read as a whole later. Up to 64 items
+        of other ranks are compared, too: if ranks have other items, or another order, some of these differ.
 
         Args:
             stored: Digest of the item of each finished sample, by the number in its key; 0 if unknown.
@@ -175,19 +176,26 @@ class Items(Dataset[Item]):
         if not self.compares or not self.is_map:
             return [], 0, []
         numbers = [number for batch in self._own_batches() for number in batch if number in stored]
+        own = set(numbers)
+        others = sorted(
+            number for number, digest in stored.items() if digest and number < self._count and number not in own
+        )
+        others = [others[at] for at in spread(len(others), _NUM_COMPARED)]
         if isinstance(self._items, (list, tuple)):
+            numbers = sorted([*numbers, *others])
             read: Iterable[Item] = map(self.__getitem__, numbers)
         else:
-            numbers = sorted({*(numbers[at] for at in spread(len(numbers), _NUM_COMPARED)), *numbers[-1:]})
+            some = {*(numbers[at] for at in spread(len(numbers), _NUM_COMPARED)), *numbers[-1:]}
+            numbers = sorted({*some, *others})
             read = self._load(numbers, min(len(numbers), self._num_workers))
         changed, unknown = [], []
         for item in read:
-            if item.key != _number(item.number):
+            if item.key != number_text(item.number):
                 self.are_numbered = False
                 return [], 0, []
             digest = stored[item.number]
             if not digest or not item.origin:
-                unknown.append(item.number)
+                unknown += [item.number] if item.number in own else []
             elif digest != item.origin:
                 changed.append(item.number)
         return changed, len(numbers), unknown
@@ -223,7 +231,7 @@ class Items(Dataset[Item]):
         """Return the keys if they are known without reading the items."""
         if self._keys is not None:
             return None if callable(self._keys) else self._keys
-        keys = [_number(number) for number in range(self._count)]
+        keys = [number_text(number) for number in range(self._count)]
         if any(map(is_done, keys)):
             if self._is_fixed:
                 return keys
@@ -252,7 +260,7 @@ class Items(Dataset[Item]):
             elif self._keys is not None:
                 key = self._keys[number]
             else:
-                key = value["__key__"] if _has_key(value) and not self._is_fixed else _number(number)
+                key = value["__key__"] if _has_key(value) and not self._is_fixed else number_text(number)
             _check_key(key, number)
             digest = None if self._digest is None else self._digest(value)
             origin = digest_item(value) if self.compares and not _has_key(value) else 0
@@ -295,13 +303,14 @@ def _has_key(value: Any) -> bool:
     return isinstance(value, Mapping) and "__key__" in value
 
 
-def _number(number: int) -> str:
+def number_text(number: int) -> str:
+    """Return the key of an item without another key."""
     return f"{number:09d}"
 
 
 def number_in(key: str) -> int | None:
     """Return the number of the item whose key this is; None if the key is not a number."""
-    return int(key) if key.isascii() and key.isdecimal() and key == _number(int(key)) else None
+    return int(key) if key.isascii() and key.isdecimal() and key == number_text(int(key)) else None
 
 
 def _length(items: Any) -> int | None:

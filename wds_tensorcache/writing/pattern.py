@@ -102,6 +102,11 @@ class ShardPattern:
         """Return whether a file in the folder has the name of a shard of the same build: of any rank, with any world size."""
         return self._parse(name) is not None
 
+    def is_of_other_rank(self, name: str) -> bool:
+        """Return whether a file in the folder has the name of a shard of another rank, with the same world size."""
+        place = self._parse(name)
+        return place is not None and place[0] == self._rank[1] and place[1] != self._rank[0]
+
     def _parse(self, name: str) -> tuple[int, int, int] | None:
         """Return world size, rank and number in the name of a shard of the same build; None for any other name."""
         if not self.is_numbered:
