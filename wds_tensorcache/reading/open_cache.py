@@ -124,6 +124,7 @@ def open(
         for path, *_ in found:
             listed = lists[path]
             count = listed.caches.get(name, 0) if listed.caches is not None else None
+            listed = listed._replace(caches=None, left_out=None)  # dicts that a shard does not need take memory
             shards.append(Shard(path, name, files, pool, table, count, None, listed, find_index=find_index))
             if path in known:
                 shards[-1].take_index(known[path])
