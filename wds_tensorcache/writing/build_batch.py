@@ -140,8 +140,9 @@ def warn_of_positions(folder: str, numbers: Sequence[int], num_compared: int | N
     count = "" if num_compared is None else f" ({len(numbers)} of {num_compared} compared)"
     warnings.warn(
         f"tc.build: nothing shows whether items {shown_numbers}{count} are still those of the samples in {folder!r}, "
-        "whose keys are their positions: these items are not plain values, or the samples were written without digests. "
-        "Pass keys= or digest= for a new cache; or keys='position', if the order and number of the items never change",
+        "whose keys are their positions: these items are not plain values, are paths of missing files, or the samples "
+        "were written without digests. Pass keys= or digest= for a new cache; or keys='position', if the order and number of "
+        "the items never change",
         stacklevel=user_level(),
     )
 

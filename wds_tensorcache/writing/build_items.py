@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from struct import Struct
 from typing import Any
 
@@ -190,7 +190,7 @@ class Items(Dataset[Item]):
             read = self._load(numbers, min(len(numbers), self._num_workers))
         changed, unknown = [], []
         for item in read:
-            if item.key != number_text(item.number):
+            if _has_key(item.value):
                 self.are_numbered = False
                 return [], 0, []
             digest = stored[item.number]
@@ -328,7 +328,8 @@ def digest_item(value: Any) -> int:
 
     - None, True and False: `N`, `T`, `F`.
     - int: `i`, count, two's complement. float: `f`, 8 bytes. str: `s`, count, UTF-8. bytes: `b`, count, the bytes.
-    - Paths: `p`, length of the file or 2^64 - 1 if there is no such file, then the path as a str. The file is not read.
+    - Paths: `p`, length of the file, then the path as a str. The file is not read. The length is 2^64 - 1 for a folder, and for
+      a path that is not one of this system (`PurePath`); a file that does not exist has no digest.
     - list, tuple and dict: `l`, `t` or `d`, count, then the values, or keys and values, in their order.
     - Arrays and numbers of numpy, and tensors: `a` or `x`, number of dimensions, the dtype as a str, the dimensions, then the
       bytes in C order.
@@ -409,8 +410,11 @@ def _feed_start(update: Any, letter: bytes, dtype: str, shape: Any) -> None:
 
 
 def _file_nbytes(path: PurePath) -> int:
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return (1 << 64) - 1
-    return found.st_size if stat.S_ISREG(found.st_mode) else (1 << 64) - 1
+    if isinstance(path, Path):
+        try:
+            found = os.stat(path)
+        except (OSError, ValueError):
+            raise _NoDigest from None
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size
+    return (1 << 64) - 1

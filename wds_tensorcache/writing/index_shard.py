@@ -227,8 +227,8 @@ class FolderReport:
 def index_folder(folder: str, *, footer: bool, dali_index: bool, show: Callable[[int, int], object]) -> FolderReport:
     """Write the manifest of a folder anew from its shards `*.tar`. Index those that have no index, as `write_index` does.
 
-    Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once. Nothing
-    is written through a link: the index of its target becomes a separate file next to the link.
+    Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once.
+    Nothing is written through a link: the index of its target becomes a separate file next to the link.
 
     Args:
         footer, dali_index: As for `write_index`.
