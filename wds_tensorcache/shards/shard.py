@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
-from shlex import quote
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -23,7 +22,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.manifest import ListedCounts, check_listed
+from wds_tensorcache.shards.manifest import ListedCounts, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.remote.find_index import FindIndex
 from wds_tensorcache.shards.sidecar import open_sidecar
@@ -189,10 +188,9 @@ class Shard:
         index = self._index or self._read_index()
         columns = index.caches.get(self.name, _NONE)
         if self._count not in (None, len(columns)):
-            of = f"{len(columns)} samples with cache {self.name!r}"
-            what = f"{of}, but the manifest, which is stale, lists {self._count}"
-            raise FormatError(f"{self.path}: {what}; run `tensorcache index {quote(self.path)}` (tc.write_index)")
-        check_listed(self.path, index, self._listed)
+            counted = f"{len(columns)} samples with cache {self.name!r}"
+            raise other_count(self.path, counted, self._count)
+        check_listed(self.path, self._listed, num_samples=len(index.keys), digest=index.digest)
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
