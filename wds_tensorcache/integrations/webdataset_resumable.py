@@ -23,6 +23,7 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
+from wds_tensorcache.shards.manifest import ListedCounts, check_listed, stored_digest
 from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.remote.client import ObjectInfo
@@ -101,7 +102,8 @@ class ResumablePipeline(IterableDataset[Any]):
         rename_files: Callable[[str], str] | None = None,
         max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     ) -> None:
-        self._urls = find_urls(urls)
+        found = find_urls(urls)
+        self._urls, self._listed = [url for url, _ in found], [listed for _, listed in found]
         if not self._urls:
             raise ValueError("no shards")
         for stage in stages:
@@ -117,6 +119,7 @@ class ResumablePipeline(IterableDataset[Any]):
         self._handler = handler
         self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
+        self._digest = _digest_of(self._urls, self._loads, self._listed)
         self._epochs = SharedEpochs()
         self._pid = os.getpid()
         self._iteration = 0
@@ -211,7 +214,7 @@ class ResumablePipeline(IterableDataset[Any]):
             if done.is_whole():
                 continue
             try:
-                for number, sample in self._samples_of(self._urls[shard], done):
+                for number, sample in self._samples_of(self._urls[shard], self._listed[shard], done):
                     yield {**sample, POSITION: f"{_PREFIX}{shard}:{number}"}
             except Stopped:
                 return
@@ -221,16 +224,18 @@ class ResumablePipeline(IterableDataset[Any]):
             else:
                 done.count = done.num_read
 
-    def _samples_of(self, url: str, done: _Done) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _samples_of(self, url: str, listed: ListedCounts | None, done: _Done) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the samples of a shard. A remote shard is read from its first sample that is not done."""
         if not is_remote(url):
-            yield from self._tars.samples_of({"url": url}, done.is_wanted)
+            if listed is not None and listed.digest is not None:
+                check_listed(url, listed, digest=stored_digest(url))
+            yield from self._tars.samples_of({"url": url}, done.is_wanted, listed=listed)
             return
         stream = open_url(url)
         first = done.resume(stream.info)
         stream.skip(first.begin)
         shard = {"url": url, "stream": stream}
-        yield from self._tars.samples_of(shard, done.is_wanted, first=first, on_start=done.add_start)
+        yield from self._tars.samples_of(shard, done.is_wanted, first=first, on_start=done.add_start, listed=listed)
 
     def _shards(self) -> list[int]:
         """Return this worker's shards in the epoch's order."""
@@ -284,10 +289,8 @@ class ResumablePipeline(IterableDataset[Any]):
 
     def _identity(self, info: Any) -> dict[str, Any]:
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # sizes determine which worker reads which shard
-        shards = "\n".join([*_names(self._urls), repr(self._loads)]).encode("utf-8", "surrogateescape")
         return {
-            "shards": f"{len(self._urls)}, digest {xxhash.xxh3_64_hexdigest(shards)}",
+            "shards": f"{len(self._urls)}, digest {self._digest}",
             "seed": self._order.seed if self._order.shuffle else None,
             "rank": self._rank,
             "world_size": self._world_size,
@@ -470,6 +473,16 @@ def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -
         if least == part:
             mine.append(shard)
     return mine
+
+
+def _digest_of(urls: list[str], loads: list[int], listed: list[ListedCounts | None]) -> str:
+    """Return a digest of the names of all shards, their loads, and what a manifest lists about them."""
+    # loads determine which worker reads which shard; a cache may be rebuilt with the same names
+    parts = [*_names(urls), repr(loads)]
+    numbers = [None if each is None else (each.num_samples, each.nbytes, each.digest) for each in listed]
+    if any(each is not None and any(each) for each in numbers):
+        parts.append(repr(numbers))
+    return xxhash.xxh3_64_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
 
 
 def _names(urls: list[str]) -> list[str]:

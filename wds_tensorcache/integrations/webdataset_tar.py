@@ -15,6 +15,8 @@ from webdataset.tariterators import base_plus_ext
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.webdataset_urls import open_url, shown_url
+from wds_tensorcache.shards.manifest import ListedCounts, check_listed
+from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.tar.stream import TarStream
 from wds_tensorcache.storage.remote.stream import RemoteStream
@@ -102,6 +104,7 @@ class TarSamples:
         *,
         first: Start = FIRST,
         on_start: Callable[[Start], object] | None = None,
+        listed: ListedCounts | None = None,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the samples of a shard, each with its number.
 
@@ -111,6 +114,7 @@ class TarSamples:
             first: Start of the first sample in `stream`.
             on_start: Function that is called with the start of each sample from which reading can resume, before
                 the preceding sample is returned.
+            listed: Numbers in the manifest, with which the samples of the whole tar are compared.
         """
         url, stream = shard["url"], shard["stream"] if "stream" in shard else open_url(shard["url"])
         if isinstance(stream, RemoteStream):
@@ -123,7 +127,7 @@ class TarSamples:
         try:
             skip = stream.skip if isinstance(stream, RemoteStream) else None
             tar = TarStream(stream, first.begin, skip, self.max_expanded_nbytes)
-            for number, sample in self._group(tar, common, is_wanted, first.number, on_start):
+            for number, sample in self._group(tar, common, is_wanted, first.number, on_start, listed):
                 if sample is not None and not sample.get(_BAD):
                     yield number, sample
             hidden = tar.finish()
@@ -146,6 +150,7 @@ class TarSamples:
         is_wanted: Callable[[int], bool],
         first: int,
         on_start: Callable[[Start], object] | None,
+        listed: ListedCounts | None,
     ) -> Iterator[tuple[int, dict[str, Any] | None]]:
         """Yield the number, from `first`, and the sample of each run of members with the same key; None if it is not wanted.
 
@@ -153,7 +158,12 @@ class TarSamples:
         """
         sample: dict[str, Any] = {}
         number, is_kept = first - 1, False
+        # the samples of the tar, also those that the caller's functions or handler drop
+        num_samples, tar_key = first, None
         for name, read in tar:
+            split = None if listed is None else split_member(name)
+            if split is not None and split[0] != tar_key:
+                num_samples, tar_key = num_samples + 1, split[0]
             try:
                 found = self._split(name)
             except Exception as exc:  # an error of one member: the handler decides, and the shard continues
@@ -179,6 +189,9 @@ class TarSamples:
                 sample[suffix] = read() if is_kept else None
         # only the end-of-archive block proves that the last sample is complete
         yield number, sample if is_kept else None
+        # `first` counts only the samples that the caller's functions keep
+        if listed is not None and not (first and (self.select_files or self.rename_files)):
+            check_listed(shown_url(common["__url__"]), listed, num_samples=num_samples)
 
     def _report(self, error: Exception) -> None:
         if not self.handler(error):

@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
@@ -15,12 +15,14 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import envsubst
 
 from wds_tensorcache.reading.find_shards import existing_folder, expand_braces, find_shards
+from wds_tensorcache.shards.manifest import ListedCounts
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.stream import RemoteStream
 from wds_tensorcache.storage.remote.urls import conceal, is_url, is_web, shown
 
 __all__ = ["find_urls", "is_remote", "open_url", "shown_url"]
 
+Url: TypeAlias = "tuple[str, ListedCounts | None]"
 _IS_URL = re.compile(r"(pipe|file):|[A-Za-z][A-Za-z0-9+.-]*://").match
 _MAX_SUBSTITUTIONS = 10  # webdataset's own limit
 # what webdataset itself does for our schemes; a function that the user has registered instead is called
@@ -70,15 +72,15 @@ class _Path(str):
         return str(self)
 
 
-def find_urls(urls: Any) -> list[str]:
-    """Return the urls of all shards. Names that were found, for example in a folder, are `PathLike`: never run as commands.
+def find_urls(urls: Any) -> list[Url]:
+    """Return the urls of all shards, each with what a manifest lists about it, or None.
 
-    Remote urls are concealed.
+    Names that were found, for example in a folder, are `PathLike`: never run as commands. Remote urls are concealed.
     """
-    return [conceal(url) if is_remote(url) else url for url in _find_all(urls)]
+    return [(conceal(url) if is_remote(url) else url, listed) for url, listed in _find_all(urls)]
 
 
-def _find_all(urls: Any) -> list[str]:
+def _find_all(urls: Any) -> list[Url]:
     if isinstance(urls, os.PathLike):
         return _listed(urls)
     if isinstance(urls, str):
@@ -89,24 +91,24 @@ def _find_all(urls: Any) -> list[str]:
     given: list[Any] = list(urls) if is_list else [None]
     if not all(isinstance(url, (str, os.PathLike)) for url in given):
         raise TypeError(f"urls={urls!r:.200}: expected a list of urls, a pattern or a folder; pass stages after it")
-    return [found for url in given for found in (_listed(url) if isinstance(url, os.PathLike) else [url])]
+    return [found for url in given for found in (_listed(url) if isinstance(url, os.PathLike) else [(url, None)])]
 
 
-def _find_text(text: str) -> list[str]:
+def _find_text(text: str) -> list[Url]:
     is_there = os.path.lexists(text)
     if not is_there and is_remote(text) and _is_several(text):
-        return [path for path, *_ in find_shards(text)]
+        return [(path, listed) for path, listed, _ in find_shards(text)]
     if not is_there and _IS_URL(text) and not existing_folder(text):
-        return list(braceexpand(text))
+        return [(url, None) for url in braceexpand(text)]
     if not is_there and glob.has_magic(text):
         return _listed(text)
-    found: list[str] = []
+    found: list[Url] = []
     for path in [text] if is_there else expand_braces(text):
         if os.path.isdir(path) or (path.endswith(".json") and os.path.exists(path)):
             found += _listed(path)
         else:
             # `{pipe:…,a}.tar` does not start with `pipe:`, so its braces expand to names of files
-            found.append(path if path == text else _Path(path))
+            found.append((path if path == text else _Path(path), None))
     return found
 
 
@@ -119,8 +121,8 @@ def _is_several(url: str) -> bool:
     return not name or name.endswith(".json") or bool(set(name) & set("*["))
 
 
-def _listed(source: str | os.PathLike[str]) -> list[str]:
-    return [_Path(path) for path, *_ in find_shards(source)]
+def _listed(source: str | os.PathLike[str]) -> list[Url]:
+    return [(_Path(path), listed) for path, listed, _ in find_shards(source)]
 
 
 def _substituted(text: str) -> str:

@@ -14,6 +14,7 @@ from braceexpand import braceexpand
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError, did_you_mean
 from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.packed import describe_packed, packed_names, shown_names
 from wds_tensorcache.reading.remote.find import find_remote
 from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, listed_shard, locate_shards, read_manifest
 from wds_tensorcache.storage.locks import is_being_written
@@ -21,7 +22,6 @@ from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
 __all__ = ["CachePaths", "existing_folder", "expand_braces", "file_identity", "find_shards", "shard_names"]
 
-_NUM_SHOWN = 3
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
 
 
@@ -57,7 +57,11 @@ def find_shards(
 def _find_one(source: str, listed: Callable[[str], list[Found]], copies: bool) -> list[Found]:
     """Return the shards of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
     if is_url(source):
-        return find_remote(source)
+        shards = find_remote(source)
+        left_out = {counts.left_out for _, counts, _ in shards if counts is not None}
+        for message in sorted(filter(None, left_out)):
+            _report(message, copies)
+        return shards
     if os.path.exists(source):
         return _find_path(source, listed, copies)
     check_not_url(source)
@@ -91,20 +95,28 @@ def _find_path(path: str, listed: Callable[[str], list[Found]], copies: bool) ->
         manifest = os.path.join(path, MANIFEST)
         if os.path.exists(manifest):
             found = listed(manifest)
-            left_out = _unlisted(path, [shard for shard, *_ in found])
-            if left_out is None:
-                return found
-            if copies:
-                raise FormatError(left_out, kind="index")
-            warnings.warn(left_out, stacklevel=user_level())
-            return [
-                (shard, (counts or ListedCounts())._replace(left_out=left_out), made) for shard, counts, made in found
-            ]
-        shards = shard_names(os.listdir(path))
-        if not shards:
-            raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar")
-        return [(os.path.join(path, file), None, None) for file in shards]
+            paths = [shard for shard, *_ in found]
+            reasons = [_unlisted(path, paths), _packed(path, paths)]
+        else:
+            shards, packed = shard_names(os.listdir(path)), _packed(path, [])
+            if not shards:
+                end = "" if packed is None else f"; {packed}"
+                raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar{end}")
+            found, reasons = [(os.path.join(path, file), None, None) for file in shards], [packed]
+        text = "; ".join(filter(None, reasons))
+        if not text:
+            return found
+        left_out = f"{path}: {text}"
+        _report(left_out, copies)
+        return [(shard, (counts or ListedCounts())._replace(left_out=left_out), made) for shard, counts, made in found]
     return listed(path) if path.endswith(".json") else [(path, None, None)]
+
+
+def _report(left_out: str, copies: bool) -> None:
+    """Warn of shards that are left out; raise FormatError if a new cache would lack them."""
+    if copies:
+        raise FormatError(left_out, kind="index")
+    warnings.warn(left_out, stacklevel=user_level())
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
@@ -113,7 +125,7 @@ def shard_names(names: Iterable[str]) -> list[str]:
 
 
 def _unlisted(folder: str, listed: list[str]) -> str | None:
-    """Return a message if a folder contains shards besides those `listed` in its manifest; None if it cannot be listed."""
+    """Return the end of a message if a folder contains shards that its manifest does not list; None if it cannot be listed."""
     listed_paths = set(map(os.path.normpath, listed))
     try:
         names = shard_names(os.listdir(folder))
@@ -131,13 +143,25 @@ def _unlisted(folder: str, listed: list[str]) -> str | None:
     unlisted = [path for path in unlisted if os.path.isfile(path) and file_identity(path) not in are_listed]
     if not unlisted:
         return None
-    shown_names = ", ".join(repr(os.path.basename(path)) for path in unlisted[:_NUM_SHOWN])
-    if len(unlisted) > _NUM_SHOWN:
-        shown_names += ", …"
-    what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({shown_names})"
+    shown = shown_names([os.path.basename(path) for path in unlisted])
+    what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({shown})"
     command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
     remedy = f"add them with {command}, or move them to another folder"
-    return f"{folder}: {what}, so their samples are left out; {remedy}"
+    return f"{what}, so their samples are left out; {remedy}"
+
+
+def _packed(folder: str, listed: list[str]) -> str | None:
+    """Return the end of a message if a folder contains tars that are neither `listed` nor end in `.tar`."""
+    try:
+        names = packed_names(os.listdir(folder))
+    except OSError:  # a folder may permit reading files by name, but no listing
+        return None
+    if not names:
+        return None
+    are_listed = {file_identity(path) for path in listed if os.path.exists(path)}
+    paths = [os.path.join(folder, name) for name in names]
+    left_out = [path for path in paths if os.path.isfile(path) and file_identity(path) not in are_listed]
+    return describe_packed([os.path.basename(path) for path in left_out]) if left_out else None
 
 
 def file_identity(path: str) -> tuple[int, int]:

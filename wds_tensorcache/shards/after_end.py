@@ -6,7 +6,7 @@ import contextlib
 import os
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.dali_index import parse_dali_index
+from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
 from wds_tensorcache.shards.footer import declared_place, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
@@ -14,14 +14,12 @@ from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
 from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.headers import BLOCK
-from wds_tensorcache.shards.tar.hidden import HIDDEN_REMEDY, find_header
+from wds_tensorcache.shards.tar.hidden import HIDDEN_REMEDY, find_header, lost_members
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_end", "load_whole"]
 
 _CHUNK_NBYTES = 1 << 20
-# a lost header and the end-of-archive marker; an undamaged index begins within this distance
-_MIN_LOST_NBYTES = 3 * BLOCK
 _REMEDY = (
     "`tensorcache verify` (tc.verify) describes the damage, `tensorcache repair` (tc.repair) saves all other samples"
 )
@@ -76,11 +74,10 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     if later > end:
         raise _refused(file, f"zeros, although an index says that the archive ends at byte {later}", end)
     # Hazard: if zeros have overwritten members, only DALI's index and the manifest list them, and the writer replaces both.
-    if stop - end >= _MIN_LOST_NBYTES:
+    if stop - end >= MIN_LOST_NBYTES:
         idx = dali_index_path(file.path)
-        if (listed := _listed_after(idx, end, file.nbytes)) is not None:
-            what = f"zeros, although {os.path.basename(idx)} lists a member at byte {listed}"
-            raise _refused(file, f"{what} (delete {idx} if it is stale)", end, "lost")
+        if (listed := listed_after(idx, end, file.nbytes)) is not None:
+            raise lost_members(idx, end, listed).at(file.path)
         if (count := _listed_samples(file)) > num_samples:
             what = f"zeros after {num_samples} samples, although {MANIFEST} lists {count} for a file of this length"
             raise _refused(file, what, end, "lost")
@@ -94,21 +91,6 @@ def _listed_samples(file: ShardFile) -> int:
         same = [each for each in entries if os.path.normpath(each.url) == name and each.nbytes == file.nbytes]
         return max((each.num_samples for each in same), default=0)
     return 0
-
-
-def _listed_after(path: str, end: int, nbytes: int) -> int | None:
-    """Return the offset of the first member after byte `end` of a shard according to DALI's index at `path`, or None.
-
-    It is None if the index lists no such member, lists a member beyond the shard's `nbytes` bytes, or cannot be read.
-    """
-    with contextlib.suppress(FileNotFoundError, FormatError):
-        file = ShardFile(path)
-        # damaged lines are ignored
-        lines = parse_dali_index(file.read(0, file.nbytes), lenient=True)
-        members = [member for line in lines if line is not None for member in line]
-        if all(begin + size <= nbytes for _, begin, size, _ in members):
-            return min((begin for _, begin, *_ in members if begin > end), default=None)
-    return None
 
 
 def _refused(file: ShardFile, what: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> TarFormatError:

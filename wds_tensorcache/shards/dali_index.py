@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -13,12 +14,16 @@ from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable
 from wds_tensorcache.shards.names import TENSORS, member_suffix
+from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.atomic import write_atomically
+from wds_tensorcache.storage.files import ShardFile
 
 __all__ = [
+    "MIN_LOST_NBYTES",
     "ListedMember",
     "build_dali_index",
     "list_members",
+    "listed_after",
     "parse_dali_index",
     "seems_current",
     "split_line",
@@ -26,6 +31,8 @@ __all__ = [
     "write_dali_index",
 ]
 
+# a lost header and the end-of-archive marker; an undamaged index begins within this distance
+MIN_LOST_NBYTES = 3 * BLOCK
 # a member: its extension, the offset and length of its content in bytes, and its name ("" in version 1.1)
 ListedMember = tuple[str, int, int, str]
 _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member
@@ -138,3 +145,18 @@ def seems_current(path: str, index: ShardIndex, name: str) -> bool:
         if not any(fields[:3] == wanted for fields in split_line(line, _WIDTHS["v1.2"])):
             return False
     return True
+
+
+def listed_after(path: str, end: int, nbytes: int) -> int | None:
+    """Return the offset of the first member after byte `end` of a shard according to DALI's index at `path`, or None.
+
+    It is None if the index lists no such member, lists a member beyond the shard's `nbytes` bytes, or is missing or damaged.
+    """
+    with contextlib.suppress(FileNotFoundError, FormatError):
+        file = ShardFile(path)
+        # damaged lines are ignored
+        lines = parse_dali_index(file.read(0, file.nbytes), lenient=True)
+        members = [member for line in lines if line is not None for member in line]
+        if all(begin + size <= nbytes for _, begin, size, _ in members):
+            return min((begin for _, begin, *_ in members if begin > end), default=None)
+    return None

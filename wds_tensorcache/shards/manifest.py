@@ -37,6 +37,7 @@ __all__ = [
     "check_listed",
     "listed_shard",
     "locate_shards",
+    "other_count",
     "parse_listing",
     "parse_manifest",
     "read_manifest",
@@ -224,22 +225,37 @@ def stored_digest(path: str) -> str | None:
     return next(stored(file, lambda each: declared_digest(each.read, each.nbytes, file.nbytes)), None)
 
 
-def check_listed(path: str, index: ShardIndex, listed: ListedCounts) -> None:
-    """Compare the index of the shard at `path` with what the manifest lists about the shard.
+def check_listed(path: str, listed: ListedCounts, *, num_samples: int | None = None, digest: str | None = None) -> None:
+    """Compare the shard at `path` with what the manifest lists about it.
+
+    Args:
+        path: Path or url of the shard.
+        listed: Numbers in the manifest.
+        num_samples: Number of samples in the shard; None if unknown.
+        digest: Digest of the shard's index; None if unknown.
 
     Raises:
         FormatError: They have different numbers of samples, or different digests.
     """
     is_remote = is_url(path)
     command = f"`tensorcache index {quote(path)}` (tc.write_index)"
-    if listed.num_samples not in (None, len(index.keys)):
-        what = f"{len(index.keys)} samples in all, but the manifest, which is stale, lists {listed.num_samples}"
-        raise FormatError(f"{path}: {what}; run {command}")
-    if None not in (listed.digest, index.digest) and listed.digest != index.digest:
-        what = f"its index has the digest {index.digest}, but {listed.manifest} lists {listed.digest}"
+    if None not in (listed.num_samples, num_samples) and listed.num_samples != num_samples:
+        raise other_count(path, f"{num_samples} samples in all", listed.num_samples)
+    if None not in (listed.digest, digest) and listed.digest != digest:
+        what = f"its index has the digest {digest}, but {listed.manifest} lists {listed.digest}"
         remedy = "upload its own manifest again" if is_remote else f"list it with {command}"
         remedy = f"copy the right shard again, or, if this is the right one, {remedy}"
-        raise FormatError(f"{path}: another shard has replaced the one that was listed: {what}; {remedy}", kind="index")
+        what = f"another shard has replaced the one that was listed: {what}"
+        raise FormatError(f"{what}; {remedy}", kind="index").at(path)
+
+
+def other_count(path: str, counted: str, listed: int | None) -> FormatError:
+    """Return the error for a shard that has another number of samples, `counted`, than the manifest lists."""
+    verify = f"`tensorcache verify` (tc.verify){' of a local copy' if is_url(path) else ''}"
+    verify += " reports whether the shard is damaged"
+    remedy = f"if it is not, run `tensorcache index {quote(path)}` (tc.write_index)"
+    what = f"{counted}, but the manifest lists {listed}: one of the two is wrong"
+    return FormatError(f"{what}; {verify}; {remedy}").at(path)
 
 
 def are_counts(counts: Any) -> bool:
@@ -355,7 +371,7 @@ class Listing:
         entry = self.entries.get(name)
         if entry is not None and entry.nbytes == nbytes:
             listed = ListedCounts(manifest=os.path.join(self.folder, MANIFEST), digest=entry.digest)
-            check_listed(path, index, listed)
+            check_listed(path, listed, num_samples=len(index.keys), digest=index.digest)
 
     def fingerprint(self, name: str) -> Any:
         """Return the fingerprint of the shard with this file name; None if the manifest has none."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
-from shlex import quote
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -19,17 +19,19 @@ from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_pr
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.views import are_equal_at, read_windows, view_bytes
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
+from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
 from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.manifest import ListedCounts, check_listed
+from wds_tensorcache.shards.index_paths import dali_index_path
+from wds_tensorcache.shards.manifest import ListedCounts, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.remote.find_index import FindIndex
 from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, names_of
-from wds_tensorcache.shards.tar.hidden import hidden_members
+from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import Maps, read_ranges
 from wds_tensorcache.storage.memory_pool import Pool
@@ -189,10 +191,9 @@ class Shard:
         index = self._index or self._read_index()
         columns = index.caches.get(self.name, _NONE)
         if self._count not in (None, len(columns)):
-            of = f"{len(columns)} samples with cache {self.name!r}"
-            what = f"{of}, but the manifest, which is stale, lists {self._count}"
-            raise FormatError(f"{self.path}: {what}; run `tensorcache index {quote(self.path)}` (tc.write_index)")
-        check_listed(self.path, index, self._listed)
+            counted = f"{len(columns)} samples with cache {self.name!r}"
+            raise other_count(self.path, counted, self._count)
+        check_listed(self.path, self._listed, num_samples=len(index.keys), digest=index.digest)
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
@@ -204,9 +205,21 @@ class Shard:
     def _read_index(self) -> ShardIndex:
         index = self._read_remote_index(may_scan=True) if self.is_remote else load_index(self.file)
         assert index is not None
-        if index.hidden is not None:
-            warnings.warn(str(hidden_members(index.end, index.hidden).at(self.path)), stacklevel=user_level())
+        if (unseen := self.find_unseen(index)) is not None:
+            warnings.warn(str(unseen), stacklevel=user_level())
         return index
+
+    def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
+        """Return the error for members that a scan, with this result, did not see; None if nothing shows any."""
+        if index.hidden is not None:
+            return hidden_members(index.end, index.hidden).at(self.path)
+        # Hazard: if zeros have overwritten members, and the footer with them, only DALI's index lists these members.
+        if index.digest is None and not self.is_remote and self.file.nbytes - index.end >= MIN_LOST_NBYTES:
+            idx = dali_index_path(self.path)
+            with contextlib.suppress(OSError):
+                if (listed := listed_after(idx, index.end, self.file.nbytes)) is not None:
+                    return lost_members(idx, index.end, listed).at(self.path)
+        return None
 
     def _read_remote_index(self, *, may_scan: bool) -> ShardIndex | None:
         find_index = self._find_index or FindIndex()

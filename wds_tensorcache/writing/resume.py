@@ -123,7 +123,7 @@ def load_finished(
             files.expect(path)
         index = load_whole(path)
         if listed is not None:
-            check_listed(path, index, listed)
+            check_listed(path, listed, num_samples=len(index.keys), digest=index.digest)
         indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=fingerprint)
     return FinishedShards(indexes, files)
 

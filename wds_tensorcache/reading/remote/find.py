@@ -8,7 +8,8 @@ from urllib.parse import unquote
 from braceexpand import braceexpand
 
 from wds_tensorcache.errors import RemoteError, did_you_mean
-from wds_tensorcache.shards.manifest import MANIFEST, Found
+from wds_tensorcache.reading.packed import describe_packed, packed_names
+from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts
 from wds_tensorcache.shards.remote.listed import read_remote_manifest
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.urls import conceal, is_web, join_url, name_of, shown
@@ -84,15 +85,20 @@ def _find(url: str) -> list[Found]:
         return read_remote_manifest(join_url(url, MANIFEST))
     except FileNotFoundError as exc:
         try:
-            shards = [each for each in _listed(url) if name_of(each).endswith(".tar")]
+            names = _listed(url)
         except RemoteError as refusal:
             why = "web servers have no listings" if is_web(url) else str(refusal)
             what = f"{url} has no {MANIFEST}, and its server cannot list the folder ({why})"
             remedy = f"check the url; upload the {MANIFEST} of the cache, or pass the urls of the shards"
             raise FileNotFoundError(f"{what}{kinds}; {remedy}, such as '…/train-{{000000..000099}}.tar'{hint}") from exc
+        shards = [each for each in names if name_of(each).endswith(".tar")]
+        packed = packed_names(list(map(name_of, names)))
+        left_out = describe_packed(packed) if packed else None
         if not shards:
-            raise FileNotFoundError(f"{url} has neither {MANIFEST} nor any *.tar{kinds}{hint}") from exc
-        return [(each, None, None) for each in shards]
+            end = kinds + hint if left_out is None else f"; {left_out}"
+            raise FileNotFoundError(f"{url} has neither {MANIFEST} nor any *.tar{end}") from exc
+        counts = None if left_out is None else ListedCounts(left_out=f"{url}: {left_out}")
+        return [(each, counts, None) for each in shards]
 
 
 def _matches(url: str) -> list[str]:

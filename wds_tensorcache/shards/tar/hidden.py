@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from wds_tensorcache.errors import TarFormatError
 from wds_tensorcache.shards.tar.fields import adds_up
 from wds_tensorcache.shards.tar.headers import BLOCK
 
-__all__ = ["HIDDEN_REMEDY", "find_header", "find_header_in", "hidden_members"]
+__all__ = ["HIDDEN_REMEDY", "find_header", "find_header_in", "hidden_members", "lost_members"]
 
 HIDDEN_REMEDY = (
     "if tars were concatenated, keep each as a shard, or join caches with `tensorcache merge` (tc.merge); if a header was "
@@ -45,3 +46,10 @@ def hidden_members(end: int, offset: int) -> TarFormatError:
         f"a tar header after the end of the archive at byte {end}: readers stop there, and see no member from here on"
     )
     return TarFormatError(f"{what}; {HIDDEN_REMEDY}", offset=offset, kind="trailing")
+
+
+def lost_members(idx: str, end: int, listed: int) -> TarFormatError:
+    """Return the error for zeros from byte `end`, although DALI's index at `idx` lists a member at byte `listed`."""
+    what = f"zeros, although {os.path.basename(idx)} lists a member at byte {listed}: readers stop there, and see no member"
+    remedy = "`tensorcache verify` (tc.verify) describes the damage, `tensorcache repair` (tc.repair) saves all other samples"
+    return TarFormatError(f"{what} from here on; {remedy}; delete {idx} if it is stale", offset=end, kind="lost")

@@ -1,0 +1,156 @@
+"""Streams of a folder compare its shards, and the state of an earlier run, with what the manifest lists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.remote.servers.http_server import HttpServer
+from wds_tensorcache.shards.tar.headers import BLOCK, Scanner
+
+COUNT = 30
+
+
+def write(folder: Path, numbers: Any = range(COUNT), *, add: int = 0, **options: Any) -> Path:
+    """Write 10 samples to a shard, of equal lengths for all numbers below 1,000."""
+    with tc.ShardWriter(folder / "a-%06d.tar", max_samples=10, fsync=False, **options) as sink:
+        for i in numbers:
+            sink.write(f"{i:03d}", torch.full((8,), i + add), txt=b"x")
+    return folder
+
+
+def erase_end(path: Path, num_samples: int) -> None:
+    """Overwrite all but the first samples, in place, with zeros."""
+    content = path.read_bytes()
+    starts = [begin - BLOCK for _, begin, _ in Scanner(lambda begin, end: content[begin:end], len(content))]
+    begin = starts[3 * num_samples]
+    path.write_bytes(content[:begin] + bytes(len(content) - begin))
+
+
+def keys(stream: Any) -> list[str]:
+    return [sample["__key__"] for sample in stream]
+
+
+def stream(source: Any, *stages: Any, **options: Any) -> tc.ResumablePipeline:
+    return tc.ResumablePipeline(str(source), *stages, shuffle=False, **options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "a")
+
+
+LOST = (
+    r"a-000001\.tar: 3 samples in all, but the manifest lists 10: one of the two is wrong; `tensorcache verify` .*reports "
+    r"whether the shard is damaged; if it is not, run `tensorcache index .*a-000001\.tar` \(tc\.write_index\)"
+)
+
+
+def test_a_shard_that_lost_samples(folder: Path) -> None:
+    erase_end(folder / "a-000001.tar", 3)
+    taken: list[str] = []
+    with pytest.raises(tc.FormatError, match=LOST):
+        taken += (sample["__key__"] for sample in stream(folder))
+    with (
+        pytest.raises(tc.FormatError, match="3 samples with cache '', but the manifest lists 10"),
+        tc.open(folder) as cache,
+    ):
+        cache[15]
+
+
+def test_a_shard_that_lost_samples_at_a_url(folder: Path) -> None:
+    erase_end(folder / "a-000001.tar", 3)
+    with HttpServer() as server:
+        for path in folder.iterdir():
+            server.put(f"a/{path.name}", path.read_bytes())
+        with pytest.raises(tc.FormatError, match=LOST):
+            keys(stream(f"{server.url}/a/"))
+
+
+def test_resumed_in_the_middle_of_a_shard(folder: Path) -> None:
+    with HttpServer() as server:
+        for path in folder.iterdir():
+            server.put(f"a/{path.name}", path.read_bytes())
+        for source in (folder, f"{server.url}/a/"):
+            for options in ({}, {"select_files": lambda name: int(name[:3]) % 2 == 0}):
+                whole = keys(stream(source, **options))
+                first = iter(pipe := stream(source, **options))
+                head = [next(first)["__key__"] for _ in range(7)]
+                state = json.loads(json.dumps(pipe.state_dict()))
+                (second := stream(source, **options)).load_state_dict(state)
+                assert head + keys(second) == whole
+
+
+def test_samples_that_are_dropped_count(folder: Path) -> None:
+    def rename(name: str) -> str:
+        if name.startswith("004"):
+            raise ValueError(name)
+        return f"one.{name}"
+
+    assert len(keys(stream(folder, select_files=lambda name: name.startswith("00")))) == 10
+    assert keys(stream(folder, rename_files=rename, handler=wds.ignore_and_continue)) == ["one"] * 3
+    assert len(keys(stream(folder, wds.select(lambda sample: sample["__key__"] > "014")))) == 15
+    erase_end(folder / "a-000001.tar", 3)
+    with pytest.raises(tc.FormatError, match=LOST):
+        keys(stream(folder, select_files=lambda name: name.startswith("00")))
+
+
+def test_a_handler_decides(folder: Path) -> None:
+    erase_end(folder / "a-000001.tar", 3)
+    with pytest.warns(UserWarning, match="3 samples in all"):
+        assert len(keys(stream(folder, handler=wds.warn_and_continue))) == 23
+
+
+@pytest.mark.parametrize("footer", [True, False], ids=["footer", "no index"])
+def test_a_shard_of_another_run(tmp_path: Path, footer: bool) -> None:
+    a, b = write(tmp_path / "a", footer=footer), write(tmp_path / "b", add=500, footer=footer)
+    shutil.copy(b / "a-000001.tar", a)
+    if not footer:  # only the digest of an index shows it
+        assert len(keys(stream(a))) == COUNT
+        return
+    message = (
+        r"a-000001\.tar: another shard has replaced the one that was listed: its index has the digest \w{16}, but .*"
+    )
+    with pytest.raises(tc.FormatError, match=message + r"manifest\.json lists \w{16}; copy the right shard again"):
+        keys(stream(a))
+
+
+@pytest.mark.parametrize("numbers", [reversed(range(COUNT)), range(COUNT)], ids=["another order", "other values"])
+def test_a_state_of_a_cache_that_was_rebuilt(folder: Path, numbers: Any) -> None:
+    first = iter(pipe := stream(folder))
+    for _ in range(13):
+        next(first)
+    state = pipe.state_dict()
+    stream(folder).load_state_dict(state)
+    write(folder, numbers, add=500, overwrite=True)
+    with pytest.raises(ValueError, match="the state belongs to a different stream"):
+        stream(folder).load_state_dict(state)
+
+
+def test_a_state_at_a_url_of_a_cache_that_was_rebuilt(folder: Path) -> None:
+    with HttpServer() as server:
+        for path in folder.iterdir():
+            server.put(f"a/{path.name}", path.read_bytes())
+        state = stream(f"{server.url}/a/").state_dict()
+        stream(f"{server.url}/a/").load_state_dict(state)
+        for path in write(folder, add=500, overwrite=True).iterdir():
+            server.put(f"a/{path.name}", path.read_bytes())
+        with pytest.raises(ValueError, match="the state belongs to a different stream"):
+            stream(f"{server.url}/a/").load_state_dict(state)
+
+
+def test_the_message_for_a_remote_shard_names_a_copy(folder: Path) -> None:
+    erase_end(folder / "a-000001.tar", 3)
+    with HttpServer() as server:
+        for path in folder.iterdir():
+            server.put(f"a/{path.name}", path.read_bytes())
+        with pytest.raises(tc.FormatError, match=re.escape("`tensorcache verify` (tc.verify) of a local copy")):
+            keys(stream(f"{server.url}/a/"))

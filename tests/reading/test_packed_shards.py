@@ -1,0 +1,109 @@
+"""Compressed tars in a folder of shards: readers leave them out and say so, writers of a new cache refuse."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.cli.command import run_any
+
+MESSAGE = (
+    r"{names} because the names of shards end in \.tar: unpack or rename them, or pass them to tc\.ResumablePipeline by a "
+    r"pattern"
+)
+ONE = MESSAGE.format(names=r"1 other tar is left out \('a-000002\.tar\.gz'\)")
+
+
+def write(folder: Path, *, manifest: bool = False) -> Path:
+    """Write 30 samples into three shards, and compress the last."""
+    with tc.ShardWriter(
+        folder / "a-%06d.tar", max_samples=10, fsync=False, manifest=manifest, dali_index=False
+    ) as sink:
+        for i in range(30):
+            sink.write(f"{i:03d}", torch.full((8,), i))
+    if not manifest:
+        pack(folder / "a-000002.tar")
+    return folder
+
+
+def pack(path: Path) -> None:
+    path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+
+
+def test_readers_warn(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    with pytest.warns(UserWarning, match=ONE) as found, tc.open(folder) as cache:
+        assert len(cache) == 20
+    assert [each.filename for each in found] == [__file__]
+    with pytest.warns(UserWarning, match=ONE) as found:
+        stream = tc.ResumablePipeline(str(folder), tc.decode())
+    assert len(found) == 1
+    assert len(list(stream)) == 20
+
+
+def test_the_remedies(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(tc.ResumablePipeline(f"{folder}/a-*"))) == 30
+        packed = folder / "a-000002.tar.gz"
+        (folder / "a-000002.tar").write_bytes(gzip.decompress(packed.read_bytes()))
+        packed.unlink()
+        assert len(tc.open(folder)) == 30
+
+
+def test_a_folder_with_a_manifest(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", manifest=True)
+    for name in ("b.tgz", "c.tar.bz2", "d.tar.xz", "e.tar.zst", "f.TAR", ".g.tar.gz", "h.tar.idx", "tar.gz"):
+        (folder / name).write_bytes(b"x")
+    (folder / "folder.tgz").mkdir()
+    names = r"5 other tars are left out \('b\.tgz', 'c\.tar\.bz2', 'd\.tar\.xz', …\)"
+    with pytest.warns(UserWarning, match=MESSAGE.format(names=names)), tc.open(folder) as cache:
+        assert len(cache) == 30
+    (folder / "unlisted.tar").write_bytes((folder / "a-000000.tar").read_bytes())
+    with pytest.warns(UserWarning, match=rf"does not list 1 of the shards .*{names}") as found, tc.open(folder):
+        assert len(found) == 1
+
+
+def test_a_manifest_may_list_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", manifest=True)
+    pack(folder / "a-000002.tar")
+    manifest, nbytes = folder / "manifest.json", (folder / "a-000002.tar.gz").stat().st_size
+    text = manifest.read_text().replace("a-000002.tar", "a-000002.tar.gz")
+    manifest.write_text(re.sub(r'(tar\.gz", "nsamples": 10, "filesize": )\d+', rf"\g<1>{nbytes}", text))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(tc.ResumablePipeline(str(folder), tc.decode()))) == 30
+
+
+def test_a_folder_of_nothing_else(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    for name in ("a-000000.tar", "a-000001.tar"):
+        pack(folder / name)
+    names = r"3 other tars are left out \('a-000000\.tar\.gz', 'a-000001\.tar\.gz', 'a-000002\.tar\.gz'\)"
+    for read in (tc.open, lambda source: tc.ResumablePipeline(str(source))):
+        with pytest.raises(FileNotFoundError, match=rf"neither manifest\.json nor any \*\.tar; .*{names}"):
+            read(folder)
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_new_caches_from_it_are_refused(tmp_path: Path, manifest: bool) -> None:
+    folder = write(tmp_path / "a", manifest=manifest)
+    (folder / "a-000002.tar.gz").write_bytes(b"x")
+    with pytest.raises(tc.FormatError, match=ONE):
+        tc.drop(folder, tmp_path / "out", ["000"])
+    for command in ("merge", "reshard", "export"):
+        result = run_any(command, folder, tmp_path / "out")
+        assert result.returncode == 1
+        assert len(re.findall(ONE, result.stderr)) == 1
+    with pytest.warns(UserWarning, match=ONE), tc.open(folder) as cache, pytest.raises(tc.FormatError, match=ONE):
+        tc.export_cache(cache, tmp_path / "out", "pt")
+    assert not os.path.exists(tmp_path / "out")
