@@ -237,14 +237,13 @@ def check_listed(path: str, listed: ListedCounts, *, num_samples: int | None = N
     Raises:
         FormatError: They have different numbers of samples, or different digests.
     """
-    is_remote = is_url(path)
-    command = f"`tensorcache index {quote(path)}` (tc.write_index)"
     if None not in (listed.num_samples, num_samples) and listed.num_samples != num_samples:
         raise other_count(path, f"{num_samples} samples in all", listed.num_samples)
     if None not in (listed.digest, digest) and listed.digest != digest:
         what = f"its index has the digest {digest}, but {listed.manifest} lists {listed.digest}"
-        remedy = "upload its own manifest again" if is_remote else f"list it with {command}"
-        remedy = f"copy the right shard again, or, if this is the right one, {remedy}"
+        command = f"`tensorcache index {quote(os.path.dirname(path) or os.curdir)}`"
+        remedy = "upload its own manifest again" if is_url(path) else f"list its folder anew with {command}"
+        remedy = f"copy the right shard again, or, if this is the right one and another tool has indexed it, {remedy}"
         what = f"another shard has replaced the one that was listed: {what}"
         raise FormatError(f"{what}; {remedy}", kind="index").at(path)
 
