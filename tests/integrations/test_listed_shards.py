@@ -21,6 +21,7 @@ COUNT = 30
 
 def write(folder: Path, numbers: Any = range(COUNT), *, add: int = 0, **options: Any) -> Path:
     """Write 10 samples to a shard, of equal lengths for all numbers below 1,000."""
+    options = {"dali_index": False, **options}  # with an `.idx`, `tc.open` also warns
     with tc.ShardWriter(folder / "a-%06d.tar", max_samples=10, fsync=False, **options) as sink:
         for i in numbers:
             sink.write(f"{i:03d}", torch.full((8,), i + add), txt=b"x")

@@ -83,7 +83,7 @@ class ResumablePipeline(IterableDataset[Any]):
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
-        FormatError, OSError, ImportError: As for `tarfile_to_samples`.
+        FormatError, OSError, ImportError: As for `tarfile_to_samples`; FormatError also if a shard does not match its manifest.
 
     Memory: for each remote shard that is being read, up to 20 MiB.
     """
