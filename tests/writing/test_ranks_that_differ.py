@@ -116,3 +116,22 @@ def test_items_without_a_digest_of_other_ranks_do_not_warn(tmp_path: Path) -> No
             build_rank(tmp_path, rank, items, lambda items: [{"x": torch.tensor(item.value)} for item in items]).close()
     with tc.open(tmp_path) as cache:
         assert values(cache) == ITEMS
+
+
+class Random(Indexed):
+    """A source that returns other values each time it is read, as with random crops."""
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.rand(2), super().__getitem__(i)
+
+
+def test_random_values_show_nothing_of_other_ranks(tmp_path: Path) -> None:
+    def fn(items: list[Any]) -> Any:
+        return encode([item for _, item in items])
+
+    for rank in range(2):
+        build_rank(tmp_path, rank, Random(ITEMS), fn).close()
+    with tc.open(tmp_path) as cache:
+        assert sorted(values(cache)) == ITEMS
+    with pytest.warns(UserWarning, match="nothing shows whether items"):
+        build_rank(tmp_path, 0, Random(ITEMS), fn).close()

@@ -165,7 +165,8 @@ class Items(Dataset[Item]):
 
         All items of a list or tuple are compared. Of another map-style dataset, 64 items are read, at equal distances, and the
         last one: if an item before it was inserted or removed, it differs. An iterable is read as a whole later. Up to 64 items
-        of other ranks are compared, too: if ranks have other items, or another order, some of these differ.
+        of other ranks are compared, too: if ranks have other items, or another order, some of these differ. If the first item
+        that differs has another value when it is read once more, items cannot be compared.
 
         Args:
             stored: Digest of the item of each finished sample, by the number in its key; 0 if unknown.
@@ -188,7 +189,8 @@ class Items(Dataset[Item]):
             some = {*(numbers[at] for at in spread(len(numbers), _NUM_COMPARED)), *numbers[-1:]}
             numbers = sorted({*some, *others})
             read = self._load(numbers, min(len(numbers), self._num_workers))
-        changed, unknown = [], []
+        changed, unknown = list[int](), list[int]()
+        first_changed: Item | None = None
         for item in read:
             if _has_key(item.value):
                 self.are_numbered = False
@@ -197,7 +199,11 @@ class Items(Dataset[Item]):
             if not digest or not item.origin:
                 unknown += [item.number] if item.number in own else []
             elif digest != item.origin:
+                first_changed = first_changed or item
                 changed.append(item.number)
+        if first_changed is not None and self[first_changed.number].origin != first_changed.origin:
+            # the source returns other values each time it is read, for example random crops
+            changed, unknown = [], sorted([*unknown, *own.intersection(changed)])
         return changed, len(numbers), unknown
 
     def _read_some(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
