@@ -41,7 +41,7 @@ def url(server: HttpServer) -> str:
     found = server.put("a.tar", CONTENT)
     # what an earlier test learned about the server
     client = client_for(found)
-    client.__init__(client.origin)  # type: ignore[misc]
+    client.__init__(client.origin, None)  # type: ignore[misc]
     server.log()
     return found
 
