@@ -150,7 +150,6 @@ def test_batches_are_right_while_another_process_evicts_their_shards(
     started = [children.start(lambda seed=seed: work(seed)) for seed in range(3)]
     assert children.finish(started) == [0] * 3
     assert max(blocks(server.log()).values()) > 1
-    work(9)  # processes that read at the same time may exceed the limit by what each of them is writing
     assert sum(512 * file.stat().st_blocks for file in (tmp_path / "cache").iterdir()) <= limit + BLOCK
 
 
