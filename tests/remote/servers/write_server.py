@@ -75,9 +75,9 @@ class WriteServer(ServerProcess):
         self._call("clear")
 
     def objects(self, prefix: str = "") -> dict[str, bytes]:
-        """Return the objects whose keys begin with a prefix, by the rest of the key."""
-        listed = json.loads(self._call("list", prefix.encode()))
-        return {key[len(prefix) :]: self._call("get", key.encode()) for key in listed}
+        """Return the objects whose keys begin with a prefix, by the rest of the key, as they are at one moment."""
+        objects = json.loads(self._call("objects", prefix.encode()))
+        return {key[len(prefix) :]: content.encode("latin-1") for key, content in objects.items()}
 
     def put(self, key: str, content: bytes) -> None:
         """Make or replace an object."""
@@ -107,7 +107,8 @@ class _Faults:
         if "HTTP_X_CONTROL" in environ:
             body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start("200 OK", [])
-            return [self._control(path.lstrip("/"), body)]
+            with self._lock:  # a writer, which deletes the object with which it checks the store, waits
+                return [self._control(path.lstrip("/"), body)]
         key = path.removeprefix(f"/{BUCKET}/")
         fault = self._fault(method, key)
         time.sleep(fault.get("stall_s", 0))
@@ -185,10 +186,9 @@ class _Faults:
             self._faults = []
             for key in list(keys):
                 self._backend.delete_object(BUCKET, key)
-        elif act == "list":
-            return json.dumps(sorted(key for key in keys if key.startswith(body.decode()))).encode()
-        elif act == "get":
-            return bytes(keys[body.decode()].value)
+        elif act == "objects":
+            names = sorted(key for key in keys if key.startswith(body.decode()))
+            return json.dumps({key: bytes(keys[key].value).decode("latin-1") for key in names}).encode()
         elif act == "put":
             name, _, content = body.partition(b"\n")
             self._backend.put_object(BUCKET, json.loads(name), content)
