@@ -34,16 +34,12 @@ SECONDS := 60
 fuzz: $(VENV)/dev $(VENV)/fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --jobs 2 --findings fuzz_out
 
-# Pages and modules that must be free of the phrases in tests/prose.py. That module and its test quote the phrases.
-TESTS := $(dir $(wildcard tests/*/__init__.py)) $(filter-out tests/prose.py tests/test_prose.py, $(wildcard tests/*.py))
-PROSE := README.md CHANGELOG.md docs benchmarks examples $(TESTS) wds_tensorcache dali_plugin
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
-	$(BIN)/python -m tests.prose $(PROSE)
 
 # does it run; its figures mean nothing
 bench-smoke: $(VENV)/dev

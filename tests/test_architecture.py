@@ -1,4 +1,4 @@
-"""The tree is the architecture: one direction, small folders, a light import, names that tell, one home for each thing."""
+"""The tree is the architecture: imports in one direction, a light start, and one home for each thing."""
 
 from __future__ import annotations
 
