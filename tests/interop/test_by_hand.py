@@ -59,7 +59,10 @@ def read_back(skeleton: bytes, tensors: bytes, folder: Path, **decode: Any) -> A
     path = str(folder / "by_hand.tar")
     with wds.TarWriter(path, encoder=False) as sink:
         sink.write({"__key__": "a", "skel.pyd": skeleton, "safetensors": tensors})
-    (sample,) = wds.DataPipeline(wds.SimpleShardList([path]), wds.tarfile_to_samples(), tc.decode(**decode))
+    samples = list(
+        wds.DataPipeline(wds.SimpleShardList([path]), wds.tarfile_to_samples())
+    )  # read to its end, so that the file is closed
+    (sample,) = tc.decode(**decode)(samples)
     return sample["tensorcache"]
 
 
