@@ -40,6 +40,9 @@ _UNWRITABLE = _NO_SPACE | _FORBIDDEN
 _WAIT_S = 60.0  # a process that holds the lock longer was probably stopped
 _MAX_ATTEMPTS = 10
 _KEPT_FREE = 50  # the cache leaves this part of the file system free
+_RUNS_PER_TABLE = (
+    170  # runs of blocks that ext4 lists in a block of its own, which belongs to what a file takes on disk
+)
 _SPARE = 64  # eviction frees this part of the limit at once, so that it does not run for every block
 
 
@@ -143,8 +146,9 @@ class CacheFolder:
             OSError: The folder or its disk cannot be written.
         """
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
+        tables = BLOCK * sum(1 + len(runs) // _RUNS_PER_TABLE for _, runs in wanted)
         with self._naming_folder(), self._locked() as space:
-            self._make_room(needed, space)
+            self._make_room(needed + tables, space)
             try:
                 self._allocate(wanted, needed, space)
             except OSError as exc:
@@ -213,8 +217,8 @@ class CacheFolder:
         Raises:
             NoRoom, Busy: They cannot fit.
         """
-        if self.max_nbytes is not None and needed > self.max_nbytes:
-            raise NoRoom(f"one read needs {needed:,} bytes, but cache_nbytes is {self.max_nbytes:,}")
+        if self.max_nbytes is not None and needed + BLOCK > self.max_nbytes:
+            raise NoRoom(f"one read needs {needed + BLOCK:,} bytes, but cache_nbytes is {self.max_nbytes:,}")
         if not space.is_known or not self._is_counted:
             # Other programs may have added or deleted files since the folder was last used.
             space.set(self.nbytes_in_use())
@@ -227,7 +231,7 @@ class CacheFolder:
         disk = os.statvfs(self.path)
         room = disk.f_frsize * (disk.f_bavail - disk.f_blocks // _KEPT_FREE)
         if self.max_nbytes is not None:
-            room = min(room, self.max_nbytes - space.nbytes)
+            room = min(room, self.max_nbytes - BLOCK - space.nbytes)  # `space` itself takes a block
         return room - needed
 
     def _evict(self, needed: int, space: _Space, *, at_least: int = 0) -> None:
