@@ -10,8 +10,10 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -24,18 +26,6 @@ from tests.same import assert_same
 
 URL = "s3://bucket/cache"
 _WRITE = "tests.remote.written:write"
-
-
-def _resume(url: str, count: int) -> None:
-    """Write what is missing. Repeat that if the request of a killed writer is still creating an object."""
-    for attempt in range(5):
-        try:
-            write(url, count, resume=True)
-            return
-        except FileExistsError:
-            if attempt == 4:
-                raise
-            time.sleep(0.2)
 
 
 def _check(write_server: WriteServer, prefix: str) -> None:
@@ -62,11 +52,12 @@ def test_four_writers_add_to_one_manifest_at_once(write_server: WriteServer, nur
 def test_a_rank_that_resumes_keeps_the_entries_of_a_rank_that_writes(write_server: WriteServer) -> None:
     """Another rank stores a shard and lists it between the two requests with which this one looks at the folder."""
     write(f"{URL}/r1of2-%06d.tar", 5)
-    write_server.script({"method": "GET", "suffix": "manifest.json", "stall_s": 1.5})
+    write_server.script({"method": "GET", "suffix": "manifest.json", "hold": True})
     resumes = threading.Thread(target=partial(write, f"{URL}/r0of2-%06d.tar", 0, resume=True))
     resumes.start()
-    time.sleep(0.5)
+    write_server.wait_until_held()
     write(f"{URL}/r1of2-%06d.tar", 12, resume=True)
+    write_server.script()
     resumes.join()
     listed = json.loads(write_server.objects("cache/")["manifest.json"])["shardlist"]
     assert [each["nsamples"] for each in listed] == [5, 5, 2]
@@ -75,7 +66,7 @@ def test_a_rank_that_resumes_keeps_the_entries_of_a_rank_that_writes(write_serve
 def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
     write_server: WriteServer, nursery: Nursery, tmp_path: Path
 ) -> None:
-    url = "s3://bucket/killed"  # a late request of a killed writer must not disturb the next test
+    url = "s3://bucket/killed"
     write(tmp_path / "cache", 60)
     chance, num_killed = random.Random(7), 0
     for attempt in range(8):
@@ -84,63 +75,72 @@ def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
         os.kill(writer, signal.SIGKILL)
         num_killed += nursery.wait(writer) == -signal.SIGKILL
         _check(write_server, "killed/")
-        time.sleep(0.1)
+        write_server.wait_until_idle()
     assert num_killed
-    _resume(url, 60)
+    write(url, 60, resume=True)
     assert write_server.objects("killed/") == read_folder(tmp_path / "cache")
 
 
 def test_a_writer_killed_during_an_upload(write_server: WriteServer, nursery: Nursery) -> None:
     """Neither before nor after the body is stored is there a half shard; here, the answer is late."""
-    write_server.script({"method": "PUT", "suffix": "1.tar", "stall_s": 1.0, "times": -1})
+    write_server.script({"method": "PUT", "suffix": "1.tar", "hold": True})
     url = "s3://bucket/late"
     writer = nursery.start(_WRITE, url, 23)
-    deadline = time.monotonic() + 60
-    while "manifest.json" not in write_server.objects("late/"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.2)
+    write_server.wait_until_held()
     os.kill(writer, signal.SIGKILL)
     nursery.wait(writer)
     write_server.script()
-    time.sleep(1.2)  # until the server has handled the request, or dropped it
+    write_server.wait_until_idle()
     _check(write_server, "late/")
-    _resume(url, 23)
+    write(url, 23, resume=True)
     _check(write_server, "late/")
 
 
+@pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_waits_for_finished_shards_and_a_second_one_does_not(
-    write_server: WriteServer, monkeypatch: pytest.MonkeyPatch
+    write_server: WriteServer, times: int
 ) -> None:
-    def interrupt(after_s: float) -> None:
-        time.sleep(after_s)
-        os.kill(os.getpid(), signal.SIGINT)
+    """The first one interrupts the caller of the writer, the second one the writer."""
+    count, is_over = 0, threading.Event()
+    write(URL, 2, max_samples=2)
 
-    def write_until_interrupted(num_interrupts: int) -> float:
-        begun = time.monotonic()
-        threads = [threading.Thread(target=interrupt, args=(0.3 * (1 + each),)) for each in range(num_interrupts)]
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        modules = [caller.f_globals["__name__"] for caller, _ in traceback.walk_stack(frame)]
+        is_in_writer = any(name.startswith("wds_tensorcache.") for name in modules)
+        if count < times and is_in_writer == (count > 0):
+            count += 1
+            raise KeyboardInterrupt
 
-        def write_all() -> None:
-            with tc.ShardWriter(URL, max_samples=2, resume=True) as sink:
-                for i in range(3):
-                    sink.write(f"{num_interrupts}-{i}", sample(i))
-                for thread in threads:
-                    thread.start()
-                time.sleep(60)
+    def send() -> None:
+        write_server.wait_until_held()
+        while not is_over.wait(0.05):
+            os.kill(os.getpid(), signal.SIGINT)
+            if count == times == 1:
+                write_server.script()
 
+    def write_three() -> None:
+        with tc.ShardWriter(URL, max_samples=2, resume=True) as sink:
+            for i in range(3):
+                sink.write(f"{i}", sample(i))
+            time.sleep(60)
+
+    write_server.script({"method": "PUT", "suffix": ".tar", "hold" if times == 1 else "hang": True})
+    before, sender = signal.signal(signal.SIGINT, interrupt), threading.Thread(target=send)
+    sender.start()
+    try:
         with pytest.raises(KeyboardInterrupt):
-            write_all()
-        for thread in threads:
-            thread.join()
-        return time.monotonic() - begun
-
-    write_server.script({"method": "PUT", "suffix": ".tar", "stall_s": 1.5, "times": -1})
-    write_until_interrupted(1)
-    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
-    write_server.script({"method": "PUT", "suffix": ".tar", "hang": True, "times": -1})
-    assert write_until_interrupted(2) < 30
-    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
-    write_server.script()
+            write_three()
+    finally:
+        is_over.set()
+        sender.join()
+        signal.signal(signal.SIGINT, before)
+    write_server.wait_until_idle()
+    assert count == times
+    shards = ["000000", "000001"] if times == 1 else ["000000"]
+    assert sorted(write_server.objects("cache/")) == sorted(
+        ["manifest.json", *(f"{name}.{kind}" for name in shards for kind in ("idx", "tar"))]
+    )
 
 
 def test_a_forked_child_does_not_upload_its_parent_s_shards(write_server: WriteServer) -> None:

@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -542,6 +541,7 @@ class Crossing:
     """Samples 0 and 1 need each other, sample 2 needs itself."""
 
     shared: Any = None
+    both = threading.Barrier(2, timeout=20)
 
     def __len__(self) -> int:
         return 3
@@ -550,7 +550,7 @@ class Crossing:
         if index == 2:
             return self.shared[2]
         if threading.current_thread().name in ("0", "1"):
-            time.sleep(0.2)
+            self.both.wait()
             threading.current_thread().name = "done"
             return {"other": self.shared[1 - index]["x"] + 1, "x": torch.zeros(1)}
         return {"x": torch.zeros(1)}

@@ -15,6 +15,7 @@ Faults, in the order of requests that match `method` and `suffix`, the end of th
     lost        store the object, then close the connection without an answer
     cut         read half of the body, then close the connection
     stall_s     wait before the request is handled
+    hold        wait for the next call of `script` before the request is handled
     hang        read the body, then wait until the client closes the connection
     ignore      handle the request without its conditions; "IF_MATCH" or "IF_NONE_MATCH": without this one
     tags        "weak": the answer has a weak ETag, and no condition matches it; "none": the answer has no ETag
@@ -27,6 +28,7 @@ import contextlib
 import io
 import json
 import os
+import select
 import socket
 import sys
 import threading
@@ -66,6 +68,14 @@ class WriteServer(ServerProcess):
         """Replace the faults of the next requests."""
         self._call("script", json.dumps(faults).encode())
 
+    def wait_until_held(self) -> None:
+        """Wait until a request is held, or hangs."""
+        self._call("wait_until_held")
+
+    def wait_until_idle(self) -> None:
+        """Wait until all requests that clients have sent are handled, those of killed clients included."""
+        self._call("wait_until_idle")
+
     def log(self) -> list[tuple[str, str, int]]:
         """Return method, key and status of the requests since the last call; the status is 0 without an answer."""
         return [(method, key, status) for method, key, status in json.loads(self._call("log"))]
@@ -100,6 +110,7 @@ class _Faults:
         self._faults: list[dict[str, Any]] = []
         self._log: list[tuple[str, str, int]] = []
         self._lock = threading.Lock()
+        self._is_held, self._may_pass = threading.Event(), threading.Event()
         backend.create_bucket(BUCKET, "us-east-1")
 
     def __call__(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
@@ -107,11 +118,21 @@ class _Faults:
         if "HTTP_X_CONTROL" in environ:
             body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start("200 OK", [])
+            if path == "/wait_until_held":
+                assert self._is_held.wait(60)
+                return [b""]
+            if path == "/wait_until_idle":
+                _wait_until_idle(environ["werkzeug.socket"])
+                return [b""]
             with self._lock:  # a writer, which deletes the object with which it checks the store, waits
                 return [self._control(path.lstrip("/"), body)]
         key = path.removeprefix(f"/{BUCKET}/")
         fault = self._fault(method, key)
         time.sleep(fault.get("stall_s", 0))
+        if "hold" in fault:
+            may_pass = self._may_pass
+            self._is_held.set()
+            may_pass.wait(60)
         if "ignore" in fault:
             for name in {"IF_MATCH", "IF_NONE_MATCH"} & {fault["ignore"]} or ("IF_MATCH", "IF_NONE_MATCH"):
                 environ.pop(f"HTTP_{name}", None)
@@ -141,6 +162,7 @@ class _Faults:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0) // 2)
             return self._drop(environ, method, key)
         if "hang" in fault:
+            self._is_held.set()
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             environ["werkzeug.socket"].settimeout(120)
             with contextlib.suppress(OSError):
@@ -179,6 +201,9 @@ class _Faults:
         keys = self._backend.buckets[BUCKET].keys
         if act == "script":
             self._faults = json.loads(body)
+            self._is_held.clear()
+            self._may_pass.set()
+            self._may_pass = threading.Event()
         elif act == "log":
             log, self._log = self._log, []
             return json.dumps(log).encode()
@@ -195,18 +220,52 @@ class _Faults:
         return b""
 
 
+_connections: set[socket.socket] = set()
+_waiting: set[socket.socket] = set()  # connections of which a thread waits for the next request
+
+
+def _wait_until_idle(own: socket.socket) -> None:
+    """Wait until every other connection waits for a request, and nothing of one has arrived. A killed client's ends then."""
+    deadline = time.monotonic() + 60
+    while not all(each in _waiting and not _is_readable(each) for each in _connections - {own}):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    try:
+        return bool(select.select([connection], [], [], 0)[0])
+    except (OSError, ValueError):  # closed
+        return True
+
+
 def _main() -> None:
     import logging
 
     from moto.backends import get_backend
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import make_server
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Handler(WSGIRequestHandler):
+        def setup(self) -> None:
+            _connections.add(self.request)
+            super().setup()
+
+        def handle_one_request(self) -> None:
+            _waiting.add(self.connection)
+            select.select([self.connection], [], [])
+            _waiting.discard(self.connection)
+            super().handle_one_request()
+
+        def finish(self) -> None:
+            _connections.discard(self.request)
+            super().finish()
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     backend = get_backend("s3")[DEFAULT_ACCOUNT_ID]["aws"]
     application = _Faults(DomainDispatcherApplication(create_backend_app), backend)
-    server = make_server("127.0.0.1", 0, application, threaded=True)
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()
