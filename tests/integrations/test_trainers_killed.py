@@ -136,7 +136,7 @@ trainer.train(resume_from_checkpoint=any(name.startswith("checkpoint") for name 
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("trainer", "kind", "num_ranks"),
     [
