@@ -17,9 +17,11 @@ from wds_tensorcache.storage.remote.clients import forget_clients
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
-README = ROOT / "README.md"
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-LINKING = [ROOT / path for path in ("CHANGELOG.md", "benchmarks/RESULTS.md", "wds_tensorcache/codec/FORMAT.md")]
+LINKING = [CONTRIBUTING] + [
+    ROOT / path for path in ("CHANGELOG.md", "benchmarks/RESULTS.md", "wds_tensorcache/codec/FORMAT.md")
+]
 NEEDS = {
     "dali.md": ["nvidia.dali"],
     "training.md": ["torchdata", "lightning"],
@@ -105,7 +107,7 @@ def test_commands_are_targets() -> None:
     """Wherever a page or a docstring names a target of make, there is one."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     modules = [path for folder in FOLDERS for path in folder.rglob("*.py")]
-    texts = [path.read_text() for path in [*PAGES, ROOT / "CHANGELOG.md", *modules]]
+    texts = [path.read_text() for path in [*PAGES, CONTRIBUTING, ROOT / "CHANGELOG.md", *modules]]
     named = {name for text in texts for name in re.findall(r"`make ([a-z-]+)`", text)}
     for fence in re.findall(r"^```bash\n(.*?)^```$", "\n".join(texts), re.DOTALL | re.MULTILINE):
         named.update(re.findall(r"^make ([a-z-]+)", fence, re.MULTILINE))
@@ -140,8 +142,8 @@ def test_figures_agree() -> None:
 
 
 def test_the_tree_is_the_tree() -> None:
-    """The README names each folder of the packages, in the place where it is."""
-    text = README.read_text()
+    """CONTRIBUTING.md names each folder of the packages, in the place where it is."""
+    text = CONTRIBUTING.read_text()
     named, above = set(), [""]
     tree = text[text.index("## The tree") :]
     for indent, names in re.findall(r"^( *)([a-z_]+/(?:, [a-z_]+/)*)(?: |$)", tree, re.MULTILINE):
@@ -153,6 +155,16 @@ def test_the_tree_is_the_tree() -> None:
     assert {path for path in named if path.split("/")[0] in tops} == {
         path for path in packages if path.split("/")[0] in tops
     }
+
+
+def test_contributing_names_what_exists() -> None:
+    """Each path, below the root or the package, and each class or function after a path and a colon."""
+    named = re.findall(r"`([\w./-]*/[\w./-]*)(?::(\w+))?`", CONTRIBUTING.read_text())
+    assert len(named) > 40
+    for path, name in named:
+        found = [top / path for top in (ROOT, ROOT / "wds_tensorcache") if (top / path).exists()]
+        assert found, path
+        assert not name or re.search(rf"^(?:class|def) {name}\b", found[0].read_text(), re.MULTILINE), f"{path}:{name}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=_name)
