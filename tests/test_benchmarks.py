@@ -106,6 +106,7 @@ def test_the_way_of_a_batch_is_short(tmp_path: Path) -> None:
     assert len(trace.before) <= 20
 
 
+@pytest.mark.long
 def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
     """Its tests are collected and skipped, and a few batches of its benchmarks run and are checked on the CPU."""
     pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)")
@@ -127,6 +128,7 @@ def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
     assert "Missing: none." in found.stdout
 
 
+@pytest.mark.long
 def test_the_remote_scenario_runs(tmp_path: Path) -> None:
     """Its rows compare what they read with what was written; the figures of so few samples mean nothing."""
     if shutil.which("curl") is None:

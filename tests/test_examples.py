@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 needs_dali = pytest.mark.skipif(
     importlib.util.find_spec("nvidia.dali") is None if importlib.util.find_spec("nvidia") else True,

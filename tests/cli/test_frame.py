@@ -81,6 +81,7 @@ def test_the_console_script(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("milliseconds", [60, 120, 250, 400, 700, 1000, 1400])
+@pytest.mark.long
 def test_an_interrupted_start(tmp_path: Path, cache: Path, milliseconds: int) -> None:
     """Ctrl-C while torch is imported: no traceback. Before about 50 ms, the interpreter itself is starting."""
     script, environment = _script(tmp_path), {**os.environ, "PYTHONPATH": str(ROOT)}

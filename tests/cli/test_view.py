@@ -374,6 +374,7 @@ def _drive(page: Browser) -> None:
     assert page.run("[...document.querySelectorAll('.badge')].map(each => each.textContent)")[0] == "3 NaN"
 
 
+@pytest.mark.long
 def test_keys_and_search_in_a_file(page: Browser, photos_page: str) -> None:
     page.open(photos_page)
     assert page.until("document.getElementById('status').textContent") == "150 samples"
@@ -381,11 +382,13 @@ def test_keys_and_search_in_a_file(page: Browser, photos_page: str) -> None:
     _drive(page)
 
 
+@pytest.mark.long
 def test_keys_and_search_with_a_server(page: Browser, page_server: PageServer) -> None:
     page.open(page_server.url)
     _drive(page)
 
 
+@pytest.mark.long
 def test_the_rest_of_the_samples_comes_while_scrolling(
     page: Browser, photos_page: str, page_server: PageServer
 ) -> None:
@@ -398,6 +401,7 @@ def test_the_rest_of_the_samples_comes_while_scrolling(
 
 
 @pytest.mark.parametrize("width", [320, 400, 820, 1400])
+@pytest.mark.long
 def test_the_page_fits_the_window(page: Browser, photos_page: str, width: int) -> None:
     page.look(width, 900, "dark" if width == 400 else "light")
     page.open(photos_page)
@@ -410,6 +414,7 @@ def test_the_page_fits_the_window(page: Browser, photos_page: str, width: int) -
     assert page.run("document.getElementById('detail').scrollWidth") <= width
 
 
+@pytest.mark.long
 def test_controls_have_names_and_the_page_has_landmarks(page: Browser, photos_page: str) -> None:
     page.open(photos_page)
     page.until("document.querySelectorAll('.card').length >= 12")
@@ -428,6 +433,7 @@ def test_controls_have_names_and_the_page_has_landmarks(page: Browser, photos_pa
 
 
 @pytest.mark.parametrize("served", [False, True])
+@pytest.mark.long
 def test_hostile_content_does_nothing(page: Browser, hostile: Path, tmp_path: Path, served: bool) -> None:
     def look(url: str) -> None:
         page.open(url)
@@ -458,6 +464,7 @@ def test_hostile_content_does_nothing(page: Browser, hostile: Path, tmp_path: Pa
         look(out.as_uri())
 
 
+@pytest.mark.long
 def test_the_policy_stops_scripts_and_requests(page: Browser, photos_page: str) -> None:
     """The page would be safe even if a text became HTML: each attempt is blocked, and reported."""
     page.open(photos_page)

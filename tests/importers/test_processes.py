@@ -160,6 +160,7 @@ def check_resumed(source: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.long
 def test_a_killed_worker(tmp_path: Path, number: signal.Signals, at: int) -> None:
     source = write_files(tmp_path / "in", 200)
     with stopped_import(source, tmp_path / "out") as (process, workers, err):
@@ -177,6 +178,7 @@ def test_a_killed_worker(tmp_path: Path, number: signal.Signals, at: int) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("are_running", [False, True])
+@pytest.mark.long
 def test_a_killed_parent(tmp_path: Path, number: signal.Signals, are_running: bool) -> None:
     """Workers end with it, also those that are stopped."""
     source = write_files(tmp_path / "in", 200)
@@ -196,6 +198,7 @@ def test_a_killed_parent(tmp_path: Path, number: signal.Signals, are_running: bo
     check_resumed(source, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_an_interrupt_of_the_terminal(tmp_path: Path) -> None:
     """It reaches all processes; the workers leave it to their parent."""
     source = write_files(tmp_path / "in", 200)

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 from wds_tensorcache.integrations.lightning import ResumeLoaders  # noqa: E402
 
 # theirs: about workers, devices and deprecations; ours are errors
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:.*set_epoch")]
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:.*set_epoch")]
 COUNT, BATCH = 40, 2
 STEPS = COUNT // BATCH
 QUIET: dict[str, Any] = {

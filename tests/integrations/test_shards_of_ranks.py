@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
 
 def write_shards(folder: Path, num_shards: int, num_samples: int = 1, nbytes: int = 1) -> list[str]:

@@ -14,6 +14,8 @@ import torch
 
 import wds_tensorcache as tc
 
+pytestmark = pytest.mark.long
+
 COUNT = 41
 KILLED_AFTER = {1: 16, 2: 8}  # steps of 4 samples on each rank; checkpoints are after every third
 
@@ -136,7 +138,6 @@ trainer.train(resume_from_checkpoint=any(name.startswith("checkpoint") for name 
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("trainer", "kind", "num_ranks"),
     [

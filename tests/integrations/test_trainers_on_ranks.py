@@ -12,6 +12,8 @@ import torch
 
 import wds_tensorcache as tc
 
+pytestmark = pytest.mark.long
+
 COUNT = 11
 KINDS = ["Loader", "torch_loader", "torch_loader, workers", "read_batch"]
 

@@ -18,6 +18,8 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
 
+pytestmark = pytest.mark.long
+
 # In its own process: `datasets` reads the variables that keep it offline only once, when it is imported.
 READER = """
 import pickle, sys

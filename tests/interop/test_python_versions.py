@@ -21,6 +21,8 @@ import wds_tensorcache as tc
 from tests.interop import other_python
 from tests.interop.other_python import describe, plain_sample, tensor_samples
 
+pytestmark = pytest.mark.long
+
 CHECKOUT = Path(__file__).parents[2]
 NEEDED = ("torch", "numpy", "safetensors", "webdataset", "xxhash")
 LOOK = f"""

@@ -21,7 +21,7 @@ import wds_tensorcache as tc
 from tests.same import assert_same
 from wds_tensorcache.integrations.ray.tasks.actors import Compute, Missing, sorted_digests
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.long
 MADE = {"model": "scale", "factor": 3}
 
 

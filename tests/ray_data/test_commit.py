@@ -18,7 +18,7 @@ from wds_tensorcache.integrations.ray.tasks.folder import LocalFolder
 from wds_tensorcache.integrations.ray.tasks.jobs import WriteJob
 from wds_tensorcache.integrations.ray.tasks.parts import write_part
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 MADE = {"made": "here"}
 
 

@@ -10,7 +10,7 @@ import torch
 import wds_tensorcache as tc
 from tests.same import assert_same
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.long
 
 
 def test_a_function_of_batches_changes_tensors_of_any_dtype(tmp_path: Path) -> None:

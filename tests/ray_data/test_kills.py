@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import Seeded
 from tests.ray_kills import write_and_read
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.long
 
 
 def test_killed_workers(tmp_path: Path, rng: Seeded) -> None:

@@ -12,7 +12,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import run
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import wds_tensorcache as tc
 from tests.ray_data.conftest import by_key, every_kind
 from tests.same import assert_same
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("num_blocks", [1, 7])

@@ -17,7 +17,7 @@ from tests.ray_data.conftest import by_key, every_kind
 from tests.remote.servers.write_server import WriteServer
 from tests.same import assert_same
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("write_server")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("write_server")]
 URL = "s3://bucket/cache"
 
 

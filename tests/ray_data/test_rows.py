@@ -23,7 +23,7 @@ pytest.importorskip("ray", reason="ray is missing: pip install 'wds-tensorcache[
 from wds_tensorcache.integrations.ray.rows.block_samples import samples_of_block
 from wds_tensorcache.integrations.ray.rows.values import is_same
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
 
 @settings(max_examples=60)

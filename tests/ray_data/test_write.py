@@ -19,7 +19,7 @@ import wds_tensorcache as tc
 from tests.ray_data.conftest import every_kind
 from tests.same import assert_same
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.long
 
 
 def _check(cache: Any, count: int = 40, sample: Callable[[int], Any] = every_kind) -> None:

@@ -15,6 +15,8 @@ import wds_tensorcache as tc
 from tests.shards.damage import flip, write
 from tests.writing.test_full_disk import fails, strays
 
+pytestmark = pytest.mark.long
+
 KEYS = [f"{i:03d}" for i in range(4)]
 CALLS = frozenset("open write pwrite truncate ftruncate fsync replace remove unlink flush close __exit__".split())
 

@@ -15,8 +15,9 @@ import wds_tensorcache as tc
 from tests.children import finish, start
 from tests.sharing.datasets import Counted, read_all, wait_until_empty
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 @pytest.mark.parametrize("options", [{}, {"max_nbytes": 1_000_000}, {"max_nbytes": 1_000_000, "eviction": "lru"}])
 def test_killed_loaders_waiters_and_last_holders(tmp_path: Path, options: dict[str, Any]) -> None:
     chance = random.Random(len(options))

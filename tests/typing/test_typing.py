@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).with_name("script.py")
 
@@ -95,18 +97,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return said
 
 
-@pytest.mark.long
 def test_a_script_is_typed(found: dict[str, list[str]]) -> None:
     assert found[SCRIPT.name] == []
     assert found["right.py"] == []
 
 
-@pytest.mark.long
 def test_a_wrong_script_is_refused(found: dict[str, list[str]]) -> None:
     assert sum("error: " in line for line in found["wrong.py"]) >= len(WRONG)
 
 
-@pytest.mark.long
 def test_nothing_is_any_but_samples(found: dict[str, list[str]]) -> None:
     expressions = OF_SAMPLES + TYPED
     notes = [line for line in found["reveal.py"] if "Revealed type is" in line]
