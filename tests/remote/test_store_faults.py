@@ -80,13 +80,13 @@ def test_endpoints_that_cannot_work(store: HttpServer, monkeypatch: pytest.Monke
 
 
 def test_statuses(store: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "2")
-    forget_clients()
     store.put("bucket/a", CONTENT)
     for status in (500, 502, 503, 504):
         store.script("bucket/a", {"status": status}, {"status": status, "retry_after": "0"})
         for call, expected in READS.values():
             assert call("s3://bucket/a") == expected
+    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "2")
+    forget_clients()
     for status in (400, 401, 403, 416, 500):
         store.script("bucket/a", {"status": status, "times": -1})
         with pytest.raises(tc.RemoteError) as caught:

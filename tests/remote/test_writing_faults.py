@@ -89,7 +89,7 @@ def test_a_writer_that_is_never_closed(write_server: WriteServer) -> None:
 
 def test_a_manifest_that_many_writers_change(write_server: WriteServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Google accepts one change of an object each second, so that a writer may have to wait longer than for a fault."""
-    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "0.3")
+    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "1")
     write_server.script({"method": "PUT", "suffix": "manifest.json", "status": 429, "times": 12})
     write(URL, 5)
     assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
@@ -213,12 +213,16 @@ def test_another_writer_of_the_same_names(write_server: WriteServer) -> None:
 
 
 def test_the_error_in_the_block_stays_and_that_of_an_upload_is_its_note(write_server: WriteServer) -> None:
-    write_server.script({"method": "PUT", "suffix": ".tar", "stall_s": 0.5, "status": 403, "times": -1})
+    write_server.script({"method": "PUT", "suffix": ".tar", "hold": True, "status": 403})
 
     def write_twice() -> None:
         with tc.ShardWriter(URL, max_samples=2) as sink:
-            for key in "abcc":
-                sink.write(key, sample(0))
+            try:
+                for key in "abcc":
+                    sink.write(key, sample(0))
+            finally:
+                write_server.wait_until_held()
+                write_server.script()
 
     with pytest.raises(tc.InvalidKeyError) as caught:
         write_twice()

@@ -202,6 +202,7 @@ def interrupted() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", sorted(LOOPS))
+@pytest.mark.long
 def test_interrupts(name: str, interrupted: dict[str, str]) -> None:
     """At random moments, really sent; `python -m tests.interrupts 1000` does it as often as one likes."""
     if name not in interrupted:
