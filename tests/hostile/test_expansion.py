@@ -19,7 +19,6 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
-from tests.integrations.test_as_webdataset import old_sparse
 
 EMPTY_SETS = b"\x80\x05](" + b"\x8f" * 4_000_000 + b"e."  # 400 bytes of memory for each byte
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
@@ -119,16 +118,6 @@ def test_zeros(tmp_path: Path, kind: str, members: int) -> None:
     text = refused(stream, path)
     assert "max_expanded_nbytes=" in text
     assert "compressed bytes" in text
-
-
-def test_many_holes(tmp_path: Path) -> None:
-    """Each sparse member may have 64 MiB; a sample of a thousand of them would have 64 GB."""
-    path = tmp_path / "holes.tar"
-    path.write_bytes(b"".join(old_sparse(f"0.{i}", [(0, b"x")], 32 << 20) for i in range(1000)) + bytes(1024))
-    assert "max_expanded_nbytes=" in refused(stream, path)
-    path.write_bytes(b"".join(old_sparse(f"{i}.bin", [(0, b"x")], 32 << 20) for i in range(3)) + bytes(1024))
-    found = [len(sample["bin"]) for sample in tc.tarfile_to_samples(max_expanded_nbytes=1 << 27)([{"url": str(path)}])]
-    assert found == [32 << 20] * 3
 
 
 def test_honest_masks_of_zeros_need_the_option(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def tarfile_to_samples(
     The stage takes 20% to 60% of the time of webdataset's, and closes each shard after reading it. A shard without an
     end-of-archive block is an error, and its last sample, which may be incomplete, is not yielded. webdataset's own stage may
     merge this sample with the first sample of the next shard. Two kinds of members are errors, too: a member with a name that
-    webdataset reserves (`KEY.__key__`, `KEY.__url__`, `KEY.__local_path__`), and a GNU sparse member that is damaged.
+    webdataset reserves (`KEY.__key__`, `KEY.__url__`, `KEY.__local_path__`), and a GNU sparse member.
 
     This package's clients read the urls of `tc.open` (`s3://`, `gs://`, `az://`, `http(s)://`, `hf://`), not `curl` or `gsutil`
     as in webdataset. Your own function in webdataset's `gopen_schemes`, and its variable GOPEN_REWRITE, take precedence.
@@ -52,7 +52,7 @@ def tarfile_to_samples(
             reading continues with the next shard or member.
         select_files: Function of a member's name that returns whether to read the member.
         rename_files: Function from a member's name to its new name.
-        max_expanded_nbytes: Limit for the bytes of a shard that is compressed (gzip, bzip2, xz) or has holes. It may always
+        max_expanded_nbytes: Limit for the bytes of a shard that is compressed (gzip, bzip2, xz). It may always
             expand to 64 times the bytes that were read. In such a shard, a skeleton or another pickle may have 1/64 of this
             limit, or 8 times these bytes; a member of JSON or MessagePack 1/8 of it, or 64 times these bytes. Reason: their
             objects take more memory. Raise the limit for shards that you trust.

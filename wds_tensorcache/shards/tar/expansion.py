@@ -1,4 +1,4 @@
-"""Limits for what few bytes may become: compressed streams and members, holes of sparse members, objects of pickles."""
+"""Limits for what few bytes may become: compressed streams and members, and objects of pickles."""
 
 from __future__ import annotations
 

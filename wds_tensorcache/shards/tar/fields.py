@@ -8,7 +8,6 @@ from zlib import adler32
 from wds_tensorcache.errors import Kind, TarFormatError
 
 __all__ = [
-    "Pairs",
     "Records",
     "adds_up",
     "check_checksum",
@@ -19,7 +18,6 @@ __all__ = [
 ]
 
 Records = dict[bytes, bytes]
-Pairs = list[tuple[bytes, bytes]]
 _EXTENDED: Kind = "extended-header"
 _SPARSE: Kind = "sparse"
 _OCTAL = re.compile(rb"[0-7]*").fullmatch
@@ -78,10 +76,11 @@ def parse_number(field: bytes) -> int:
     return int(digits or b"0", 8) if _OCTAL(digits) else -1
 
 
-def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Records:
+def parse_records(content: bytes, begin: int) -> Records:
     """Return the path and the size in pax records; each record is `LENGTH KEY=VALUE` and a line feed.
 
-    Append the records of a GNU sparse member to `sparse`. If `sparse` is None, raise TarFormatError for such a record.
+    Raises:
+        TarFormatError: A record is malformed, or belongs to a GNU sparse member.
     """
     records: Records = {}
     at = 0
@@ -92,11 +91,8 @@ def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Re
         what, kind = None, _EXTENDED
         if not key or not equals or content[end - 1 : end] != b"\n":
             what = f"malformed pax record {content[at : at + 40]!r}"
-        elif key.startswith(b"GNU.sparse.") and sparse is None:
+        elif key.startswith(b"GNU.sparse."):
             what, kind = "a GNU sparse member, expected one without holes", _SPARSE
-        elif key.startswith(b"GNU.sparse.") and sparse is not None:
-            sparse.append((key[len(b"GNU.sparse.") :], value))
-            key = b"path" if key == b"GNU.sparse.name" else key
         if what is None and key in (b"path", b"size"):
             records[key] = value.rstrip(b"/")
             if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):

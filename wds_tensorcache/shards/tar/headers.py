@@ -11,7 +11,6 @@ from zlib import adler32
 
 from wds_tensorcache.errors import FormatError, TarFormatError
 from wds_tensorcache.shards.tar.fields import (
-    Pairs,
     Records,
     check_checksum,
     check_length,
@@ -119,14 +118,12 @@ class Header(NamedTuple):
         name: Name, decoded as UTF-8 with surrogateescape.
         nbytes: Length of the content after the header, without padding.
         is_file: True for an ordinary file.
-        sparse: Pax records of a GNU sparse member, with `GNU.sparse.` removed from their names.
     """
 
     kind: int
     name: str
     nbytes: int
     is_file: bool
-    sparse: Pairs
 
 
 class Headers:
@@ -135,17 +132,15 @@ class Headers:
     Args:
         read: `read(begin, end)` returns exactly those bytes of the tar.
         nbytes: Length of the tar.
-        accepts_sparse: Accept GNU sparse members instead of refusing them.
 
     Attributes:
         own: Path and size for the next member, from extended headers.
         common: Path for all following members, from global headers.
     """
 
-    def __init__(self, read: Callable[[int, int], bytes], nbytes: int, *, accepts_sparse: bool = False) -> None:
+    def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
         self.own: Records = {}
         self.common: Records = {}
-        self._sparse: Pairs | None = [] if accepts_sparse else None
         self._read = read
         self._nbytes = nbytes
         self._expected_at = -1  # after an extended header, the offset at which a header must follow
@@ -167,20 +162,17 @@ class Headers:
         """Parse the header at byte `begin`, and the content if it is extended; raise TarFormatError if either is damaged."""
         check_checksum(header, begin)
         kind, path, nbytes = header[156], header[:100].partition(b"\0")[0], parse_number(header[124:136])
-        sparse = self._sparse
-        if kind == _SPARSE and sparse is None:
+        if kind == _SPARSE:
             raise TarFormatError(
                 f"{path!r} is a GNU sparse member, expected one without holes", offset=begin, kind="sparse"
             )
         if kind == 0 and path.endswith(b"/"):
             kind = ord("5")  # a directory in V7 format
         if kind not in _EXTENDED_TYPES:
-            # a sparse member's map is stored where other headers have the prefix
-            prefix = header[345:500].partition(b"\0")[0] if kind != _SPARSE else b""
+            prefix = header[345:500].partition(b"\0")[0]
             path = self.own.get(b"path", self.common.get(b"path", prefix + b"/" + path if prefix else path))
             nbytes = 0 if kind in _EMPTY_TYPES else int(self.own.get(b"size", nbytes))
             self.own.clear()
-            self._sparse = None if sparse is None else []
         what = None
         if len(path) > _MAX_NAME_NBYTES:
             what = f"the name has {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
@@ -194,8 +186,7 @@ class Headers:
         if kind in _EXTENDED_TYPES:
             self._parse_extended(kind, begin, nbytes)
             self._expected_at = begin + BLOCK + nbytes + padding(nbytes)
-        is_file = kind in _FILE_TYPES or kind == _SPARSE
-        return Header(kind, path.decode("utf-8", "surrogateescape"), nbytes, is_file, sparse or [])
+        return Header(kind, path.decode("utf-8", "surrogateescape"), nbytes, kind in _FILE_TYPES)
 
     def _parse_extended(self, kind: int, header_begin: int, nbytes: int) -> None:
         begin = header_begin + BLOCK
@@ -214,7 +205,7 @@ class Headers:
                 what = "a global pax header declares one size for all members, expected a size per member"
         elif kind != ord("K"):
             # if two extended headers precede a member, tarfile uses the first
-            self.own = parse_records(content, begin, self._sparse) | self.own
+            self.own = parse_records(content, begin) | self.own
         if what is not None:
             raise TarFormatError(what, offset=at, kind="extended-header")
 
@@ -314,7 +305,7 @@ class Scanner:
                 self.end = header_begin
                 return
             self.header_begin = header_begin
-            kind, name, nbytes, is_file, _ = headers.parse(header, header_begin)
+            kind, name, nbytes, is_file = headers.parse(header, header_begin)
             if is_file and not _IS_META(name):
                 yield name, begin, nbytes
             elif kind in _LINK_TYPES and len(self.links) < _MAX_LINKS:

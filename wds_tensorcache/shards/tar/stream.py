@@ -13,13 +13,11 @@ from typing import Any
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
 from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_objects, max_expanded
 from wds_tensorcache.shards.tar.fields import adds_up, check_length
-from wds_tensorcache.shards.tar.headers import BLOCK, Header, Headers, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.tar.headers import BLOCK, Headers, is_extended, is_meta_name, padding
 from wds_tensorcache.shards.tar.hidden import find_header_in, hidden_members
-from wds_tensorcache.shards.tar.sparse import SparseMap, read_map
 
 __all__ = ["TarStream"]
 
-_KIND, _OLD_SPARSE = 156, ord("S")
 _UNKNOWN = 1 << 62  # stands for the length of the tar, which is unknown in a stream
 _MAX_SKIP_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 26
@@ -36,14 +34,14 @@ class TarStream:
     """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz. Iterating yields `(name, read)` for each file.
 
     `read()` returns a copy of the content. Call it before requesting the next member. The stream skips directories, links,
-    devices and webdataset's own metadata (`__…__`). The holes of GNU sparse members are returned as zeros.
+    devices and webdataset's own metadata (`__…__`).
 
     Args:
         stream: Object with `read(n)`, which may return fewer than n bytes.
         begin: Offset in the tar of the stream's first byte; if above 0, a `start` of an earlier stream of this tar.
         skip: Function that skips up to n bytes of `stream`, and returns their number; None to read and drop them.
-        max_expanded_nbytes: Limit for the decompressed bytes and the holes of the whole tar together, which may always be 64
-            times the bytes that were read from `stream`. Members that become objects have lower limits, see `check_objects`.
+        max_expanded_nbytes: Limit for the decompressed bytes of the whole tar, which may always be 64 times the bytes that
+            were read from `stream`. Members that become objects have lower limits, see `check_objects`.
 
     Attributes:
         start: Offset of the current member's first header, at which another stream of this tar can begin. None if it cannot:
@@ -68,12 +66,11 @@ class TarStream:
         self._skip = skip
         self._max_expanded_nbytes = max_expanded_nbytes
         self._at = begin
-        self._holes_nbytes = 0
         self._compressed: _Prepended | None = None
         self._begun: bytes = b""  # bytes that were read to detect compression, and not yet used
 
     def __iter__(self) -> Iterator[tuple[str, Callable[[], bytes]]]:
-        headers = Headers(self._read_range, _UNKNOWN, accepts_sparse=True)
+        headers = Headers(self._read_range, _UNKNOWN)
         if not self._at:
             self._decompress()
         start = self._at
@@ -87,27 +84,15 @@ class TarStream:
             if headers.is_end(block, header_begin):
                 return
             header = headers.parse(block, header_begin)
-            begin, end, holes = header_begin + BLOCK, header_begin + BLOCK + header.nbytes, None
+            begin, end = header_begin + BLOCK, header_begin + BLOCK + header.nbytes
             if is_extended(block):  # `parse` has read its content
                 self._skip_to(end + padding(header.nbytes))
                 continue
             self.start = None if self._compressed is not None or headers.are_global else start
-            if header.is_file and (header.sparse or block[_KIND] == _OLD_SPARSE):
-                holes, left = self._read_map(block, header)
-                begin, end = self._at, self._at + left
             if header.is_file and not is_meta_name(header.name):
-                yield header.name, partial(self._read_member, header.name, begin, end, holes)
+                yield header.name, partial(self._read_member, header.name, begin, end)
             self._skip_to(end + padding(header.nbytes))
             start = self._at
-
-    def _read_map(self, block: bytes, header: Header) -> tuple[SparseMap, int]:
-        begin = self._at - BLOCK
-        try:
-            return read_map(block, header.sparse, header.nbytes, self._take_exactly)
-        except TarFormatError as exc:
-            if exc.offset is not None:
-                raise
-            raise TarFormatError(exc.reason, offset=begin, kind="sparse") from exc
 
     def finish(self) -> TarFormatError | None:
         """Read the stream to its end, which verifies the checksum of a compressed stream.
@@ -143,34 +128,14 @@ class TarStream:
         check_length(content, begin, end)
         return content
 
-    def _take_exactly(self, nbytes: int) -> bytes:
-        return self._read_range(self._at, self._at + nbytes)
-
-    def _read_member(self, name: str, begin: int, end: int, holes: SparseMap | None) -> bytes:
+    def _read_member(self, name: str, begin: int, end: int) -> bytes:
         content = self._read_range(begin, end)
-        if holes is not None:
-            self._holes_nbytes += holes.nbytes - len(content)
-            self._check_expanded(
-                f"{name!r:.100}, a GNU sparse member of {len(content)} bytes, expands to {holes.nbytes}"
-            )
-            content = holes.expand(content)
+        stored_nbytes = self._at if self._compressed is None else self._compressed.nbytes
         try:
-            check_objects(name, len(content), self._stored_nbytes, self._max_expanded_nbytes, _FUNCTIONS)
+            check_objects(name, len(content), stored_nbytes, self._max_expanded_nbytes, _FUNCTIONS)
         except FormatError as exc:
             raise TarFormatError(f"{name!r:.100}: {exc}", offset=begin, kind="compressed") from None
         return content
-
-    @property
-    def _stored_nbytes(self) -> int:
-        """The bytes that were read from the caller's stream."""
-        return self._at if self._compressed is None else self._compressed.nbytes
-
-    def _check_expanded(self, what: str) -> None:
-        limit = max_expanded(self._stored_nbytes, self._max_expanded_nbytes)
-        if self._at + self._holes_nbytes > limit:
-            what += f", expected at most {limit} for what was read so far; if you trust the shard, pass a larger "
-            what += f"max_expanded_nbytes= to {_FUNCTIONS}"
-            raise TarFormatError(what, offset=self._at, kind="sparse" if self._compressed is None else "compressed")
 
     def _skip_to(self, end: int) -> None:
         if (
@@ -216,7 +181,11 @@ class TarStream:
             raise TarFormatError(what, offset=self._at, kind=kind) from exc
         self._at += len(content)
         if self._compressed is not None:
-            self._check_expanded(f"{self._compressed.nbytes} compressed bytes expand to {self._at} or more")
+            limit = max_expanded(self._compressed.nbytes, self._max_expanded_nbytes)
+            if self._at > limit:
+                what = f"{self._compressed.nbytes} compressed bytes expand to {self._at} or more, expected at most {limit} "
+                what += f"for what was read so far; if you trust the shard, pass a larger max_expanded_nbytes= to {_FUNCTIONS}"
+                raise TarFormatError(what, offset=self._at, kind="compressed")
         return content
 
 
