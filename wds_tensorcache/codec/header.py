@@ -14,7 +14,6 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.gc_pause import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.layout import MAX_CACHED_NBYTES, MAX_LAYOUTS, Layout, StoredTensor, form_of, make_layout
 from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError
@@ -127,27 +126,24 @@ def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -
 def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
     if not text.startswith(b"{"):
         raise FormatError(f"the header begins with {text[:1]!r}, not with '{{'")
-    with collector_paused(len(text) > LARGE_NBYTES):
-        try:
-            entries = parse_json(text)
-            "".join(entries).encode()  # raises if a name has a surrogate, from an escape in the JSON
-        except (ValueError, RecursionError) as exc:  # including JSONDecodeError and FormatError
-            raise FormatError(f"the header is not the JSON that FORMAT.md 3.1 allows: {exc}") from exc
-        _check_metadata(entries.pop("__metadata__", {}), text.startswith(_PREFIX))
-        tensors = [_parse_entry(name, entry, data_begin) for name, entry in entries.items()]
-        tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-        position = data_begin
-        for tensor in tensors:
-            if tensor.begin != position:
-                what = "overlaps the tensor before it" if tensor.begin < position else "follows a hole"
-                raise FormatError(
-                    f"tensor {tensor.name!r} {what}: it starts at byte {tensor.begin}, expected {position}"
-                )
-            position = tensor.end
-        if position != nbytes:
-            raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes} bytes")
-        form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
-        return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
+    try:
+        entries = parse_json(text)
+        "".join(entries).encode()  # raises if a name has a surrogate, from an escape in the JSON
+    except (ValueError, RecursionError) as exc:  # including JSONDecodeError and FormatError
+        raise FormatError(f"the header is not the JSON that FORMAT.md 3.1 allows: {exc}") from exc
+    _check_metadata(entries.pop("__metadata__", {}), text.startswith(_PREFIX))
+    tensors = [_parse_entry(name, entry, data_begin) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    position = data_begin
+    for tensor in tensors:
+        if tensor.begin != position:
+            what = "overlaps the tensor before it" if tensor.begin < position else "follows a hole"
+            raise FormatError(f"tensor {tensor.name!r} {what}: it starts at byte {tensor.begin}, expected {position}")
+        position = tensor.end
+    if position != nbytes:
+        raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes} bytes")
+    form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
+    return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
 
 
 def _check_metadata(metadata: Any, is_at_begin: bool) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.gc_pause import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.header import parse_header, plan_member, plan_small_member
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
@@ -26,7 +25,7 @@ from wds_tensorcache.codec.skeleton.families import Written, family_of
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
-from wds_tensorcache.codec.skeleton.writer import MANY_ITEMS, SkeletonWriter
+from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
 __all__ = [
@@ -107,8 +106,7 @@ def _plan(writer: SkeletonWriter, align: int) -> Written:
     if len(tensors) <= _MANY_TENSORS:
         header, layout = plan_small_member(entries, align)
     else:
-        with collector_paused(len(tensors) > MANY_ITEMS):
-            header, layout = plan_member(entries, align)
+        header, layout = plan_member(entries, align)
     references = None if writer.needs_allow else tuple([tensor.reference for tensor in tensors])
     return writer.body(), header, layout, [tensor.flat for tensor in tensors if len(tensor.flat)], references
 
@@ -260,8 +258,7 @@ def _interpret(
         return value
 
     try:
-        with collector_paused(len(skeleton) > LARGE_NBYTES):
-            sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
+        sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     except FormatError as exc:
         if is_damaged(skeleton):
             what = "the skeleton is damaged: its digest does not match its bytes"

@@ -11,7 +11,6 @@ import os
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from enum import Enum
 from functools import lru_cache
 from itertools import count
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import dtype_name
-from wds_tensorcache.codec.gc_pause import collector_paused
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton import opcodes as op
@@ -48,12 +46,9 @@ from wds_tensorcache.codec.skeleton.types import (
 from wds_tensorcache.codec.tensor_bytes import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
 
-__all__ = ["MANY_ITEMS", "SkeletonWriter"]
-
-MANY_ITEMS = 1000  # in one container; with more, the garbage collector is paused
+__all__ = ["SkeletonWriter"]
 
 _FIRST = itemgetter(0)
-_RUNNING = nullcontext()  # does not pause the garbage collector
 _write_key = lru_cache(4096)(op.write_text)  # samples of one cache have the same keys
 
 
@@ -182,8 +177,7 @@ class SkeletonWriter:
         values = list(values)
         if values:
             self._parts.append(CODE[op.MARK])
-            with collector_paused(True) if len(values) > MANY_ITEMS else _RUNNING:
-                self._save_each(values, path, opaque, depth)
+            self._save_each(values, path, opaque, depth)
             self._parts.append(CODE[op.APPENDS])
 
     def _save_pairs(
@@ -196,20 +190,19 @@ class SkeletonWriter:
         if not TEXTS.issuperset(map(type, keys)) or max(map(len, keys)) >= LONG_TEXT:
             self._count_keys(keys, path)
         self._parts.append(CODE[op.MARK])
-        with collector_paused(True) if len(pairs) > MANY_ITEMS else _RUNNING:
-            for index, (key, item) in enumerate(pairs):
-                if type(key) is str:
-                    self._save_atom(key, str, _write_key if len(key) < 64 else op.write_text)
-                else:
-                    inside = path if opaque else join_path(path, component(key, index))
-                    self.save(key, inside, count(), depth + 1)
-                if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
-                    self._save_atom(item, type(item), atom)
-                elif opaque:
-                    self.save(item, path, opaque, depth + 1)
-                else:
-                    part = short_component(key) if type(key) is str and len(key) < 64 else component(key, index)
-                    self.save(item, f"{path}.{part}" if path else part, opaque, depth + 1)
+        for index, (key, item) in enumerate(pairs):
+            if type(key) is str:
+                self._save_atom(key, str, _write_key if len(key) < 64 else op.write_text)
+            else:
+                inside = path if opaque else join_path(path, component(key, index))
+                self.save(key, inside, count(), depth + 1)
+            if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
+                self._save_atom(item, type(item), atom)
+            elif opaque:
+                self.save(item, path, opaque, depth + 1)
+            else:
+                part = short_component(key) if type(key) is str and len(key) < 64 else component(key, index)
+                self.save(item, f"{path}.{part}" if path else part, opaque, depth + 1)
         self._parts.append(CODE[op.SETITEMS])
 
     def _count_keys(self, keys: list[Any], path: str) -> None:
