@@ -27,7 +27,6 @@ from tests.fuzz import known
 from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
 from tests.hostile.colliding import count_calls
 from wds_tensorcache.codec import header as headers
-from wds_tensorcache.codec import layout as layouts
 from wds_tensorcache.codec.preamble import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
@@ -55,7 +54,7 @@ _MAX_ROWS = 16
 
 def run(name: str, data: bytes) -> None:
     """Run a target on `data`, without state from earlier inputs."""
-    for cache in (headers._LAYOUTS, layouts._FORMS, layouts._MADE):
+    for cache in (headers._LAYOUTS, headers._FORMS):
         cache.clear()
     TARGETS[name](data)
 

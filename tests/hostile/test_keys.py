@@ -17,7 +17,7 @@ import wds_tensorcache as tc
 from tests.hostile.colliding import CONTAINERS, HASHED_IN_PYTHON, KEYS, MODULUS, container, count_calls, integer
 from tests.hostile.pickles import PROTO, call, decode, refused, text
 from tests.shards.tars import build
-from wds_tensorcache.codec.layout import form_of, make_layout
+from wds_tensorcache.codec.header import form_of, make_layout
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 
 MANY = "not text or bytes have more than 10,000 parts"

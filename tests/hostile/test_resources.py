@@ -21,7 +21,7 @@ import wds_tensorcache as tc
 from tests.hostile.colliding import integer
 from tests.hostile.pickles import call, decode, refused, text
 from tests.shards.tars import LAST, pax, raw_header, record
-from wds_tensorcache.codec.layout import Form
+from wds_tensorcache.codec.header import Form
 from wds_tensorcache.shards.index import LayoutTable
 
 FORMAT = Path(tc.__file__).parent / "codec" / "FORMAT.md"

@@ -9,8 +9,7 @@ from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.header import parse_header, plan_member, plan_small_member
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.header import Layout, parse_header, plan_member, plan_small_member
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.preamble import (
     build_preamble,

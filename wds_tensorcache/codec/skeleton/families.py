@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype
-from wds_tensorcache.codec.header import plan_member
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.header import Layout, plan_member
 from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.template import MAX_PARTS, Template, item_getter, learn
 from wds_tensorcache.codec.tensor_bytes import PLAIN, StorableTensor, describe_tensor, view_plain
