@@ -1,6 +1,6 @@
 """Members of the format, written and read from FORMAT.md alone: this module imports nothing of the package.
 
-Left out: classes in allow= (2.7), the costs of keys (2.6).
+Left out: classes in allow= (2.7).
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import json
 import math
 import re
 import struct
+import sys
 import uuid
 from collections import OrderedDict, defaultdict, deque
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Context, Decimal
 from fractions import Fraction
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,28 @@ def escape(key: str) -> str:
     return re.sub(odd, lambda m: "".join(f"%{b:02X}" for b in m[0].encode("utf-8", "surrogatepass")), key) or "%"
 
 
+def parts_of_key(value: Any, depth: int = 1) -> int:
+    """Return the number of parts of a key (2.6), or of a part at this level in it."""
+    check(depth <= 200, "2.6: depth")
+    long = (
+        len(str(value) if isinstance(value, PurePath) else value) // 1000
+        if isinstance(value, (*TEXTS, PurePath))
+        else 0
+    )
+    if type(value) in TEXTS:
+        return long + (depth > 1)
+    if isinstance(value, (tuple, frozenset)):
+        return 1 + sum(parts_of_key(part, depth + 1) for part in value)
+    check(not isinstance(value, int) or value.bit_length() <= 512, "2.6: bits")
+    check(not isinstance(value, Decimal) or sys.getsizeof(value) <= 512, "2.6: digits")
+    numbers = (value.start, value.stop, value.step) if isinstance(value, (range, slice)) else ()
+    own = 1 if type(value) in (int, float, complex, bool, type(None)) else 10
+    return own + long + sum(parts_of_key(number, depth + 1) for number in numbers)
+
+
+TEXTS = (str, bytes)
+
+
 class Writer:
     def __init__(self, sort_keys: dict[int, tuple[bytes, bytes]] | None = None) -> None:
         self.sort_keys = {} if sort_keys is None else sort_keys  # by the id of an element of a set
@@ -177,29 +200,25 @@ class Writer:
         self.out: list[Any] = []  # bytes, a Slot, or a Slot that is fetched, in a tuple
         self.known: dict[Any, Slot] = {}
         self.alive: list[Any] = []
-        self.cost = self.num_deques = 0
-        self.fetched: list[tuple[int, Any]] = []
+        self.cost = self.num_deques = self.num_parts = 0
 
     def body(self) -> bytes:
-        while True:
-            fetched = {part[0] for part in self.out if type(part) is tuple}
-            number = {slot: n for n, slot in enumerate(part for part in self.out if part in fetched)}
-            data = b"".join(
-                part
-                if type(part) is bytes
-                else (b"h" + bytes([n]) if (n := number[part[0]]) < 256 else b"j" + struct.pack("<I", n))
-                if type(part) is tuple
-                else b"\x94" * (part in fetched)
-                for part in self.out
-            )
-            excess = self.cost - 1_000_000 - 10 * (len(data) + 1)
-            if excess <= 0 or not self.fetched:
-                check(excess <= 0 and self.num_deques <= 1000, "2.6")
-                return data + b"."
-            while excess > 0 and self.fetched:
-                at, value = self.fetched.pop()
-                self.out[at] = write_atom(value)
-                excess -= 10 * (len(self.out[at]) - 5)
+        fetched = {part[0] for part in self.out if type(part) is tuple}
+        number = {slot: n for n, slot in enumerate(part for part in self.out if part in fetched)}
+        data = b"".join(
+            part
+            if type(part) is bytes
+            else (b"h" + bytes([n]) if (n := number[part[0]]) < 256 else b"j" + struct.pack("<I", n))
+            if type(part) is tuple
+            else b"\x94" * (part in fetched)
+            for part in self.out
+        )
+        check(self.cost <= 1_000_000 + 10 * (len(data) + 1) and self.num_deques <= 1000, "2.6")
+        return data + b"."
+
+    def count_keys(self, keys: list[Any]) -> None:
+        self.num_parts += sum(map(parts_of_key, keys))
+        check(self.num_parts <= 10_000, "2.6: parts of keys")
 
     def get(self, name: Any) -> bool:
         """Fetch what is known by a name, if it is."""
@@ -232,8 +251,6 @@ class Writer:
             size = len(value) if type(value) in (str, bytes, tuple) else 0
             self.cost += value.bit_length() // 8 if type(value) is int else size
             self.put(value, path, [0], depth)
-            if type(value) in (str, bytes) and type(self.out[-1]) is tuple:
-                self.fetched.append((len(self.out) - 1, value))
         self.out += [SHORT_TUPLES[len(arguments)], b"R"]
 
     def many(self, end: bytes, values: list[tuple[Any, str, Any]], depth: int) -> None:
@@ -287,6 +304,7 @@ class Writer:
                 if value:
                     self.keep(name)
         elif is_dict:
+            self.count_keys(list(value))
             pairs: list[tuple[Any, str, Any]] = []
             for i, (key, item) in enumerate(value.items()):
                 is_number = type(key) is int and abs(key) < 1 << 64
@@ -296,6 +314,7 @@ class Writer:
         elif cls in (set, frozenset):
             count = [0]
             elements = [(v, path, count) for v in sorted(value, key=lambda v: self.sort_key(v, path, depth + 1))]
+            self.count_keys(list(value))
             if cls is set:
                 self.many(b"\x90", elements, depth)
             else:
@@ -575,7 +594,7 @@ def check_depth(value: Any, depth: int, seen: dict[int, Any]) -> None:
 def run(body: bytes, reference: Any) -> Any:
     """Return the object of a body (2.4)."""
     at, stack, marks, memo = 0, [], [], []  # type: ignore[var-annotated]
-    pending = cost = num_deques = 0  # callables that were fetched and not yet called
+    pending = cost = num_deques = num_parts = 0  # `pending`: callables that were fetched and not yet called
 
     def push(value: Any) -> None:
         nonlocal pending
@@ -592,6 +611,11 @@ def run(body: bytes, reference: Any) -> Any:
         check(nbytes <= len(body) - at, "2.4: length")
         at += nbytes
         return body[at - nbytes : at]
+
+    def count_keys(keys: list[Any]) -> None:
+        nonlocal num_parts
+        num_parts += sum(map(parts_of_key, keys))
+        check(num_parts <= 10_000, "2.6: parts of keys")
 
     def since_mark() -> list[Any]:
         nonlocal stack
@@ -620,15 +644,19 @@ def run(body: bytes, reference: Any) -> Any:
         elif op in b"ea\x90":
             items = [take()] if op == 0x61 else since_mark()
             check(stack and type(stack[-1]) in ((set,) if op == 0x90 else (list, deque)), "2.4: target")
+            if op == 0x90:
+                count_keys(items)
             (stack[-1].update if op == 0x90 else stack[-1].extend)(items)
         elif op in b"us":
             items = [take(), take()][::-1] if op == 0x73 else since_mark()
             check(stack and type(stack[-1]) in (dict, OrderedDict, defaultdict) and not len(items) % 2, "2.4: target")
+            count_keys(items[::2])
             for key, value in zip(items[::2], items[1::2], strict=True):
                 stack[-1][key] = value
         elif op == 0x91:
-            elements = frozenset(since_mark())
-            stack.append(elements)
+            elements = since_mark()
+            count_keys(elements)
+            stack.append(frozenset(elements))
         elif op == 0x28:
             marks.append(stack)
             stack = []

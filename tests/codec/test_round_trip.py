@@ -16,8 +16,7 @@ from hypothesis import given, settings
 import wds_tensorcache as tc
 from tests.same import assert_same
 from tests.strategies import samples
-from wds_tensorcache.codec.header import parse_header
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.header import Layout, parse_header
 
 
 @given(samples())

@@ -261,11 +261,11 @@ def test_an_allowed_class_that_reduces_to_a_function_is_refused() -> None:
         tc.encode_sample(Odd(), allow=[Odd])
 
 
-def test_keys_that_hash_slowly_are_refused() -> None:
+def test_keys_that_share_their_parts_are_refused() -> None:
     key: tuple[Any, ...] = ()
-    for _ in range(12):
+    for _ in range(100):
         key = (key, key)
-    with pytest.raises(tc.EncodeError, match="shares its parts too often"):
+    with pytest.raises(tc.EncodeError, match="more than 10,000 parts"):
         tc.encode_sample({key: 1})
 
 

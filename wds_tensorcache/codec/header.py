@@ -1,22 +1,24 @@
-"""Parse and build the header of a `.safetensors` member, the tar entry with a sample's tensors (FORMAT.md 3.1).
+"""The header of a `.safetensors` member, the tar entry with a sample's tensors: parsed, built, and shared (FORMAT.md 3.1).
 
-`parse_header` validates everything, so later code only slices. It remembers its results: a header that differs from an
-earlier one only in its digest is not parsed again.
+A *layout* is a parsed header: the names, dtypes, shapes and byte ranges of the tensors in a member. A *form* is what remains of
+a layout without its shapes: names, dtypes and numbers of dimensions. The samples of a cache share a few forms and layouts, so
+both are kept in tables. Parsing validates everything, so later code only slices.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from array import array
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, NoReturn
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.gc_pause import LARGE_NBYTES, collector_paused
-from wds_tensorcache.codec.layout import MAX_CACHED_NBYTES, MAX_LAYOUTS, Layout, StoredTensor, form_of, make_layout
-from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError
 
 __all__ = [
@@ -24,10 +26,18 @@ __all__ = [
     "DIGITS_END",
     "FORMAT_VERSION",
     "MAX_HEADER_NBYTES",
+    "MAX_NDIM",
+    "Form",
+    "Layout",
+    "StoredTensor",
     "build_safetensors_header",
+    "check_version",
+    "form_of",
     "is_bound",
     "is_possible",
+    "make_layout",
     "parse_header",
+    "parse_json",
     "plan_member",
     "plan_small_member",
 ]
@@ -41,8 +51,110 @@ MAX_NDIM = 64  # the limit of numpy
 _MAX_SIZE = (1 << 63) - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
+# Hazard: headers come from files, so a hostile file could fill the tables if they had no limits.
+_MAX_LAYOUTS = 1024
+_MAX_CACHED_NBYTES = 1 << 16
 
-_LAYOUTS: dict[bytes, Layout] = {}  # key: all bytes of the header after its digest
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a header.
+
+    Attributes:
+        name: Name of the tensor.
+        dtype: Stored dtype, a key of `STORED`.
+        shape: Shape in elements of `dtype`.
+        begin, end: Byte range in the whole member, which includes the header.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(slots=True, eq=False)
+class Form:
+    """The common part of layouts that differ only in shapes, for example the layouts of texts of different lengths.
+
+    Attributes:
+        entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
+        template: `Template` learned from an earlier skeleton of this form; None before that.
+        num_interpreted: Number of skeletons that were read without the template.
+    """
+
+    entries: tuple[tuple[str, str, int], ...]
+    template: Any = None
+    num_interpreted: int = 0
+
+
+@dataclass(slots=True)
+class Layout:
+    """The contents of a header, shared by all members with an equal header.
+
+    Attributes:
+        tensors: Tensors by name, in the order of their bytes; the bytes have no holes.
+        data_begin: Offset of the first tensor in the member.
+        nbytes: Length of the whole member, including its header.
+        form: Form of this layout.
+        texts: String of the reference to each tensor, in the same order; None if unknown, as after `parse_header`.
+        references: References by their strings; filled by `resolve`.
+        resolved: A template; its references, in the order of the template; and the strings of these references, in the order of
+            the tensors. Set by `resolve_template`.
+    """
+
+    tensors: dict[str, StoredTensor]
+    data_begin: int
+    nbytes: int
+    form: Form = field(compare=False, repr=False)
+    texts: tuple[str, ...] | None = field(default=None, compare=False)
+    references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
+
+
+# Layouts by all bytes of their header after its digest, or by the arguments of `make_layout`.
+_LAYOUTS: dict[Any, Layout] = {}
+_FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
+
+
+def _keep(table: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Return the value of `key` in a table, which becomes `value` if there is none."""
+    if len(table) >= _MAX_LAYOUTS:
+        table.clear()  # equal layouts may then be different objects, and the templates of forms are lost
+    return table.setdefault(key, value)
+
+
+def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
+    """Return the form with these entries. Equal entries give the same object, unless they are long or the table was cleared."""
+    form: Form | None = _FORMS.get(entries)
+    if form is None:
+        form = Form(entries)
+        if _is_small(form):
+            form = _keep(_FORMS, entries, form)
+    return form
+
+
+def _is_small(form: Form) -> bool:
+    return sum(len(name) + 64 for name, *_ in form.entries) <= _MAX_CACHED_NBYTES
+
+
+def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
+    """Return the layout of `form` whose shapes, concatenated, are `dims`; the caller has validated them."""
+    # Hazard: the author of an index can choose integers whose hashes collide; the hashes of bytes have a secret seed.
+    contents = (form, array("Q", dims).tobytes(), data_begin, texts)
+    layout = _LAYOUTS.get(contents)
+    if layout is not None:
+        return layout
+    tensors = {}
+    begin, first = data_begin, 0
+    for name, dtype, ndim in form.entries:
+        shape = tuple(dims[first : first + ndim])
+        end = begin + math.prod(shape) * STORED[dtype][0]
+        tensors[name] = StoredTensor(name, dtype, shape, begin, end)
+        begin, first = end, first + ndim
+    layout = Layout(tensors, data_begin, begin, form, texts)
+    return _keep(_LAYOUTS, contents, layout) if _is_small(form) else layout
 
 
 def is_bound(member: Any) -> bool:
@@ -106,48 +218,44 @@ def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -
         raise FormatError(f"the header has {end - 8} bytes; the limit is {MAX_HEADER_NBYTES}")
     if end > len(member):
         raise FormatError(f"the header ends at byte {end}, but only the first {len(member)} bytes were read")
+    digest = None
     if member[8:DIGITS_BEGIN] != _PREFIX or end < DIGITS_END:
-        return _parse_tensors(bytes(member[8:end]), end, nbytes), None
-    rest = bytes(member[DIGITS_END:end])
-    layout = _LAYOUTS.get(rest)
-    if layout is None:
-        layout = _parse_tensors(bytes(member[8:end]), end, nbytes)
-        if len(rest) <= MAX_CACHED_NBYTES:
-            if len(_LAYOUTS) >= MAX_LAYOUTS:
-                _LAYOUTS.clear()
-            _LAYOUTS[rest] = layout
-    elif layout.nbytes != nbytes:
+        layout = _parse_tensors(bytes(member[8:end]), end)
+    else:
+        key = bytes(member[DIGITS_END:end])
+        layout = _LAYOUTS.get(key)  # type: ignore[assignment]
+        if layout is None:
+            layout = _parse_tensors(bytes(member[8:end]), end)
+            if len(key) <= _MAX_CACHED_NBYTES:
+                layout = _keep(_LAYOUTS, key, layout)
+        digits = bytes(member[DIGITS_BEGIN:DIGITS_END])
+        if digits.strip(b"0123456789abcdef"):
+            raise FormatError(f"the digest {digits!r} is not 16 hexadecimal digits in lower case")
+        digest = int(digits, 16)
+    if layout.nbytes != nbytes:
         raise FormatError(f"the tensors end at byte {layout.nbytes}, but the member has {nbytes} bytes")
-    digits = bytes(member[DIGITS_BEGIN:DIGITS_END])
-    if digits.strip(b"0123456789abcdef"):
-        raise FormatError(f"the digest {digits!r} is not 16 hexadecimal digits in lower case")
-    return layout, int(digits, 16)
+    return layout, digest
 
 
-def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
+def _parse_tensors(text: bytes, data_begin: int) -> Layout:
     if not text.startswith(b"{"):
         raise FormatError(f"the header begins with {text[:1]!r}, not with '{{'")
-    with collector_paused(len(text) > LARGE_NBYTES):
-        try:
-            entries = parse_json(text)
-            "".join(entries).encode()  # raises if a name has a surrogate, from an escape in the JSON
-        except (ValueError, RecursionError) as exc:  # including JSONDecodeError and FormatError
-            raise FormatError(f"the header is not the JSON that FORMAT.md 3.1 allows: {exc}") from exc
-        _check_metadata(entries.pop("__metadata__", {}), text.startswith(_PREFIX))
-        tensors = [_parse_entry(name, entry, data_begin) for name, entry in entries.items()]
-        tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-        position = data_begin
-        for tensor in tensors:
-            if tensor.begin != position:
-                what = "overlaps the tensor before it" if tensor.begin < position else "follows a hole"
-                raise FormatError(
-                    f"tensor {tensor.name!r} {what}: it starts at byte {tensor.begin}, expected {position}"
-                )
-            position = tensor.end
-        if position != nbytes:
-            raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes} bytes")
-        form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
-        return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
+    try:
+        entries = parse_json(text)
+        "".join(entries).encode()  # raises if a name has a surrogate, from an escape in the JSON
+    except (ValueError, RecursionError) as exc:  # including JSONDecodeError and FormatError
+        raise FormatError(f"the header is not the JSON that FORMAT.md 3.1 allows: {exc}") from exc
+    _check_metadata(entries.pop("__metadata__", {}), text.startswith(_PREFIX))
+    tensors = [_parse_entry(name, entry, data_begin) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    position = data_begin
+    for tensor in tensors:
+        if tensor.begin != position:
+            what = "overlaps the tensor before it" if tensor.begin < position else "follows a hole"
+            raise FormatError(f"tensor {tensor.name!r} {what}: it starts at byte {tensor.begin}, expected {position}")
+        position = tensor.end
+    form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
+    return Layout({tensor.name: tensor for tensor in tensors}, data_begin, position, form)
 
 
 def _check_metadata(metadata: Any, is_at_begin: bool) -> None:
@@ -213,3 +321,30 @@ def _are_sizes(values: Any) -> bool:
         if type(value) is not int or not 0 <= value <= _MAX_SIZE:
             return False
     return True
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of UTF-8 JSON. Unlike `json.loads`, also raise ValueError for duplicate keys, `NaN` and `-0`."""
+    return (_BY_DIGITS if b"-0" in text else _DECODER).decode(text.decode())
+
+
+def _parse_int(digits: str) -> int:
+    if digits.startswith("-0"):
+        raise ValueError("it contains -0; expected 0")
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it contains {name}, which is not valid JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        [(name, _), *_] = Counter(name for name, _ in pairs).most_common(1)
+        raise FormatError(f"key {name!r} occurs twice in one object")
+    return result
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+_BY_DIGITS = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=_parse_int)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import true_dtype
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
 

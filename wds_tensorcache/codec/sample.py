@@ -9,9 +9,7 @@ from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.gc_pause import LARGE_NBYTES, collector_paused
-from wds_tensorcache.codec.header import parse_header, plan_member, plan_small_member
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.header import Layout, parse_header, plan_member, plan_small_member
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.preamble import (
     build_preamble,
@@ -22,11 +20,11 @@ from wds_tensorcache.codec.preamble import (
     tensors_digest,
 )
 from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, named_by, resolve
+from wds_tensorcache.codec.skeleton.families import Written, family_of
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
-from wds_tensorcache.codec.skeleton.write_template import Written, family_of
-from wds_tensorcache.codec.skeleton.writer import MANY_ITEMS, SkeletonWriter
+from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
 __all__ = [
@@ -76,35 +74,38 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
     try:
         written = None if family is None else family.write(sample, align)
     except RecursionError:
-        written = None  # `_write_anew` raises the error
+        written = None  # `_walk` raises the error
     if written is None:
-        written = _write_anew(sample, allow, align)
+        writer = _walk(sample, allow)
+        written = _plan(writer, align)
         if family is not None:
-            family.miss(sample, written[0])
+            family.miss(sample, written[0], list(writer.tensors.values()))
     body, header, layout, buffers, references = written
     digest = tensors_digest(header, buffers)
     skeleton = build_preamble(layout.nbytes, digest, body) + body
     return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references)
 
 
-def _write_anew(sample: Any, allow: Allowed, align: int) -> Written:
-    """Write a sample without a template."""
+def _walk(sample: Any, allow: Allowed) -> SkeletonWriter:
+    writer = SkeletonWriter(allow)
     try:
-        writer = SkeletonWriter(allow)
         writer.save(sample)
     except RecursionError as exc:
         raise EncodeError(
             "the sample is nested too deeply for what is left of the recursion limit; flatten it, or raise the limit with "
             "sys.setrecursionlimit"
         ) from exc
+    return writer
+
+
+def _plan(writer: SkeletonWriter, align: int) -> Written:
     # Wide elements first, so that each tensor is aligned to its element without padding, which safetensors forbids.
     tensors = sorted(writer.tensors.values(), key=_WIDTH, reverse=True)
     entries = tuple([(t.name, t.true.stored, t.shape, len(t.flat)) for t in tensors])
     if len(tensors) <= _MANY_TENSORS:
         header, layout = plan_small_member(entries, align)
     else:
-        with collector_paused(len(tensors) > MANY_ITEMS):
-            header, layout = plan_member(entries, align)
+        header, layout = plan_member(entries, align)
     references = None if writer.needs_allow else tuple([tensor.reference for tensor in tensors])
     return writer.body(), header, layout, [tensor.flat for tensor in tensors if len(tensor.flat)], references
 
@@ -256,8 +257,7 @@ def _interpret(
         return value
 
     try:
-        with collector_paused(len(skeleton) > LARGE_NBYTES):
-            sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
+        sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     except FormatError as exc:
         if is_damaged(skeleton):
             what = "the skeleton is damaged: its digest does not match its bytes"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import dtype_name
-from wds_tensorcache.codec.layout import Form
+from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import list_names

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.layout import Form, Layout, make_layout
+from wds_tensorcache.codec.header import Form, Layout, make_layout
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import SKELETON, TENSORS, NamedKey, member_suffix

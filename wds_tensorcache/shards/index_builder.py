@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, is_bound, parse_header
-from wds_tensorcache.codec.layout import Form, Layout
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Layout, is_bound, parse_header
 from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex, narrow

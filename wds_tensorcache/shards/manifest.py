@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any, NamedTuple
 
-from wds_tensorcache.codec.strict_json import parse_json
+from wds_tensorcache.codec.header import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError
 from wds_tensorcache.shards.footer import declared_digest
 from wds_tensorcache.shards.index import ShardIndex

@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import numpy as np
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
-from wds_tensorcache.codec.layout import Form, Layout
+from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, Form, Layout, parse_header
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_preamble, sign_header
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.layout import Layout, make_layout
+from wds_tensorcache.codec.header import Layout, make_layout
 from wds_tensorcache.codec.sample import list_references
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import UnsafeSkeletonError

@@ -12,8 +12,7 @@ from typing import Any, overload
 import numpy as np
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.codec.header import parse_header
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.header import Layout, parse_header
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, decode_members, encode_views, match_body
 from wds_tensorcache.codec.skeleton.template import Template

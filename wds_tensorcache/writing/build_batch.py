@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.codec.layout import Form
+from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note

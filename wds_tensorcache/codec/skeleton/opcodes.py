@@ -82,4 +82,3 @@ def write_get(number: int) -> bytes:
 
 
 GETS = [write_get(number) for number in range(256)]
-LONGEST_GET = 5  # bytes

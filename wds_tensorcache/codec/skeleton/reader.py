@@ -16,11 +16,11 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from wds_tensorcache.codec.skeleton.limits import (
+    LONG_TEXT,
     MAX_DEPTH,
     MAX_DEQUES,
-    SHORT_TEXT,
-    KeyCosts,
-    are_few_texts,
+    TEXTS,
+    add_key_parts,
     call_budget,
     call_cost,
     check_depth,
@@ -110,9 +110,8 @@ def _run(
     outer: list[list[Any]] = []  # the stacks below each MARK
     memo: list[Any] = []
     callables = 0  # builders that were pushed but neither called nor passed to a defaultdict yet
-    key_costs = KeyCosts(size - pos)
     argument_budget = call_budget(size - pos)
-    num_deques = 0
+    num_key_parts = num_deques = 0
     has_long_texts = False
     push = stack.append
 
@@ -204,10 +203,10 @@ def _run(
                 if target.__class__ not in _DICTS and target.__class__ not in allow.values():
                     raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}; expected a dict")
                 keys = items[::2]
-                if not are_few_texts(keys, len(target) if isinstance(target, dict) else 0) or (
-                    has_long_texts and max(map(len, keys), default=0) > SHORT_TEXT
+                if not TEXTS.issuperset(map(type, keys)) or (
+                    has_long_texts and max(map(len, keys), default=0) >= LONG_TEXT
                 ):
-                    key_costs.add(target, keys, False)
+                    num_key_parts = add_key_parts(num_key_parts, keys)
                 for key, value in zip(keys, items[1::2], strict=True):
                     target[key] = value
             elif op == APPENDS or op == APPEND:
@@ -225,13 +224,13 @@ def _run(
             elif op == TUPLE:
                 push(tuple(items))
             elif op == FROZENSET:
-                key_costs.add(None, items, True)
+                num_key_parts = add_key_parts(num_key_parts, items)
                 push(frozenset(items))
             elif op == ADDITEMS:
                 target = stack[-1]
                 if target.__class__ is not set:
                     raise FormatError(f"ADDITEMS at byte {pos - 1} on a {type(target).__name__}; expected a set")
-                key_costs.add(target, items, True)
+                num_key_parts = add_key_parts(num_key_parts, items)
                 target.update(items)
         elif op == TUPLE2:
             stack[-2:] = [(stack[-2], stack[-1])]

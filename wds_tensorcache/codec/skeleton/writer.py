@@ -11,7 +11,6 @@ import os
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from enum import Enum
 from functools import lru_cache
 from itertools import count
@@ -22,18 +21,15 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import dtype_name
-from wds_tensorcache.codec.gc_pause import collector_paused
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.codec.skeleton.limits import (
-    CALLS_OF_ANY,
+    LONG_TEXT,
     MAX_DEPTH,
     MAX_DEQUES,
-    PER_BYTE,
-    SMALL_TABLE,
     TEXTS,
-    KeyCosts,
+    add_key_parts,
     call_budget,
     call_cost,
 )
@@ -50,12 +46,9 @@ from wds_tensorcache.codec.skeleton.types import (
 from wds_tensorcache.codec.tensor_bytes import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
 
-__all__ = ["MANY_ITEMS", "SkeletonWriter"]
-
-MANY_ITEMS = 1000  # in one container; with more, the garbage collector is paused
+__all__ = ["SkeletonWriter"]
 
 _FIRST = itemgetter(0)
-_RUNNING = nullcontext()  # does not pause the garbage collector
 _write_key = lru_cache(4096)(op.write_text)  # samples of one cache have the same keys
 
 
@@ -69,24 +62,19 @@ class SkeletonWriter:
         self._classes = {cls: key for key, cls in allow.items()}
         self._parts: list[bytes] = []  # opcodes; empty where `_join` may put a MEMOIZE or a GET
         self._gets: dict[int, int] = {}  # index of a GET in `_parts` -> index of its MEMOIZE
-        self._fetched: list[tuple[int, Any]] = []  # (index of a GET, the argument that it fetches)
         self._slots: dict[int, tuple[int, object]] = {}  # id -> (index of its MEMOIZE, object, kept for its id)
         self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # value -> index of its MEMOIZE
         self._globals: dict[tuple[str, str], int] = {}
         self._canonicals: dict[int, tuple[object, tuple[bytes, bytes] | None]] = {}  # id -> (object, its sort keys)
-        self._key_costs: KeyCosts | None = None  # None until keys need counting
-        self._call_cost = self._num_deques = 0
+        self._call_cost = self._num_deques = self._num_key_parts = 0
 
     def body(self) -> bytes:
         """Return the pickle that follows the preamble."""
         body = self._join()
-        if self._call_cost > CALLS_OF_ANY:
-            body = self._write_arguments_anew(body)
-        if self._key_costs is not None:
-            try:
-                self._key_costs.check(len(body))
-            except FormatError as exc:
-                raise EncodeError(f"{exc}, because they are long, or share hashes or parts; use a list") from exc
+        if self._call_cost > call_budget(len(body)):
+            raise EncodeError(
+                f"the values take {self._call_cost} bytes to build, and most of them are shared; store their texts, or a tensor"
+            )
         if self._num_deques > MAX_DEQUES:
             raise EncodeError(
                 f"the sample has {self._num_deques} deques, and at most {MAX_DEQUES} can be read; store list(x)"
@@ -106,23 +94,6 @@ class SkeletonWriter:
         parts.append(CODE[op.STOP])
         body = b"".join(parts)
         parts.pop()
-        return body
-
-    def _write_arguments_anew(self, body: bytes) -> bytes:
-        """Return a longer body, with arguments written in full instead of fetched: the limit on calls grows with its length."""
-        while (missing := self._call_cost - call_budget(len(body))) > 0:
-            if not self._fetched:
-                raise EncodeError(
-                    f"the values take {self._call_cost} bytes to build, and most of them are shared; use a tensor"
-                )
-            for slot in set(self._gets.values()):
-                self._parts[slot] = b""
-            while self._fetched and missing > 0:
-                index, value = self._fetched.pop()
-                self._parts[index] = op.ATOM_WRITERS[type(value)](value)
-                del self._gets[index]
-                missing -= PER_BYTE * (len(self._parts[index]) - op.LONGEST_GET)
-            body = self._join()
         return body
 
     def save(self, value: Any, path: str = "", opaque: Iterator[int] | None = None, depth: int = 1) -> None:
@@ -206,8 +177,7 @@ class SkeletonWriter:
         values = list(values)
         if values:
             self._parts.append(CODE[op.MARK])
-            with collector_paused(True) if len(values) > MANY_ITEMS else _RUNNING:
-                self._save_each(values, path, opaque, depth)
+            self._save_each(values, path, opaque, depth)
             self._parts.append(CODE[op.APPENDS])
 
     def _save_pairs(
@@ -217,32 +187,29 @@ class SkeletonWriter:
         if not pairs:
             return
         keys = list(map(_FIRST, pairs))
-        if len(keys) > SMALL_TABLE or not TEXTS.issuperset(map(type, keys)):
-            self._check_keys(keys, path, is_set=False)
+        if not TEXTS.issuperset(map(type, keys)) or max(map(len, keys)) >= LONG_TEXT:
+            self._count_keys(keys, path)
         self._parts.append(CODE[op.MARK])
-        with collector_paused(True) if len(pairs) > MANY_ITEMS else _RUNNING:
-            for index, (key, item) in enumerate(pairs):
-                if type(key) is str:
-                    self._save_atom(key, str, _write_key if len(key) < 64 else op.write_text)
-                else:
-                    inside = path if opaque else join_path(path, component(key, index))
-                    self.save(key, inside, count(), depth + 1)
-                if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
-                    self._save_atom(item, type(item), atom)
-                elif opaque:
-                    self.save(item, path, opaque, depth + 1)
-                else:
-                    part = short_component(key) if type(key) is str and len(key) < 64 else component(key, index)
-                    self.save(item, f"{path}.{part}" if path else part, opaque, depth + 1)
+        for index, (key, item) in enumerate(pairs):
+            if type(key) is str:
+                self._save_atom(key, str, _write_key if len(key) < 64 else op.write_text)
+            else:
+                inside = path if opaque else join_path(path, component(key, index))
+                self.save(key, inside, count(), depth + 1)
+            if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
+                self._save_atom(item, type(item), atom)
+            elif opaque:
+                self.save(item, path, opaque, depth + 1)
+            else:
+                part = short_component(key) if type(key) is str and len(key) < 64 else component(key, index)
+                self.save(item, f"{path}.{part}" if path else part, opaque, depth + 1)
         self._parts.append(CODE[op.SETITEMS])
 
-    def _check_keys(self, keys: list[Any], path: str, *, is_set: bool) -> None:
-        """Raise EncodeError for keys that a reader would refuse, and add up the costs of all other keys."""
-        self._key_costs = self._key_costs or KeyCosts()
+    def _count_keys(self, keys: list[Any], path: str) -> None:
         try:
-            self._key_costs.add(None, keys, is_set)
+            self._num_key_parts = add_key_parts(self._num_key_parts, keys)
         except FormatError as exc:
-            raise EncodeError(f"{place(path)}: {exc}; use other keys, or a list") from exc
+            raise EncodeError(f"{place(path)}: {exc}; use texts as keys, a list of pairs, or a tensor") from exc
 
     def _save_tuple(self, value: tuple[Any, ...], path: str, opaque: Iterator[int] | None, depth: int) -> None:
         if len(value) not in op.SHORT_TUPLES:
@@ -268,7 +235,7 @@ class SkeletonWriter:
         self._parts.append(CODE[op.MARK])
         inside = count()  # elements have no paths, so tensors in them are numbered
         elements = sorted(values, key=lambda item: self._canonical(item, path, depth + 1))
-        self._check_keys(elements, path, is_set=True)
+        self._count_keys(elements, path)
         for item in elements:
             self.save(item, path, inside, depth + 1)
 
@@ -326,10 +293,7 @@ class SkeletonWriter:
     def _save_arguments(self, arguments: tuple[Any, ...], path: str, inside: Iterator[int], depth: int) -> None:
         self._call_cost += call_cost(arguments)
         for argument in arguments:
-            num_gets = len(self._gets)
             self.save(argument, path, inside, depth)
-            if type(argument) in self._texts and len(self._gets) > num_gets:
-                self._fetched.append((len(self._parts) - 1, argument))
 
     def _global(self, module: str, name: str) -> None:
         slot = self._globals.get((module, name))

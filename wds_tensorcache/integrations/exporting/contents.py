@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.layout import StoredTensor
+from wds_tensorcache.codec.header import StoredTensor
 from wds_tensorcache.codec.lazy import Lazy, LazyTensor
 from wds_tensorcache.codec.preamble import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource

@@ -20,8 +20,7 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.header import parse_header
-from wds_tensorcache.codec.layout import StoredTensor
+from wds_tensorcache.codec.header import StoredTensor, parse_header
 from wds_tensorcache.codec.preamble import parse_preamble
 from wds_tensorcache.codec.sample import EncodedSample, decode_members
 from wds_tensorcache.codec.skeleton.tensor_names import RESERVED

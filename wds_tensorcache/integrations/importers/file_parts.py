@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.layout import StoredTensor
+from wds_tensorcache.codec.header import StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, parse_header
-from wds_tensorcache.codec.layout import Layout, StoredTensor
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Layout, StoredTensor, parse_header
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError

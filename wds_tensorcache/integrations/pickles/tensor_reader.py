@@ -17,7 +17,7 @@ import torch
 
 from wds_tensorcache.codec.dtypes import TORCH_TRUE
 from wds_tensorcache.codec.skeleton import opcodes as op
-from wds_tensorcache.codec.skeleton.limits import KeyCosts, call_budget
+from wds_tensorcache.codec.skeleton.limits import add_key_parts, call_budget
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.types import ALLOW_ONLY, Allowed, Builder
 from wds_tensorcache.codec.tree import shown, walk
@@ -59,7 +59,7 @@ class TensorReader:
         self._file, self._records, self.remedy, self._limit_remedy = file, records, remedy, limit_remedy
         self._memory: dict[str, Any] = {}
         self._limit = self._nbytes_left = limit
-        self._key_costs = KeyCosts(nbytes)
+        self._num_key_parts = 0
         self._elements_left = call_budget(nbytes)
         self._uuids = UuidReader()
         self.opcodes = {
@@ -168,7 +168,7 @@ class TensorReader:
         self._elements_left -= len(items)
         if self._elements_left < 0:
             raise FormatError("the sets have too many elements together, because they are built from the same lists")
-        self._key_costs.add(None, items, True)
+        self._num_key_parts = add_key_parts(self._num_key_parts, items)
         return cls(items)
 
 

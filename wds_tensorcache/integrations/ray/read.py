@@ -21,7 +21,7 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import TensorSchema
 
 if TYPE_CHECKING:
-    from wds_tensorcache.codec.layout import Layout
+    from wds_tensorcache.codec.header import Layout
     from wds_tensorcache.integrations.ray.rows.columns import Kind
 
 __all__ = ["read_ray"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.layout import Form, Layout, StoredTensor
+from wds_tensorcache.codec.header import Form, Layout, StoredTensor
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.codec.views import ARRAY_NDIM

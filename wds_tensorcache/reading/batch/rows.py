@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.reading.remote.fetch_batch import fetch_skeletons
 from wds_tensorcache.reading.store import Store

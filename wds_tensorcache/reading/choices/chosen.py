@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from wds_tensorcache.codec.layout import Form, Layout
+from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import MemorySource, parse_reference, reference_text, resolve
 from wds_tensorcache.codec.tree import Wanted, flatten, project, rebuild

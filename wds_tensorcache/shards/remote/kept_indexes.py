@@ -20,7 +20,7 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from wds_tensorcache.codec.strict_json import parse_json
+from wds_tensorcache.codec.header import parse_json
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.footer import parse_footer
 from wds_tensorcache.shards.index import ShardIndex

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from wds_tensorcache.codec.layout import Layout, form_of, make_layout
+from wds_tensorcache.codec.header import Layout, form_of, make_layout
 from wds_tensorcache.integrations.importers.conversion.convert import Converted, Item
 
 __all__ = ["Place", "Places", "Report", "Target", "Todo", "receive", "send"]

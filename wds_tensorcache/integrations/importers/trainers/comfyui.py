@@ -32,7 +32,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from wds_tensorcache.codec.layout import StoredTensor
+from wds_tensorcache.codec.header import StoredTensor
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.file_parts import index_torch, read_parts, read_tensor
 from wds_tensorcache.integrations.importers.safe_files import load_torch, read_safetensors_tensors

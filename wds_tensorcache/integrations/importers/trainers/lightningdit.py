@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from wds_tensorcache.codec.layout import StoredTensor
+from wds_tensorcache.codec.header import StoredTensor
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.file_parts import read_row
 from wds_tensorcache.integrations.importers.safe_files import load_torch, read_safetensors_tensors

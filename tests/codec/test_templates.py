@@ -1,0 +1,400 @@
+"""Samples that resemble earlier ones are written and read on a fast path, with the bytes, values and errors of the slow one.
+
+`allow=` with any class turns the fast path of the writer off. Readers know no structure of tensors whose names are new.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.conftest import diffusion_sample
+from tests.same import assert_same
+from tests.strategies import NUMPY_DTYPES, TORCH_DTYPES, arrays, keys, plain, tensors
+
+numbers = itertools.count()
+
+
+class Unused:
+    pass
+
+
+def outcome(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return what a call returns, or its error."""
+    try:
+        return call(*args, **options)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def assert_written_alike(sample: Any, **options: Any) -> None:
+    assert outcome(tc.encode_sample, sample, **options) == outcome(tc.encode_sample, sample, allow=[Unused], **options)
+
+
+def num_calls(call: Callable[[], Any]) -> int:
+    """Return how many functions, of Python and of C, are called."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def is_written_fast(sample: Any) -> bool:
+    fast, slow = (num_calls(lambda allow=allow: tc.encode_sample(sample, allow=allow)) for allow in ((), [Unused]))
+    return fast < 0.8 * slow
+
+
+texts = st.sampled_from(["", "a", "ab", "format", "builtins", "tensor:a", "\0" + "1\0", "ab" * 200])
+raws = st.sampled_from([b"", b"a", b"ab", b"format", b"ab" * 200])
+Leaves = st.SearchStrategy[Any]
+# containers of strategies: samples of one family draw from the same strategy in the same place
+structures: st.SearchStrategy[Any] = st.recursive(
+    st.sampled_from([plain, texts, raws, tensors(), arrays()]),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys | texts, inner, max_size=4),
+    ),
+    max_leaves=8,
+)
+
+
+def fill(draw: st.DrawFn, structure: Any) -> Any:
+    if type(structure) is dict:
+        return {key: fill(draw, item) for key, item in structure.items()}
+    if type(structure) in (list, tuple):
+        return type(structure)(fill(draw, item) for item in structure)
+    return draw(structure)
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[Any]:
+    structure = draw(structures)
+    return [fill(draw, structure) for _ in range(5)]
+
+
+@given(families())
+def test_samples_of_one_structure(samples: list[Any]) -> None:
+    name = f"new {next(numbers)}"  # of a structure that was not met before
+    for sample in [*samples, *samples]:
+        assert_written_alike({name: sample})
+        skeleton, tensors = tc.encode_sample({name: sample})
+        assert_same({name: sample}, tc.decode_sample(skeleton, tensors))
+        assert_same({name: sample}, tc.decode_sample(skeleton, tensors, lazy=False))
+
+
+T = torch.arange(6.0)
+PAIR = (2.5, T[:2])
+LOOP: list[Any] = [1]
+LOOP.append((LOOP, T))
+
+
+def base(**items: Any) -> dict[str, Any]:
+    return {"ab": {"cd": "text", "n": 5}, "t": T, "l": [1, (2.5, T[:2])], **items}
+
+
+class Text(str):
+    pass
+
+
+MATCHED: dict[str, dict[str, Any]] = {
+    "the same": {},
+    "short texts": {"ab": {"cd": "n", "n": "n"}},
+    "other atoms": {"ab": {"cd": None, "n": 1 << 300}, "l": [True, (b"ab", T[3:])]},
+    "bytes like a key": {"ab": {"cd": b"ab", "n": "xy"}, "l": [b"cd", (b"text", T.clone())]},
+    "bytes like a text": {"ab": {"cd": "xy", "n": b"xy"}},
+    "a surrogate": {"ab": {"cd": "\ud800", "n": -0.0}},
+    "a long text": {"ab": {"cd": "x" * 70_000, "n": float("nan")}},
+    "another shape": {"t": torch.ones(2, 3)},
+    "no dimensions": {"t": torch.tensor(1.0)},
+    "an empty tensor": {"t": torch.ones(0, 7)},
+    "not contiguous": {"t": torch.ones(2, 3).T},
+    "expanded": {"t": torch.ones(1).expand(4)},
+    "from the middle of a storage": {"t": T[2:4]},
+    "with gradients": {"t": torch.ones(2, requires_grad=True)},
+    "views of one storage": {"t": T[1:], "l": [1, (2, T[1:])]},
+    "negated": {"t": torch.ones(2, dtype=torch.complex64).conj().imag},
+    "many dimensions": {"t": torch.ones([1] * 60)},
+}
+NOT_MATCHED: dict[str, dict[str, Any]] = {
+    "a text twice": {"ab": {"cd": "xy", "n": "xy"}},
+    "bytes twice": {"ab": {"cd": b"xy", "n": b"xy"}},
+    "a text like a key": {"ab": {"cd": "ab", "n": 5}},
+    "a text like a reference": {"ab": {"cd": "tensor:t", "n": 5}},
+    "a text like a global": {"ab": {"cd": "format", "n": 5}},
+    "a tensor twice": {"l": [1, (2.5, T)]},
+    "a container twice": {"ab": PAIR, "l": [1, PAIR]},
+    "another order within": {"ab": {"n": 5, "cd": "text"}},
+    "another key": {"ab": {"cd": "text", "m": 5}},
+    "a key of a subclass": {"ab": {Text("cd"): "text", "n": 5}},
+    "a key of another type": {"ab": {"cd": "text", 5: 5}},
+    "one more": {"l": [1, (2.5, T[:2]), 3]},
+    "one less": {"l": [1]},
+    "an ordered dict": {"ab": OrderedDict(cd="text", n=5)},
+    "a list for a tuple": {"l": [1, [2.5, T[:2]]]},
+    "a container for an atom": {"ab": {"cd": [], "n": 5}},
+    "a tensor for an atom": {"ab": {"cd": T[:1], "n": 5}},
+    "an atom for a tensor": {"t": 5},
+    "a listed type": {"ab": {"cd": 1j, "n": 5}},
+    "a scalar of numpy": {"ab": {"cd": np.float64(1.5), "n": 5}},
+    "a parameter": {"t": torch.nn.Parameter(T)},
+    "an array": {"t": T.numpy()},
+    "another dtype": {"t": T.double()},
+    "a stored dtype": {"t": T.to(torch.complex128)},
+    "a lazy tensor": {"t": tc.decode_sample(*tc.encode_sample(T))},
+    "in itself": {"l": LOOP},
+    "an object": {"ab": {"cd": object, "n": 5}},
+    "a text of a subclass": {"ab": {"cd": Text("x"), "n": 5}},
+    "a meta tensor": {"t": T.to("meta")},
+    "a sparse tensor": {"t": T.to_sparse()},
+    "a tensor subclass": {"t": T.as_subclass(type("Mine", (torch.Tensor,), {}))},
+    "too many dimensions": {"t": torch.ones([1] * 65)},
+    "an impossible shape": {"t": torch.empty(0, 1 << 60)},
+}
+
+
+@pytest.mark.parametrize("items", MATCHED.values(), ids=MATCHED)
+def test_samples_that_resemble_earlier_ones(items: dict[str, Any]) -> None:
+    name = f"new {next(numbers)}"
+    for _ in range(3):
+        assert_written_alike(base(**{name: 1}))
+    assert is_written_fast(base(**{name: 1}))
+    for align in (64, 8, 4096, 0, -8, 12):
+        assert_written_alike(base(**items, **{name: 1}), align=align)
+
+
+@pytest.mark.parametrize("items", NOT_MATCHED.values(), ids=NOT_MATCHED)
+def test_samples_that_differ_from_earlier_ones(items: dict[str, Any]) -> None:
+    name = f"new {next(numbers)}"
+    for _ in range(3):
+        assert_written_alike(base(**{name: 1}))
+    assert_written_alike(base(**items, **{name: 1}))
+    assert is_written_fast(base(**{name: 1}))  # one such sample changes nothing
+    for _ in range(40):
+        assert_written_alike(base(**items, **{name: 1}))
+    assert_written_alike(base(**{name: 1}))
+
+
+@pytest.mark.parametrize("pair", [("xy", "zw"), (b"xy", b"zw"), (T, T[:2]), ([1], [2]), ((1, 2), (3, 4))], ids=repr)
+def test_parts_that_occur_twice_and_then_differ(pair: tuple[Any, Any]) -> None:
+    name = f"new {next(numbers)}"
+    for _ in range(4):
+        assert_written_alike({name: [pair[0], pair[0]]})
+    sample = {name: list(pair)}
+    assert_written_alike(sample)
+    assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
+
+
+@pytest.mark.parametrize("dtype", [*TORCH_DTYPES, *NUMPY_DTYPES], ids=str)
+def test_dtypes(dtype: Any) -> None:
+    def make(count: int) -> Any:
+        if isinstance(dtype, np.dtype):
+            return np.zeros(count, dtype)
+        return torch.arange(16 * count, dtype=torch.uint8).remainder(2).view(dtype)
+
+    name = f"new {next(numbers)}"
+    for count in (1, 1, 2):
+        assert_written_alike({name: make(count), "count": count})
+
+
+def test_wide_elements_come_first() -> None:
+    sample = {"a": T.half(), "b": [T.double(), T.to(torch.uint8)], "c": T, "d": T.numpy().astype(">f8")}
+    for _ in range(3):
+        assert_written_alike(sample)
+    assert is_written_fast(sample)
+
+
+@pytest.mark.parametrize("value", [1, [1], {"a": 1}, (1, "x"), (), [(), ()], {}, {"a\0b": "x"}], ids=repr)
+def test_a_structure_is_learnt_at_its_second_sample(value: Any) -> None:
+    sample = {f"new {next(numbers)}": value, "t": T}
+    for _ in range(2):
+        assert_written_alike(sample)
+    assert is_written_fast(sample)
+    assert_written_alike(sample)
+
+
+@pytest.mark.parametrize(
+    "sample", [{1: 2}, [T] * 200, [[i] for i in range(60)], LOOP, T, "text", 5, {"\ud800": 1}], ids=type
+)
+def test_samples_that_have_no_fast_path(sample: Any) -> None:
+    for _ in range(9):
+        assert_written_alike(sample)
+        assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
+
+
+def test_freed_storage() -> None:
+    for _ in range(3):
+        tc.encode_sample(base())
+    sample = base(t=torch.ones(3))
+    sample["t"].untyped_storage().resize_(0)
+    with pytest.raises(tc.EncodeError, match="value at 't': .* its storage was freed"):
+        tc.encode_sample(sample)
+    sample["t"].untyped_storage().resize_(12)  # as trainers do that shard parameters
+
+
+@pytest.mark.parametrize("view", [lambda t: t.view(4, 4).t(), lambda t: t[::2]])
+def test_storages_of_strided_tensors_can_still_be_resized(view: Any) -> None:
+    whole = torch.arange(16.0)
+    for _ in range(3):
+        tc.encode_sample(base(t=view(whole)))
+    whole.untyped_storage().resize_(0)
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    for _ in range(3):
+        tc.encode_sample(base())
+
+    def encode(tensor: torch.Tensor) -> torch.Tensor:
+        for sample in (base(t=tensor), {"other": [tensor]}, {"other": [tensor.bfloat16()]}):
+            with pytest.raises(tc.EncodeError, match="no memory"):
+                tc.encode_sample(sample)
+        return tensor
+
+    torch.func.functionalize(encode)(torch.arange(3.0))
+
+
+def test_nothing_of_a_sample_is_kept() -> None:
+    sample = {"x": torch.ones(3), "y": ["text", {"z": 1}]}
+    died = weakref.ref(sample["x"])
+    for _ in range(4):
+        tc.encode_sample(sample)
+    del sample
+    assert died() is None
+
+
+def test_a_sample_that_another_thread_changes() -> None:
+    """A trace function does what the thread does: between two lines, it changes the order of a dict or the length of a list."""
+    inner = {"key": "k1", "n": 1}
+    sample: dict[str, Any] = {"x": inner, "l": [4, T], "t": T.clone()}
+    chance = random.Random(0)
+
+    def change(frame: Any, event: str, arg: Any) -> Any:
+        if Path(frame.f_code.co_filename).name not in ("families.py", "template.py"):
+            return None
+        if chance.random() < 0.1:
+            key = next(iter(inner))
+            inner[key] = inner.pop(key)
+        elif chance.random() < 0.01:
+            sample["l"][2:] = [5] * (len(sample["l"]) == 2)
+        return change
+
+    before = sys.gettrace()
+    for number in range(1000):
+        if number % 5 == 0:
+            sample.pop(next(reversed(sample)) if len(sample) > 3 else None, None)
+            sample[f"new {next(numbers)}"] = 0
+            for _ in range(3):
+                tc.encode_sample(sample)
+        sys.settrace(change)
+        try:
+            members = tc.encode_sample(sample)
+        finally:
+            sys.settrace(before)
+        decoded = tc.decode_sample(*members)
+        assert decoded["x"] == {"key": "k1", "n": 1}
+        assert decoded["l"][0] == 4
+        assert decoded["l"][2:] in ([], [5])
+
+
+def test_shards_are_the_same(tmp_path: Path) -> None:
+    def write(folder: Path, **options: Any) -> list[bytes]:
+        with tc.ShardWriter(folder / "%03d.tar", max_samples=50, fsync=False, **options) as writer:
+            for index in range(180):
+                ragged = {"x": torch.ones(index % 7, 2), "words": ["ab"] * (index % 3), "n": index * 100}
+                members = {"other.tensorcache": ragged} if index % 5 else {}
+                writer.write(f"{index:06d}", diffusion_sample(index), json={"n": index}, **members)
+        return [path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix == ".tar"]
+
+    fast = write(tmp_path / "fast")
+    assert len(fast) == 4
+    assert fast == write(tmp_path / "slow", allow=[Unused])
+    assert is_written_fast(diffusion_sample(9))
+
+
+VALUES = [None, True, 7, 300, 70_000, -1, 1 << 70, -(1 << 300), 1.5, "é" * 300, b"x", b"y" * 300, "\ud800", [], {}, ()]
+VALUES += [[1], {"a": 1}, {1, 2}, 1j, "photo", ("latent", "latent"), torch.float32]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value!r:.20}")
+def test_values_of_many_samples(value: Any) -> None:
+    for index in range(5):
+        sample = diffusion_sample(index)
+        sample["cond"][0][1]["prompt"] = value if index > 2 else f"photo {index}"
+        assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
+
+
+def test_results_share_nothing() -> None:
+    members = tc.encode_sample({"a": [1], "b": {"c": (2,)}, "t": torch.ones(1)})
+    first, second = [tc.decode_sample(*members) for _ in range(5)][-2:]
+    first["a"].append(9)
+    first["b"]["d"] = 9
+    assert second == {"a": [1], "b": {"c": (2,)}, "t": second["t"]}
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"x": 5, "y": [1, (2, "three")], "z": None},
+        {"long": "x" * 300, "n": -70_000, "f": 2.5, "b": b"raw"},
+        {"same": ["ab", "ab", {"ab": "cd", "ef": "cd"}]},
+        {"e": [[], {}, ()]},
+    ],
+    ids=["small", "sizes", "memo", "empty"],
+)
+def test_damaged_skeletons(items: dict[str, Any]) -> None:
+    """The sample is damaged under a name that many samples had before, and under a new name, in the same way."""
+
+    def members_of(number: int) -> tuple[bytes, bytes]:
+        return tc.encode_sample({f"t{number:09}": torch.ones(1), **items})
+
+    def read(skeleton: bytes, tensors: bytes, number: int) -> str:
+        try:
+            return repr(tc.decode_sample(skeleton, tensors)).replace(f"t{number:09}", "NAME")
+        except tc.TensorCacheError:  # which one depends on the name, whose bytes may now be opcodes
+            return "refused"
+
+    known, new = 10**8 + next(numbers), itertools.count(10**6 * next(numbers))
+    skeleton, _ = members_of(known)
+    damages: list[Callable[[bytes], bytes]] = [
+        lambda body, i=i, flip=flip: body[:i] + bytes([body[i] ^ flip]) + body[i + 1 :]
+        for i in range(42, len(skeleton))
+        for flip in (1, 8, 0xFF)
+    ]
+    damages += [lambda body, i=i: body[:i] for i in range(42, len(skeleton))]
+    damages += [lambda body: body + b".", lambda body: body[:-1] + b"0."]
+    for _ in range(4):
+        tc.decode_sample(*members_of(known))
+    begin = skeleton.index(b"t%09d" % known)
+    for damage in damages:
+        number = next(new)
+        pairs = [(members_of(known), known), (members_of(number), number)]
+        first, second = (read(damage(skeleton), tensors, n) for (skeleton, tensors), n in pairs)
+        if damage(skeleton)[begin : begin + 10] == skeleton[begin : begin + 10]:  # the name itself is intact
+            assert first == second
+
+
+def test_many_tensors_are_read_again_and_again() -> None:
+    members = tc.encode_sample([torch.zeros(1) for _ in range(3000)])
+    for _ in range(3):
+        assert len(tc.decode_sample(*members)) == 3000
