@@ -136,16 +136,8 @@ def test_a_shard_that_changed(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
         sink.write("a", {"x": torch.tensor([1])}, txt="first")
         sink.write("b", {"x": torch.tensor([1])}, txt="second")
-    content = bytearray(path.read_bytes())
-    at = content.index(b"b.txt")
-    content[at : at + 5] = b"c.txt"
-    path.write_bytes(content)
     with tc.open(path) as cache:
         assert cache.read_members([0], "txt") == [b"first"]
-        with pytest.raises(tc.FormatError, match="the index lists member 'b.txt' where the shard has 'c.txt'"):
+        path.write_bytes(path.read_bytes().replace(b"second", b"2econd"))
+        with pytest.raises(tc.FormatError, match="the shard was changed"):
             cache.read_members([1], "txt")
-    content[at : at + 5] = b"b.txt"
-    content[at + 124 : at + 136] = b"%011o\0" % 5
-    path.write_bytes(content)
-    with tc.open(path) as cache, pytest.raises(tc.FormatError, match="its 'txt' differs from the index"):
-        cache.read_members([1], "txt")

@@ -48,7 +48,6 @@ class _BatchAsShard:
 
     def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
         self._samples, self._numbers, self._parsed = samples, numbers, parsed
-        self.checked = np.ones(len(parsed), np.bool_)
         self.file = _BatchAsFile(parsed, bits)
 
     def key(self, row: int) -> str:
@@ -93,9 +92,6 @@ class _BatchAsShard:
     def skeletons(self, rows: Array, io: str) -> tuple[list[bytes], list[int]]:
         parsed = [self._parsed[row] for row in rows.tolist()]
         return [each.skeleton for each in parsed], [each.body for each in parsed]
-
-    def check_tensors(self, row: int) -> None:
-        """Do nothing, since all samples were parsed."""
 
 
 class _BatchAsFile:
