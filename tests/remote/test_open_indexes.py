@@ -130,7 +130,7 @@ def test_a_sidecar(server: HttpServer, put: Callable[..., str], bare: bytes, sid
     put(a_tar_index=sidecar)
     url = put(a_tar=bare)
     cache = tc.open(url)
-    assert _gets(server) == ["/c/a.tar", "/c/a.tar.index", "/c/a.tar", "/c/a.tar"]  # the last two for headers
+    assert list(dict.fromkeys(_gets(server))) == ["/c/a.tar", "/c/a.tar.index"]
     lazy = cache[3]["latent"]
     server.log()
     assert_same(SAMPLES[3]["latent"], lazy)
@@ -159,7 +159,8 @@ def test_an_index_folder(
         indexes = server.put("elsewhere/indexes/a.tar.index", sidecar).rpartition("/")[0]
         server.log()
     with tc.open(url, index_folder=indexes) as cache:
-        assert _gets(server) == ([] if is_local else ["/elsewhere/indexes/a.tar.index"])
+        sidecar_gets = [] if is_local else ["/elsewhere/indexes/a.tar.index"]
+        assert list(dict.fromkeys(_gets(server))) == [*sidecar_gets, "/c/a.tar"]  # headers
         assert_same(SAMPLES, list(cache))
         if is_local:
             os.truncate(tmp_path / "a.tar.index", 1 << 40)  # sparse: more than fits into memory
