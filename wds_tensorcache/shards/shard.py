@@ -6,9 +6,10 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from struct import Struct
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
 from wds_tensorcache.storage.remote.urls import is_url
 
-__all__ = ["FileSource", "Shard", "Variant", "load_index"]
+__all__ = ["FileRange", "Shard", "Variant", "load_index"]
 
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
@@ -41,6 +42,7 @@ _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
 _MAX_VARIANTS = 64
+_BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, as in a preamble
 Variant: TypeAlias = "tuple[frozenset[str], Form, int]"
 
 
@@ -253,7 +255,7 @@ class Shard:
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
         skeleton, begin = self._skeleton(row, layout, stored)
-        source = _ShardSource(self, columns.tensors_begin.item(row))
+        source = FileRange(self, columns.tensors_begin.item(row))
         try:
             return decode_body(skeleton, begin, layout, source, True, self._allow)
         except TensorCacheError as exc:
@@ -314,13 +316,16 @@ class Shard:
     def _skeleton(self, row: int, layout: Layout, stored: bytes | None = None) -> tuple[bytes, int]:
         """Return a sample's skeleton member, and the offset of the body in it. Its preamble is compared with the index."""
         columns = self.columns
+        digest = columns.digest.item(row)
         if stored is None:
             begin = columns.skeleton_begin.item(row)
             file = self.files.get(self.path)
             stored = file.read(begin, begin + columns.skeleton_nbytes.item(row))
             file.check_unchanged()
+        if is_preamble(stored, _BOUND(layout.nbytes, digest)):
+            return stored, PREAMBLE_NBYTES
         try:
-            return stored, check_binding(stored, layout.nbytes, columns.digest.item(row) or None)[0]
+            return stored, check_binding(stored, layout.nbytes, digest or None)[0]
         except TensorCacheError as exc:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
@@ -388,78 +393,57 @@ _EMPTY = np.empty(0, np.uint64)
 _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
-class _StoredBytes:
-    """Base of sources of tensor bytes that read from a file; implements `codec.reference.ByteSource`."""
+class _OpenFile(Protocol):
+    """What a `FileRange` needs of a shard."""
 
-    __slots__ = ()
+    @property
+    def path(self) -> str: ...
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def file(self) -> ShardFile: ...
 
-    def _open(self) -> tuple[ShardFile, int]:
-        """Return the file, and the offset at which the source starts in the file."""
-        raise NotImplementedError
 
-    def _pool(self) -> Pool:
-        """Return the memory for large buffers."""
-        raise NotImplementedError
+class FileRange:
+    """A source of tensor bytes: a file from offset `begin` on. Each read checks that the file is unchanged.
 
-    def _is_remote(self) -> bool:
-        """Return whether the file is at a url."""
-        raise NotImplementedError
+    A pickle contains path and identity of the file. Implements `codec.reference.ByteSource`.
+    """
+
+    __slots__ = ("_begin", "_owner")
+
+    def __init__(self, owner: _OpenFile, begin: int) -> None:
+        self._owner = owner
+        self._begin = begin
+
+    def allocate(self, nbytes: int) -> bytearray | Array:
+        return self._owner.pool.lease(nbytes) if nbytes >= _LEASED_NBYTES else bytearray(nbytes)
 
     def read(self, begin: int, end: int) -> bytearray | Array:
-        nbytes, pool = end - begin, self._pool()
-        buffer = pool.lease(nbytes) if nbytes >= _LEASED_NBYTES else bytearray(nbytes)
-        self.read_into(buffer, begin)
+        buffer = self.allocate(end - begin)
+        self.read_into([buffer], begin)
         return buffer
 
     hold = read
 
-    def read_into(self, buffer: Any, begin: int) -> None:
-        file, first = self._open()
-        file.read_into([buffer], first + begin)
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        file = self._owner.file
+        file.read_into(buffers, self._begin + begin)
         file.check_unchanged()
 
     def view(self, begin: int, end: int) -> Array:
-        if self._is_remote():
+        file = self._owner.file
+        if isinstance(file, RemoteFile):
             return np.frombuffer(self.read(begin, end), np.uint8)
-        file, first = self._open()
         file.check_unchanged()
-        return file.array()[first + begin : first + end]
+        return file.array()[self._begin + begin : self._begin + end]
 
-
-class FileSource(_StoredBytes):
-    """Source of an unpickled lazy tensor. Its offsets count from the start of the shard's file.
-
-    Each read checks that the file is still the same one.
-    """
-
-    __slots__ = ("_identity", "_path")
-
-    def __init__(self, path: str, identity: Identity | RemoteIdentity) -> None:
-        self._path = path
-        self._identity = identity
-
-    def _pool(self) -> Pool:
-        return _POOL
-
-    def _is_remote(self) -> bool:
-        return is_url(self._path)
-
-    def _open(self) -> tuple[ShardFile, int]:
-        if self._is_remote():
-            nbytes, tag = cast(RemoteIdentity, self._identity)
-            return cast(ShardFile, RemoteFile(self._path, nbytes, tag)), 0
-        file = _FILES.get(self._path)
-        if file.identity != self._identity:
-            file = _FILES.reopen(self._path)  # the open file may have been replaced on disk
-        if file.identity != self._identity:
-            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self._path)
-        return file, 0
-
-    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
+    def cut(self, begin: int, end: int) -> tuple[FileRange, int]:
         return self, begin
 
     def __reduce__(self) -> Any:
-        return FileSource, (self._path, self._identity)
+        owner = self._owner
+        return _reopened, (owner.path, owner.file.identity, self._begin)
 
 
 # files and memory for lazy tensors that were unpickled, which belong to no open cache
@@ -467,24 +451,28 @@ _FILES = Files(64, fixed=False)
 _POOL = Pool(1 << 28)
 
 
-class _ShardSource(_StoredBytes):
-    """Source of the tensors of one sample of a shard. Lazy tensors are pickled with the FileSource that `cut` returns."""
+class _UnpickledFile:
+    """The file of unpickled lazy tensors, which must be the one that they were pickled with."""
 
-    __slots__ = ("_begin", "_shard")
+    __slots__ = ("_identity", "path")
+    pool = _POOL
 
-    def __init__(self, shard: Shard, begin: int) -> None:
-        self._shard = shard
-        self._begin = begin
+    def __init__(self, path: str, identity: Identity | RemoteIdentity) -> None:
+        self.path = path
+        self._identity = identity
 
-    def _pool(self) -> Pool:
-        return self._shard.pool
+    @property
+    def file(self) -> ShardFile:
+        if is_url(self.path):
+            nbytes, tag = cast(RemoteIdentity, self._identity)
+            return cast(ShardFile, RemoteFile(self.path, nbytes, tag))
+        file = _FILES.get(self.path)
+        if file.identity != self._identity:
+            file = _FILES.reopen(self.path)  # the open file may have been replaced on disk
+        if file.identity != self._identity:
+            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)
+        return file
 
-    def _is_remote(self) -> bool:
-        return self._shard.is_remote
 
-    def _open(self) -> tuple[ShardFile, int]:
-        return self._shard.file, self._begin
-
-    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
-        file, first = self._open()
-        return FileSource(self._shard.path, file.identity), first + begin
+def _reopened(path: str, identity: Identity | RemoteIdentity, begin: int) -> FileRange:
+    return FileRange(_UnpickledFile(path, identity), begin)
