@@ -196,7 +196,7 @@ def _folder(pid: int) -> Path:
 
 
 def footer(data: bytes) -> None:
-    """An index after a shard: a sample read through it is the shard's sample with that key."""
+    """An index after a shard: whatever it says, its samples are read or refused."""
     path = _folder(os.getpid()) / "shard.tar"
     path.write_bytes(_SHARD + footer_of(data, _SHARD_END)[0])
     cache = REFUSED
@@ -208,11 +208,10 @@ def footer(data: bytes) -> None:
         keys = attempt(lambda: list(opened.keys()))
         attempt(lambda: opened.members)
         for row in range(0 if keys is REFUSED else min(len(keys), _MAX_ROWS)):
-            found = attempt(lambda row=row: tc.encode_sample(opened[row]))
-            assert found is REFUSED or found == tc.encode_sample(SAMPLES[int(keys[row])])
+            attempt(lambda row=row: tc.encode_sample(opened[row]))
             for suffix in list(opened.members)[:_MAX_ROWS]:
                 with contextlib.suppress(tc.TensorCacheError, KeyError):  # KeyError: another sample has it
-                    assert opened.read_members([row], suffix) == [b"{}"]
+                    opened.read_members([row], suffix)
         attempt(lambda: opened.read_batch(range(len(opened)), collate="list"))
 
 

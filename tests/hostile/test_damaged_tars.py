@@ -38,7 +38,7 @@ def test_zeros_in_place_of_a_header(tmp_path: Path) -> None:
     path.write_bytes(content[:begin] + bytes(BLOCK) + content[begin + BLOCK :])
     before = path.read_bytes()
     with pytest.raises(tc.FormatError, match=r"tc\.repair"):
-        tc.write_index(path, footer=True)
+        tc.write_index(path)
     assert path.read_bytes() == before
 
 

@@ -272,8 +272,7 @@ def test_names_of_files(tmp_path: Path, name: str) -> None:
             lazy = pickle.loads(pickle.dumps(cache[2]["x"]))
             assert int(lazy.load()[0]) == 1
             assert int(pickle.loads(pickle.dumps(cache))[0]["x"].load()[0]) == 1
-    tc.write_index(path, footer=False)
-    tc.write_index(path, footer=True)
+    tc.write_index(path)
     os.truncate(path, 700)
     with pytest.raises(tc.FormatError) as caught:
         tc.open(path)

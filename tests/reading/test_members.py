@@ -73,7 +73,7 @@ def test_what_is_not_there(folder: Path) -> None:
     [(b"t\xffXT", "t\udcffxt"), ("Ä.TXT".encode(), "ä.txt"), ("İ".encode(), "i\u0307")],
     ids=["not UTF-8", "beyond ASCII", "longer in lower case"],
 )
-@pytest.mark.parametrize("index", ["none", "beside", "footer"])
+@pytest.mark.parametrize("index", ["none", "beside"])
 def test_suffixes_of_other_writers(tmp_path: Path, raw: bytes, suffix: str, index: str) -> None:
     names = [b"k.S\xe2\x84\xaael.pyd", b"k.safetensors", b"k." + raw]  # with a Kelvin sign, a `k` in lower case
     members = zip(names, (*tc.encode_sample({"x": torch.tensor([3])}), b"content"), strict=True)
@@ -81,7 +81,7 @@ def test_suffixes_of_other_writers(tmp_path: Path, raw: bytes, suffix: str, inde
     path = tmp_path / "0.tar"
     path.write_bytes(b"".join(parts) + bytes(1024))
     if index != "none":
-        tc.write_index(path, footer=index == "footer")
+        tc.write_index(path)
     with tc.open(path) as cache:
         assert cache.members == {suffix: 1}
         assert cache.read_members(["k"], suffix) == [b"content"]
@@ -136,16 +136,8 @@ def test_a_shard_that_changed(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
         sink.write("a", {"x": torch.tensor([1])}, txt="first")
         sink.write("b", {"x": torch.tensor([1])}, txt="second")
-    content = bytearray(path.read_bytes())
-    at = content.index(b"b.txt")
-    content[at : at + 5] = b"c.txt"
-    path.write_bytes(content)
     with tc.open(path) as cache:
         assert cache.read_members([0], "txt") == [b"first"]
-        with pytest.raises(tc.FormatError, match="the index lists member 'b.txt' where the shard has 'c.txt'"):
+        path.write_bytes(path.read_bytes().replace(b"second", b"2econd"))
+        with pytest.raises(tc.FormatError, match="the shard was changed"):
             cache.read_members([1], "txt")
-    content[at : at + 5] = b"b.txt"
-    content[at + 124 : at + 136] = b"%011o\0" % 5
-    path.write_bytes(content)
-    with tc.open(path) as cache, pytest.raises(tc.FormatError, match="its 'txt' differs from the index"):
-        cache.read_members([1], "txt")

@@ -226,8 +226,8 @@ def test_index_of_the_shards_adds_them(a: Path) -> None:
 
 
 def test_write_index_adds_a_shard(a: Path) -> None:
-    for footer, path in zip((True, False, False), sorted(a.glob("b-*.tar")), strict=True):
-        assert len(tc.write_index(path, footer=footer).keys) == 20
+    for path in sorted(a.glob("b-*.tar")):
+        assert len(tc.write_index(path).keys) == 20
     with tc.open(a) as cache:
         assert len(cache) == 160
     assert tc.verify(a).ok
@@ -277,7 +277,7 @@ def test_index_lists_a_shard_with_two_names_once(tmp_path: Path) -> None:
 
 def test_index_writes_nothing_through_a_link(tmp_path: Path) -> None:
     private = write(tmp_path / "private", 20, footer=False)
-    tc.write_index(private / "a-000000.tar", footer=False)
+    tc.write_index(private / "a-000000.tar")
     (private / "manifest.json").write_text(
         (private / "manifest.json").read_text().replace('"nsamples": 20', '"nsamples": 20 ')
     )
@@ -285,7 +285,7 @@ def test_index_writes_nothing_through_a_link(tmp_path: Path) -> None:
     stranger = tmp_path / "stranger"
     stranger.mkdir()
     (stranger / "a-000000.tar").symlink_to(private / "a-000000.tar")
-    assert run_any("index", "--footer", stranger).returncode == 0
+    assert run_any("index", stranger).returncode == 0
     assert {path.name: path.read_bytes() for path in private.iterdir()} == before
     with tc.open(stranger) as cache:
         assert len(cache) == 20

@@ -269,9 +269,11 @@ def test_damage_is_found(changing: tuple[Path, str]) -> None:
     shard.write_bytes(content[:at] + b"phot0" + content[at + 5 :])
     sample = tc.open(url)[6]
     assert sample["prompt"] == "phot0 6"  # digests of skeletons are checked by tc.verify
-    shard.write_bytes(content.replace(b"006.skel.pyd", b"009.skel.pyd"))
-    with pytest.raises(tc.FormatError, match="lists member '006.skel.pyd' where the shard has '009.skel.pyd'"):
-        tc.open(url).read_batch([6], collate="list")["prompt"][0]
+
+
+def test_a_whole_sample_takes_two_requests(server: HttpServer, cache: tc.TensorCache) -> None:
+    assert_same(SMALL[9], tc.realize(cache[9]))
+    assert len(server.log()) == 2  # the skeleton, and all tensors
 
 
 # --- processes

@@ -66,8 +66,6 @@ def test_refusals(write_server: WriteServer, tmp_path: Path, stock: bytes) -> No
     write_server.put("cache/a.tar", stock[:5000])
     with pytest.raises(tc.FormatError, match=r"a\.tar"):
         tc.write_index(URL)
-    with pytest.raises(ValueError, match="footer=False"):
-        tc.write_index(URL, footer=True)
     (tmp_path / "a.tar").write_bytes(stock)
     with pytest.raises(ValueError, match="is local"):
         tc.write_index(tmp_path / "a.tar", index_folder=tmp_path)

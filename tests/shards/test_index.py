@@ -44,14 +44,12 @@ def assert_three_agree(path: Path) -> ShardIndex:
     sidecar = Path(f"{path}.index")
     before = path.read_bytes()
     assert build_footer(tc.write_index(path), 1 << 20) == expected
-    if read_footer(ShardFile(str(path)).read, len(before)) is None:
-        parsed = parse_footer(sidecar.read_bytes(), len(before))
-        assert parsed is not None
-        assert build_footer(parsed, 1 << 20) == expected
+    parsed = parse_footer(sidecar.read_bytes(), len(before))
+    assert parsed is not None
+    assert build_footer(parsed, 1 << 20) == expected
     assert path.read_bytes() == before
-    assert build_footer(tc.write_index(path, footer=True), 1 << 20) == expected
-    after = path.read_bytes()
-    assert after[: found.end] == before[: found.end]
+    after = before[: found.end] + bytes(1024) + build_footer(found)
+    path.write_bytes(after)
     assert len(after) % 512 == 0
     footer = read_footer(ShardFile(str(path)).read, len(after))
     assert footer is not None
@@ -306,21 +304,6 @@ def test_a_sidecar_of_another_state(damaged: Path) -> None:
     for raw in (b"", b"x" * 10, sidecar.read_bytes()[:-1]):
         sidecar.write_bytes(raw)
         assert list(load_index(ShardFile(str(path))).keys) == list(index.keys)
-
-
-def test_a_footer_for_a_shard_in_a_manifest(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=2, footer=False) as sink:
-        for i in range(4):
-            sink.write(str(i), {"x": torch.tensor(i)})
-    path = tmp_path / "0.tar"
-    tc.write_index(path)
-    tc.write_index(path, footer=True)
-    assert not (tmp_path / "0.tar.index").exists()
-    with tc.open(tmp_path) as cache:
-        assert [int(sample["x"]) for sample in cache] == [0, 1, 2, 3]
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(tc.FormatError, match=r"0.tar: byte \d+: "):
-        tc.write_index(path)
 
 
 def test_an_index_beside_a_tar_that_ends_after_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,10 +50,9 @@ def test_one_header(tmp_path: Path, name: str, beside: str) -> None:
 @pytest.mark.parametrize("footer", [True, False])
 def test_up_to_the_marker(tmp_path: Path, footer: bool) -> None:
     path = write(tmp_path / "a", 10, footer=footer, dali_index=False)
-    begin, end = members(path)["009.json"][0], tc.write_index(path, dali_index=False, footer=footer).end
+    begin, end = members(path)["009.json"][0], tc.write_index(path, dali_index=False).end
     erase(path, begin + 3, end)
-    if not footer:
-        Path(f"{path}.index").unlink()
+    Path(f"{path}.index").unlink()
     report = tc.verify(path)
     # zeros up to the marker are a longer marker, unless an index says where it is
     assert [fault.what.startswith(ZEROS) for fault in report.faults if fault.key is None] == ([True] if footer else [])
@@ -120,7 +119,7 @@ def reading(content: bytes) -> tuple[list[tuple[int, int]], Callable[[int, int],
 def test_a_footer_is_not_searched(tmp_path: Path) -> None:
     path = write(tmp_path, 10, dali_index=False, manifest=False)
     content = path.read_bytes()
-    end = tc.write_index(path, dali_index=False, footer=True).end
+    end = tc.write_index(path, dali_index=False).end
     reads, read = reading(content)
     assert list(Salvage(read, len(content), end))[-1] == End(end)
     assert len(reads) == 1

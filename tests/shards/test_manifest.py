@@ -455,7 +455,7 @@ def test_what_is_listed_by_another_spelling_is_replaced(folder: Path) -> None:
         for sample in samples:
             sink.write(sample)
     relist(folder, "./0.tar", "1.tar")
-    tc.write_index(folder / "0.tar", footer=True)
+    tc.write_index(folder / "0.tar")
     with tc.open(folder) as cache:
         assert len(cache) == 5
 

@@ -1,4 +1,4 @@
-"""`tc.write_index` killed at any of its calls, or on a full disk: the folder reads as before, or the error has the remedy."""
+"""`tc.write_index` killed at any of its calls, or on a full disk: the folder reads as before."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_killed(path: Path, number: int) -> bool:
 
         try:
             sys.setprofile(look)
-            tc.write_index(path, footer=True)
+            tc.write_index(path)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -49,47 +49,37 @@ def prepare(folder: Path, before: str) -> Path:
         flip(path, path.stat().st_size - 9)
     elif before == "sidecar":
         tc.write_index(path, dali_index=False)
-    elif before == "padded":
-        with path.open("ab") as file:
-            file.write(bytes(50_000))
-        tc.write_index(path, footer=False)
+    elif before == "stale":
+        other = write(folder.parent / "other", 3, footer=False, manifest=False)
+        tc.write_index(other, dali_index=False)
+        other.with_name(f"{other.name}.index").rename(f"{path}.index")
     return path
 
 
-@pytest.mark.parametrize("before", ["nothing", "sidecar", "damaged", "padded"])
+@pytest.mark.parametrize("before", ["nothing", "sidecar", "damaged", "stale"])
 def test_killed_anywhere(tmp_path: Path, before: str) -> None:
-    """A length that the manifest does not list lasts no longer than it takes to say so, not while the index is written."""
     name = prepare(tmp_path / "before", before).name
-    readable, refused, number = 0, 0, 0
-    while True:
+    number, done = 0, False
+    while not done:
         folder = shutil.copytree(tmp_path / "before", tmp_path / f"{number}")
         done = not is_killed(folder / name, number)
-        try:
+        for _ in range(2):
             with tc.open(folder) as cache:
                 assert list(cache.keys()) == KEYS
                 assert int(cache[1]["latent"][0, 0]) == 1
-            readable += 1
-        except tc.FormatError as exc:
-            assert "(tc.write_index) again" in str(exc)  # noqa: PT017
-            refused += 1
-        tc.write_index(folder / name, footer=True)
-        assert list(tc.open(folder).keys()) == KEYS
-        assert tc.verify(folder).ok
-        if done:
-            break
+            tc.write_index(folder / name)
+        assert tc.verify(folder).ok or before == "damaged"
         number += 1
-    assert number > 15
-    assert refused <= 6, f"{refused} of {number}"
-    assert readable > 2 * refused
+    assert number > 10
 
 
-@pytest.mark.parametrize("before", ["nothing", "sidecar", "damaged"])
+@pytest.mark.parametrize("before", ["nothing", "sidecar", "stale"])
 def test_a_full_disk(tmp_path: Path, before: str) -> None:
     path = prepare(tmp_path / "before", before)
-    nbytes, failed = path.stat().st_size, 0
-    for number, limit in enumerate((0, 100, 1_000, nbytes - 512, nbytes, nbytes + 1, nbytes + 512, nbytes + 1024)):
+    failed = 0
+    for number, limit in enumerate((0, 100, 300, 1_000, 1 << 20)):
         folder = shutil.copytree(tmp_path / "before", tmp_path / f"{number}")
-        failed += fails(lambda: tc.write_index(folder / path.name, footer=True), limit)  # noqa: B023
+        failed += fails(lambda: tc.write_index(folder / path.name), limit)  # noqa: B023
         assert list(tc.open(folder).keys()) == KEYS
         assert not strays(folder)
-    assert failed > 2
+    assert 1 < failed < 5

@@ -26,22 +26,19 @@ def relist(folder: Path, old: str, new: str) -> None:
     path.write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("footer", [True, False])
 @pytest.mark.parametrize("url", ["000000.tar", "./000000.tar", "link.tar"])
-def test_however_the_manifest_spells_it(tmp_path: Path, url: str, footer: bool) -> None:
+def test_however_the_manifest_spells_it(tmp_path: Path, url: str) -> None:
     path = write(tmp_path / "x", footer=False)
     (tmp_path / "x" / "link.tar").symlink_to(path)
     relist(tmp_path / "x", path.name, url)
-    tc.write_index(path, footer=footer)
+    tc.write_index(path)
     assert list(tc.open(tmp_path / "x").keys()) == KEYS
     entries = json.loads((tmp_path / "x" / "manifest.json").read_text())
     assert len(entries["shardlist"]) == 1
-    assert entries["tensorcache"]["caches"].keys() == {entries["shardlist"][0]["url"]} or not footer
 
 
-@pytest.mark.parametrize("footer", [True, False])
 @pytest.mark.parametrize("name", ["link.tar", "000000.tar"])
-def test_by_a_link_in_another_folder(tmp_path: Path, name: str, footer: bool) -> None:
+def test_by_a_link_in_another_folder(tmp_path: Path, name: str) -> None:
     """Manifests of both folders list the shard."""
     path = write(tmp_path / "x", footer=False)
     (tmp_path / "y").mkdir()
@@ -49,55 +46,35 @@ def test_by_a_link_in_another_folder(tmp_path: Path, name: str, footer: bool) ->
     shutil.copy(tmp_path / "x" / "manifest.json", tmp_path / "y")
     relist(tmp_path / "y", path.name, name)
     tc.write_index(path, dali_index=False)
-    tc.write_index(tmp_path / "y" / name, footer=footer)
+    tc.write_index(tmp_path / "y" / name)
     for folder in ("x", "y"):
         assert list(tc.open(tmp_path / folder).keys()) == KEYS
         assert tc.verify(tmp_path / folder).ok
 
 
-@pytest.mark.parametrize("name", ["000000.tar", "link.tar"])
-def test_by_a_hard_link(tmp_path: Path, name: str) -> None:
-    """The file that gets a footer is another one: what the manifests say of the shard by its other names stays."""
-    path = write(tmp_path / "x", footer=False)
-    (tmp_path / "x" / "link.tar").hardlink_to(path)
-    shutil.copytree(tmp_path / "x", tmp_path / "y", copy_function=os.link)
-    before = contents(tmp_path)
-    tc.write_index(tmp_path / "x" / name, footer=True, dali_index=False)
-    after = contents(tmp_path)
-    assert {each for each in after if after[each] != before[each]} == {
-        f"x/{name}",
-        *(["x/manifest.json"] if name == path.name else []),
-    }
-    assert list(tc.open(tmp_path / "y").keys()) == KEYS
-    with pytest.warns(UserWarning, match=r"does not list 1 of the shards in the folder \('link.tar'\)"):
-        assert list(tc.open(tmp_path / "x").keys()) == KEYS
-
-
-@pytest.mark.parametrize("footer", [True, False])
 @pytest.mark.parametrize("taken", ["000000.tar.index", "000000.idx"])
-def test_folders_in_the_way(tmp_path: Path, taken: str, footer: bool) -> None:
+def test_folders_in_the_way(tmp_path: Path, taken: str) -> None:
     path = write(tmp_path, footer=False, dali_index=False)
     (tmp_path / taken).mkdir()
     (tmp_path / taken / "mine").write_bytes(b"1")
     before = contents(tmp_path)
     with pytest.raises(FileExistsError, match=rf"{taken} is not a file.*move it"):
-        tc.write_index(path, footer=footer)
+        tc.write_index(path)
     assert contents(tmp_path) == before
     with pytest.raises(FileExistsError, match=r"000000\.idx is not a file|000000\.tar exists"):
         write(tmp_path, footer=False)
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("footer", [True, False])
 @pytest.mark.parametrize(("shard", "other"), [("a", "a.idx"), ("a", "a.index"), ("x.idx", "x.idx"), ("b.tar", "b.idx")])
-def test_shards_in_the_way(tmp_path: Path, shard: str, other: str, footer: bool) -> None:
+def test_shards_in_the_way(tmp_path: Path, shard: str, other: str) -> None:
     path = write(tmp_path / "x", footer=False)
     for name in {shard, other}:
         shutil.copy(path, tmp_path / name)
     shutil.rmtree(tmp_path / "x")
     before = contents(tmp_path)
     with pytest.raises(FileExistsError, match=rf"{other} is a tar.*rename"):
-        tc.write_index(tmp_path / shard, footer=footer)
+        tc.write_index(tmp_path / shard)
     assert contents(tmp_path) == before
 
 

@@ -78,7 +78,7 @@ WORK: dict[str, Callable[[Path], Any]] = {
     "write_atomically": lambda folder: write_atomically(str(folder / "x"), [b"new"]),
     "output": by_output,
     "writer": by_writer,
-    "index": lambda folder: tc.write_index(folder / "000000.tar", footer=True),
+    "index": lambda folder: tc.write_index(folder / "000000.tar"),
     "repair": lambda folder: tc.repair(folder / "000000.tar", folder / "out"),
 }
 

@@ -311,7 +311,7 @@ def build(folder: Path) -> None:
 
 
 def index(folder: Path) -> None:
-    tc.write_index(folder / "x.tar", footer=True)
+    tc.write_index(folder / "x.tar")
 
 
 def test_a_folder_that_a_stranger_has_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,9 @@ _threads_option = click.option(
 
 @click.command()
 @click.argument("shards", nargs=-1, required=True, type=LocalPath(urls=True))
-@click.option("--footer", is_flag=True, help="Append the index to the shard instead of writing PATH.index.")
 @click.option("--no-dali-index", is_flag=True, help="Do not write the .idx file for DALI.")
 @json_option
-def index(shards: tuple[str, ...], footer: bool, no_dali_index: bool, as_json: bool) -> None:
+def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
     """Index SHARDS that another program made, so that opening them needs no scan.
 
     Shards beside a manifest.json that does not list them are added to it. For a folder, its manifest.json is written anew from
@@ -37,11 +36,11 @@ def index(shards: tuple[str, ...], footer: bool, no_dali_index: bool, as_json: b
     with output.progress("indexing") as show:
         for number, path in enumerate(shards):
             if os.path.isdir(path):
-                report = index_folder(path, footer=footer, dali_index=not no_dali_index, show=show)
+                report = index_folder(path, dali_index=not no_dali_index, show=show)
                 found.append({"folder": path, **dataclasses.asdict(report)})
                 continue
             show(number, len(shards))
-            made, manifest = index_shard(path, footer, not no_dali_index)
+            made, manifest = index_shard(path, not no_dali_index)
             found.append({"shard": path, "num_samples": len(made.keys), "added_to": manifest})
     for each in found:
         if "folder" in each:

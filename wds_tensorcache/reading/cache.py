@@ -172,11 +172,11 @@ class TensorCache(Cache[_Sample]):
         fetch, found = BatchFetch(), dict[int, bytes]()
         for i in wanted:
             if (number := numbers.item(i)) >= 0:
-                shard, row = self._store.shards[rows.number.item(i)], rows.row.item(i)
+                shard = self._store.shards[rows.number.item(i)]
                 if shard.is_remote:
-                    add_member(fetch, i, shard, row, suffix, number, found)
+                    add_member(fetch, i, shard, suffix, number, found)
                 else:
-                    found[i] = shard.member(row, suffix, number)
+                    found[i] = shard.member(suffix, number)
         fetch.run()
         return found
 

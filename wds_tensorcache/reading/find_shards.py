@@ -209,7 +209,7 @@ def _from_manifest(path: str) -> list[Found]:
             raise located.error
         if located.nbytes != entry.nbytes:
             what = f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: one of the two is stale"
-            remedy = f"run `tensorcache index {quote(shard)}` (tc.write_index) again if it was interrupted"
+            remedy = f"run `tensorcache index {quote(shard)}` (tc.write_index) if another tool changed the shard"
             checks = "`tensorcache verify` (tc.verify) tells what is intact"
             raise FormatError(f"{what}; {remedy}; {checks}", kind="index")
         found.append(listed_shard(shard, entry, extra, manifest=path))

@@ -1,4 +1,4 @@
-"""Check the bytes after the end of an archive: a writer changes a shard only if they are zeros, an index, or both."""
+"""Check the bytes after the end of an archive: tools index or copy a shard only if they are zeros, an index, or both."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         num_samples: Number of samples that the scan found.
 
     Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
-    after the zeros. Truncating the shard at the zeros, or rewriting only the part before them, would lose these members.
+    after the zeros. A copy of the part before them, or an index of it, would lose these members.
     """
     place = declared_place(file.read, file.nbytes, file.nbytes)
     # another tool may have appended to the archive, over a part of a stale index
@@ -73,7 +73,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     later = max((declared_end for _, declared_end in declared), default=0)
     if later > end:
         raise _refused(file, f"zeros, although an index says that the archive ends at byte {later}", end)
-    # Hazard: if zeros have overwritten members, only DALI's index and the manifest list them, and the writer replaces both.
+    # Hazard: if zeros have overwritten members, only DALI's index and the manifest list them, and a tool replaces both.
     if stop - end >= MIN_LOST_NBYTES:
         idx = dali_index_path(file.path)
         if (listed := listed_after(idx, end, file.nbytes)) is not None:

@@ -35,6 +35,7 @@ __all__ = [
     "are_counts",
     "check_inside",
     "check_listed",
+    "entry_of",
     "listed_shard",
     "locate_shards",
     "other_count",
@@ -362,7 +363,7 @@ class Listing:
 
     def lists(self, path: str, index: ShardIndex) -> bool:
         """Return whether the manifest lists the shard at `path` with its current length and number of samples."""
-        entry = _entry(path, index)
+        entry = entry_of(path, index)
         return entry.is_listed(self.entries.get(entry.url))
 
     def check(self, path: str, name: str, index: ShardIndex, nbytes: int) -> None:
@@ -378,7 +379,7 @@ class Listing:
 
     def add(self, path: str, index: ShardIndex, entry: ShardEntry | None = None) -> None:
         """Add a shard or replace its entry. Pass `entry` if the url or length must differ from those of the file at `path`."""
-        entry = entry or _entry(path, index)
+        entry = entry or entry_of(path, index)
         self.remove(entry.url)
         self.entries[entry.url] = entry
         self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items() if len(columns)}
@@ -406,8 +407,14 @@ class Listing:
         return [self.entries[url] for url in urls], {**self.extra, **ours}
 
 
-def _entry(path: str, index: ShardIndex) -> ShardEntry:
-    return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path), stored_digest(path))
+def entry_of(path: str, index: ShardIndex, url: str | None = None) -> ShardEntry:
+    """Return the entry of a shard; `url` is its name by default."""
+    digest = stored_digest(path)
+    # Hazard: a damaged footer may end with another digest than the sidecar that readers use instead.
+    is_sure = index.digest in (None, digest)
+    return ShardEntry(
+        url or os.path.basename(path), len(index.keys), os.path.getsize(path), digest if is_sure else None
+    )
 
 
 def parse_listing(content: bytes, path: str, folder: str) -> Listing:

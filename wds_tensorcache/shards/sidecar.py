@@ -7,12 +7,20 @@ import errno
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import numpy as np
+
 from wds_tensorcache.errors import FormatError
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import sidecar_path
+from wds_tensorcache.shards.tar.fields import parse_number
+from wds_tensorcache.shards.tar.headers import BLOCK, names_of
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["open_sidecar", "stored"]
+__all__ = ["check_sidecar", "open_sidecar", "stored"]
 
+_NAME_NBYTES = 100  # the width of a tar header's name field
+_SIZE = slice(124, 136)  # a tar header's size field
+_MAX_OCTAL = 1 << 33  # a pax record may declare a length from here on
 _Found = TypeVar("_Found")
 
 
@@ -41,3 +49,45 @@ def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, leni
             found = None if each is None else parse(each)
         if found is not None:
             yield found
+
+
+def check_sidecar(
+    index: ShardIndex,
+    read: Callable[[int, int], bytes],
+    shard_nbytes: int,
+    read_blocks: Callable[[list[int]], list[bytes]] | None = None,
+) -> None:
+    """Raise FormatError unless a sidecar lists the members of the first, middle and last sample as their tar headers do.
+
+    Hazard: a shard may be replaced by one of the same length, and keep the old sidecar.
+
+    Args:
+        index: Index in the sidecar.
+        read: `read(begin, end)` returns bytes of the shard.
+        shard_nbytes: Length of the shard.
+        read_blocks: Returns the blocks of the shard at several offsets; by default `read` is called for each.
+    """
+    table, count = index.members_in_order(), len(index.keys)
+    positions = np.flatnonzero(np.isin(table.rows, [0, count // 2, count - 1])).tolist()
+    begins = [table.begins.item(i) - BLOCK for i in positions]
+    headers = [read(at, at + BLOCK) for at in begins] if read_blocks is None else read_blocks(begins)
+    for i, begin, header in zip(positions, begins, headers, strict=True):
+        key, nbytes = index.keys.raw(table.rows.item(i)), table.sizes.item(i)
+        suffix = table.suffixes[table.kinds.item(i)]
+        there = header[:_NAME_NBYTES].partition(b"\0")[0]
+        is_same = parse_number(header[_SIZE]) == nbytes or nbytes >= _MAX_OCTAL
+        # extended headers of other writers may contain the name
+        is_same &= _is_member(there, key, suffix) or any(
+            _is_member(name, key, suffix) for name in names_of(read, begin + BLOCK, shard_nbytes)
+        )
+        if not is_same:
+            listed, name = f"{key.decode(errors='replace')}.{suffix}", there.decode(errors="replace")
+            what = f"the sidecar lists {listed!r:.200} of {nbytes} bytes where the shard has {name!r:.120}"
+            remedy = "the sidecar is stale, and `tensorcache index` writes it anew, or the shard is damaged"
+            what = f"{what}: {remedy}; `tensorcache verify` (tc.verify) reports which"
+            raise FormatError(what, offset=begin, kind="index")
+
+
+def _is_member(name: bytes, key: bytes, suffix: str) -> bool:
+    """Return whether a tar header names a sample's member; other writers may write suffixes in capitals."""
+    return name.startswith(key + b".") and name[len(key) + 1 :].decode("utf-8", "surrogateescape").lower() == suffix

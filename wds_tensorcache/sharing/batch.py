@@ -48,7 +48,6 @@ class _BatchAsShard:
 
     def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
         self._samples, self._numbers, self._parsed = samples, numbers, parsed
-        self.checked = np.ones(len(parsed), np.bool_)
         self.file = _BatchAsFile(parsed, bits)
 
     def key(self, row: int) -> str:
@@ -94,9 +93,6 @@ class _BatchAsShard:
         parsed = [self._parsed[row] for row in rows.tolist()]
         return [each.skeleton for each in parsed], [each.body for each in parsed]
 
-    def check_tensors(self, row: int) -> None:
-        """Do nothing, since all samples were parsed."""
-
 
 class _BatchAsFile:
     """The `.safetensors` members of a batch's samples as a `RowFile`."""
@@ -112,10 +108,7 @@ class _BatchAsFile:
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
         """Fill `buffers` with the bytes from offset `begin` on."""
         source = self._parsed[begin >> self._bits].source
-        begin &= (1 << self._bits) - 1
-        for buffer in buffers:
-            source.read_into(buffer, begin)
-            begin += len(buffer)
+        source.read_into(buffers, begin & ((1 << self._bits) - 1))
 
     def will_need(self, begin: int, end: int) -> None:
         """Do nothing, since all bytes are in memory."""

@@ -247,7 +247,7 @@ def _match_mapped(request: Request, template: Template, io: str) -> tuple[Any, l
             begins[~done] = begins[done][0]  # a place that is safe to copy
             stored = maps.gather(begins, width).reshape(-1)
             for shard, (_, at, some) in zip(shards, rows.by_shard, strict=True):
-                done[at] &= shard.are_skeletons(some, stored, copies[at], maps, begins[at])
+                done[at] &= shard.are_skeletons(some, stored, copies[at])
     except MapLost:
         return _NONE
     # a body without bytes matches no template

@@ -138,9 +138,6 @@ def _fetch(
         for first, _, parts in runs[which[i]]:
             buffers = [target[(begin := row_begins[tensor][i]) : begin + nbytes] for tensor, nbytes in parts]
             fetch.add_into(shard, begins[i] + first, buffers)
-        if runs[which[i]]:
-            first, last, _ = runs[which[i]][0]
-            fetch.add_headers(shard, rows.row.item(i), begins[i] + first, begins[i] + last)
     found: dict[int, bytes] = {}
     for i in skeletons:
         add_skeleton(fetch, i, shards[numbers[i]], rows.row.item(i), found)
@@ -163,8 +160,7 @@ def _gather(
     try:
         with Maps([shards[number].file for number, *_ in rows.by_shard], count, io) as maps:
             origin = rows.begin.copy()
-            for (number, at, some), base in zip(rows.by_shard, maps.bases, strict=True):
-                shards[number].check_mapped(some, maps, base)
+            for (_, at, _), base in zip(rows.by_shard, maps.bases, strict=True):
                 origin[at] += base
             for first, begin, size in zip(placement.begins, begins, columns.sizes or (), strict=True):
                 if size:
@@ -243,19 +239,15 @@ class _Plan:
                 order = self._order[first:last]
                 numbers, fd, flags = rows.number[order], np.empty(len(order), np.int64), np.empty(len(order), np.int64)
                 files = []  # they stay open as long as this list refers to them
-                unchecked: list[int] = []
                 for number in set(numbers.tolist()):  # np.unique takes six times as long
                     shard, mine = shards[number], numbers == number
                     files.append(file := self._copies.get(number) or shard.files.get(shard.path))
                     fd[mine], flags[mine] = file.fd, file.nowait
-                    unchecked += order[mine][~shard.checked[rows.row[order[mine]]]].tolist()
                 some = slice(*self._first_read[[first, last]].tolist())
                 sample, parts = self._sample_of[some] - first, self._first_buffer[some.start : some.stop + 1]
                 owners = self._memory, files
                 reads = Reads(fd[sample], self._begin[some], flags[sample], self._buffers, parts, owners)
                 is_short: Array = read_many(reads, 0, len(sample)) != self._nbytes[some]
-                for i in unchecked:
-                    shards[rows.number.item(i)].check_tensors(rows.row.item(i))
                 short.append(order[np.unique(sample[is_short])])
             left = np.concatenate(short)
         if len(left):
@@ -274,7 +266,7 @@ def _scatter(
     rows, row_begins, runs = layouts.rows, placement.rows, columns.runs
     target, scratch = memory.data, memoryview(bytearray(SCRATCH_NBYTES))
     which = layouts.which.tolist()
-    row, numbers, begins = rows.row.tolist(), rows.number.tolist(), rows.begin.tolist()
+    numbers, begins = rows.number.tolist(), rows.begin.tolist()
     shard_number = -1
     samples: list[int] = order.tolist()
     # number of samples announced to the system; None while all samples so far were in the page cache
@@ -283,8 +275,7 @@ def _scatter(
     for at, i in enumerate(samples):
         if numbers[i] != shard_number:
             shard_number = numbers[i]
-            shard = rows.shards[shard_number]
-            file, checked = file_of(shard_number), shard.checked
+            file = file_of(shard_number)
         for first, _, parts in runs[which[i]]:
             buffers = []
             for tensor, n in parts:
@@ -297,8 +288,6 @@ def _scatter(
                 _advise(file_of(numbers[j]), begins[j], runs[which[j]])
             advised = at + IN_FLIGHT
             file.read_into(buffers, begins[i] + first)
-        if not checked[row[i]]:
-            shard.check_tensors(row[i])
 
 
 def _advise(file: RowFile, begin: int, runs: Runs) -> None:

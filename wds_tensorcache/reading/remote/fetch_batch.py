@@ -22,21 +22,10 @@ class BatchFetch:
     def __init__(self) -> None:
         self._ranges: list[tuple[Any, int, list[Any]]] = []
         self._extents: list[tuple[bytearray, _Check]] = []  # bytes that are not part of a batch's memory
-        self._checking: set[tuple[int, int]] = set()
 
     def add_into(self, shard: Shard, begin: int, buffers: list[Any]) -> None:
         """Read from offset `begin` of a shard on into 1-D byte buffers, in order."""
         self._ranges.append((shard.files.remote(shard.path), begin, buffers))
-
-    def add_headers(self, shard: Shard, row: int, begin: int, end: int) -> None:
-        """Read the headers of a sample's tensors, and compare them with the index, if `Shard.headers_to_fetch` says so.
-
-        `[begin, end)` is the first range of the sample that is read.
-        """
-        extent = shard.headers_to_fetch(row, begin, end)
-        if extent is not None and (id(shard), row) not in self._checking:
-            self._checking.add((id(shard), row))
-            self.add_extent(shard, *extent, lambda stored: shard.check_tensors(row, stored))
 
     def add_extent(self, shard: Shard, begin: int, end: int, use: _Check) -> None:
         """Read the bytes `[begin, end)` of a shard; `run` then calls `use` with them."""
@@ -53,7 +42,7 @@ class BatchFetch:
             RemoteError: A request failed.
         """
         ranges, extents = self._ranges, self._extents
-        self._ranges, self._extents, self._checking = [], [], set()
+        self._ranges, self._extents = [], []
         read_remote(ranges)
         for stored, use in extents:
             use(bytes(stored))
@@ -77,12 +66,6 @@ def add_skeleton(fetch: BatchFetch, i: int, shard: Shard, row: int, found: dict[
     fetch.add_extent(shard, *shard.skeleton_extent(row), lambda stored: found.__setitem__(i, stored))
 
 
-def add_member(
-    fetch: BatchFetch, i: int, shard: Shard, row: int, suffix: str, number: int, found: dict[int, bytes]
-) -> None:
+def add_member(fetch: BatchFetch, i: int, shard: Shard, suffix: str, number: int, found: dict[int, bytes]) -> None:
     """Read a member of a sample into `found`, by its position `i` in the batch; `number` is as for `Shard.member`."""
-
-    def use(stored: bytes) -> None:
-        found[i] = shard.member(row, suffix, number, stored)
-
-    fetch.add_extent(shard, *shard.member_extent(suffix, number), use)
+    fetch.add_extent(shard, *shard.member_extent(suffix, number), lambda stored: found.__setitem__(i, stored))

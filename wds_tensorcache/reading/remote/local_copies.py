@@ -96,7 +96,6 @@ def find_local_copies(
             if present < shard.index.end:  # what follows the samples is not needed
                 partial.append((shard, at, some, present))
             else:
-                shard.skip_checks()  # the index is of the same object as all these bytes
                 store.whole_copies[number] = weakref.ref(local)
         else:
             continue
@@ -115,8 +114,6 @@ def find_local_copies(
         is_absent[small] |= ends > first_nbytes[small]
         if is_absent.any() and not _has_all(copies, layouts, columns, np.flatnonzero(is_far)):
             return None
-        for shard, _, some, _ in partial:
-            shard.skip_checks(some)  # headers may be absent
     return copies
 
 

@@ -12,7 +12,10 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.remote.kept_indexes import KeptIndexes
+from wds_tensorcache.shards.sidecar import check_sidecar
+from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files, ShardFile
+from wds_tensorcache.storage.node_cache.cache import read_remote
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
@@ -47,11 +50,8 @@ class FindIndex:
 
     def load(
         self, url: str, files: Files, num_samples: int | None = None, *, may_scan: bool = True
-    ) -> tuple[ShardIndex, bool] | None:
-        """Return the index of a shard, and whether the shard's own bytes, under a known tag, contain or determine it.
-
-        Such an index needs no comparison with the shard: it is protected by its digest, and every read of the shard asks
-        for the same tag. An index from elsewhere may be stale, so readers compare tar headers.
+    ) -> ShardIndex | None:
+        """Return the index of a shard. An index from elsewhere may be stale, so some tar headers are compared with it.
 
         Args:
             files: Open files, which remember the length and the tag of the shard.
@@ -66,9 +66,10 @@ class FindIndex:
         Cost: one request, of the shard's end, in most cases. With a kept index, one request of its state. A shard without an
             index is read as a whole.
         """
-        found = self._elsewhere(url, files)
-        if found is not None:
-            return found, False
+        elsewhere = self._elsewhere(url, files)
+        if elsewhere is not None:
+            _check(elsewhere, files.remote(url))
+            return elsewhere
         client, kept = client_for(url), self.kept
         try:
             if kept is not None and kept.has(url):
@@ -82,17 +83,18 @@ class FindIndex:
             raise files.missing(url) from exc
         file = files.fix(url, state)
         index = read_footer(_Tail(file, tail).read, state.nbytes, len(tail))
-        is_own = index is not None
         if index is None:
             index = self._sidecar(keep_secrets(url, sidecar_path(url)), state.nbytes)
+            if index is not None:
+                _check(index, file)
         if index is None and not may_scan:
             return None
         if index is None:
-            index, is_own = scan_remote(file), True
+            index = scan_remote(file)
         # a shard with hidden members is scanned again, and reported, in each run
         if kept is not None and index.hidden is None:
-            kept.write(url, file.state, build_footer(index, state.nbytes), is_own=is_own, digest=index.digest)
-        return index, is_own and file.state.tag is not None
+            kept.write(url, file.state, build_footer(index, state.nbytes), digest=index.digest)
+        return index
 
     def _elsewhere(self, url: str, files: Files) -> ShardIndex | None:
         """Return the index in `folder`, if it declares the length of the shard."""
@@ -144,6 +146,17 @@ class _Tail:
         if begin >= self._begin:
             return self._tail[begin - self._begin : end - self._begin]
         return self._file.read(begin, end)
+
+
+def _check(index: ShardIndex, file: RemoteFile) -> None:
+    """Compare a sidecar with its shard by one round of requests."""
+
+    def read_blocks(begins: list[int]) -> list[bytes]:
+        blocks = [bytearray(BLOCK) for _ in begins]
+        read_remote([(file, begin, [block]) for begin, block in zip(begins, blocks, strict=True)])
+        return list(map(bytes, blocks))
+
+    check_sidecar(index, file.read, file.nbytes, read_blocks)
 
 
 def scan_remote(file: RemoteFile) -> ShardIndex:

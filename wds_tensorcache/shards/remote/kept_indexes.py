@@ -83,8 +83,8 @@ class KeptIndexes:
         """Return whether there is a file for a shard, perhaps a stale one."""
         return os.path.exists(self._path(url))
 
-    def read(self, url: str, info: ObjectInfo) -> tuple[ShardIndex, bool] | None:
-        """Return the index of a shard in this state, and whether it was found in the shard itself; None if there is none."""
+    def read(self, url: str, info: ObjectInfo) -> ShardIndex | None:
+        """Return the index of a shard in this state; None if there is none."""
         if info.tag is None:
             return None
         try:
@@ -94,7 +94,7 @@ class KeptIndexes:
             content = file.read(0, file.nbytes)
             line = content[:_MAX_LINE_NBYTES].partition(b"\n")[0]
             head = parse_json(line)
-            if head != _head(url, info, is_own=head["is_own"], digest=head["digest"]):
+            if head != _head(url, info, head["digest"]):
                 return None
             index = parse_footer(content[len(line) + 1 :], info.nbytes)
         except (OSError, FormatError, ValueError, KeyError, TypeError, RecursionError):
@@ -103,14 +103,11 @@ class KeptIndexes:
             return None
         with contextlib.suppress(OSError):
             os.utime(file.path)  # recently used
-        return replace(index, digest=head["digest"]), head["is_own"] is True
+        return replace(index, digest=head["digest"])
 
-    def write(self, url: str, info: ObjectInfo, footer: bytes, *, is_own: bool, digest: str | None = None) -> None:
-        """Keep an index as bytes of a sidecar; `is_own` is True if it was found in the shard itself.
-
-        `digest` is that of the index where it was found, since `footer` may have other bytes.
-        """
-        line = json.dumps(_head(url, info, is_own=is_own, digest=digest)).encode("ascii") + b"\n"
+    def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:
+        """Keep an index as the bytes of a sidecar, which may differ from those with the given `digest`, at the shard."""
+        line = json.dumps(_head(url, info, digest)).encode("ascii") + b"\n"
         nbytes = len(line) + len(footer)
         if info.tag is None or len(line) > _MAX_LINE_NBYTES or nbytes > self._most_nbytes():
             return
@@ -145,13 +142,13 @@ class KeptIndexes:
                 excess -= nbytes
 
 
-def _head(url: str, info: ObjectInfo, *, is_own: Any, digest: Any) -> dict[str, Any]:
+def _head(url: str, info: ObjectInfo, digest: Any) -> dict[str, Any]:
     return {
         "url": str(url),
         "tag": info.tag,
         "nbytes": info.nbytes,
         "object": digest_of(url, info).hex(),
-        "is_own": is_own,
+        "is_own": True,  # earlier versions also kept sidecars that were not compared with the shard
         "digest": digest,
         "check": xxh3_64_hexdigest(str(digest).encode()),  # nothing else covers the digest
     }
