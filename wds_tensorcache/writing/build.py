@@ -25,6 +25,7 @@ from wds_tensorcache.writing.build_batch import (
     compute,
     is_comparable,
     is_right,
+    refuse_shared,
     resumable,
     warn_of_positions,
 )
@@ -33,8 +34,7 @@ from wds_tensorcache.writing.destination.listing import list_build, names_in
 from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
-from wds_tensorcache.writing.versions.build_version import Outcome, build_version, remove_abandoned
-from wds_tensorcache.writing.versions.write_version import OldCache
+from wds_tensorcache.writing.versions import OldCache, build_version, remove_abandoned
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
 __all__ = ["build"]
@@ -61,37 +61,27 @@ def build(
 ) -> TensorCache:
     """Build a cache: run a function, for example a model on a GPU, over a dataset in batches, and write the results.
 
-    If interrupted, call `build` again: it resumes after the last finished shard. Interruptions do not change which items
-    form a batch. If any sample of a batch is missing, `fn` runs on the whole batch. If an item fails, or after Ctrl-C, the
-    unfinished shard is finished early, so that all samples computed before are kept. If the process is killed, the samples of
-    the unfinished shard are computed again, and the shards have the same bytes as without the interruption, provided that `fn`
-    returns equal results for equal batches.
+    If interrupted, call `build` again: it resumes after the last finished shard, with the same items in each batch. If any
+    sample of a batch is missing, `fn` runs on the whole batch. After an error or Ctrl-C, all samples computed before are
+    kept. If the process is killed, the samples of the unfinished shard are computed again, and the shards have the same bytes
+    as without the interruption, provided that `fn` returns equal results for equal batches. Finished samples are never
+    overwritten, and their indexes are trusted: `tc.verify` finds damaged samples.
 
-    Several ranks (processes, each with a GPU, on any number of machines) build one cache if all of them call `build` with
-    the same arguments and a shared folder. Each rank computes its part of the batches, writes its own shards, such as
-    `r3of8-000000.tar`, and returns when its part is finished. Ranks do not communicate: they may start and end at any time. A
-    killed rank loses its unfinished shard. To resume, call `build` on any number of ranks. The cache is complete when every
-    rank has returned: it then has as many samples as there are items. With `reuse`, the rank that finishes last writes the
-    version.
+    Several ranks (processes, on any number of machines) build one cache if all of them call `build` with the same arguments
+    and a shared folder. Each rank computes its part of the batches, writes its own shards, such as `r3of8-000000.tar`, and
+    returns when its part is finished. Ranks do not communicate, and any number of ranks can resume. The cache is complete
+    when every rank has returned: it then has as many samples as there are items.
 
-    If the keys of samples are the positions of items, another item in the place of a finished one would get its sample. So the
-    indexes of shards keep a digest of each item that consists of plain values: None, bool, int, float, str, bytes, paths (their
-    text, and the length of the file), list, tuple, dict, arrays and tensors. A call that resumes compares: all items of a list,
-    a tuple or an iterable; of another map-style dataset, 64 items at equal distances and the last finished one, so that an
-    inserted or removed item is found. On several ranks, these are items of the rank; up to 64 items of other ranks are added.
-    A path that is a str is only text: pass `pathlib.Path`, so that the length of the file counts, or `digest=` for its content.
-    An item that differs is an error, and so are fewer items than samples; more items may follow at the end. Items that cannot
-    be compared cause one warning.
+    If the keys of samples are the positions of items, the indexes of shards keep a digest of each item that consists of plain
+    values, arrays and tensors. A call that resumes compares all items of a list, a tuple or an iterable; of another map-style
+    dataset, 64 items at equal distances and the last finished one, and up to 64 items of other ranks. An item that differs is
+    an error, and so are fewer items than samples. Items that cannot be compared cause one warning.
 
-    Finished samples are never overwritten. If items change, build a *version* in a new folder: `build(items, fn, "v2",
-    reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all other samples. If the keys are
-    positions, the digests in the indexes decide, and all items are read. Samples of changed items keep their positions, samples
-    of new items follow in new shards, and samples whose items are gone are left out. If no sample is left out, sample indices
-    do not change. `v1` is not changed. Hazard: unchanged shards are hard links to those of `v1`, or copies if the file system
-    has no links, so writing into a shard in place changes both versions.
-
-    `build` trusts the indexes of finished shards, so a damaged sample counts as finished. `tc.verify` finds such samples;
-    `tc.repair` writes all intact samples into another folder, in which `build` then computes the missing samples.
+    If items change, build a *version* in a new folder: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the
+    same key and digest from `v1`, and computes all other samples. Samples of changed items keep their positions, samples of
+    new items follow in new shards, and samples whose items are gone are left out. Several ranks compute the missing samples
+    of a version; then a call on one process, with `rank=0, world_size=1`, writes it. Hazard: unchanged shards are hard links
+    to those of `v1`, so writing into a shard in place changes both versions.
 
     Args:
         source: A map-style dataset (`len`, `[i]`) or an iterable. Without `reuse`, samples of removed items stay in `out`,
@@ -99,62 +89,57 @@ def build(
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
             whose dtype or number of dimensions differs from that in earlier samples causes a warning, once for each name.
-        out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by one
-            rename when the version is complete and on disk. An existing version is opened, not built again, if it contains
-            exactly the samples of these items.
-        fingerprint: Description of how `fn` makes the samples (model, revision, dtype, scaling, crop, …), as JSON values. A
-            folder with a different fingerprint is refused, as `out` and as `reuse`. Readers can check the fingerprint with
-            `tc.open(out, expect=fingerprint)`.
+        out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by
+            one rename when the version is complete and on disk. An existing version is opened, not built again, if it
+            contains exactly the samples of these items.
+        fingerprint: Description of how `fn` makes the samples (model, revision, dtype, crop, …), as JSON values. A folder
+            with a different fingerprint is refused, as `out` and as `reuse`. Readers check it with `tc.open(out,
+            expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
-            unless `out` is a pattern. Until the version is complete, computed samples are kept in the hidden folder
+            unless `out` is a pattern. Until the version is complete, computed samples are in the hidden folder
             `.NAME.building` next to `out`, from which the next call resumes, on any number of ranks. If items have no digest,
-            that call does not notice that one has changed since; delete the hidden folder to compute these samples again.
-        batch_size: Number of items per call. With `reuse`, batches contain only the rank's items whose samples must be
-            computed.
+            delete that folder when items have changed.
+        batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
         keys: Keys of the samples: a list with one key for each item of a map-style dataset, or a function that returns the
-            key of an item. By default, items of a cache keep their keys, and a dict's key is its `"__key__"`. The key of any
-            other item is its number, see above. `"position"` says that order and number of the items never change: the key of
-            each item is its number, and items are not compared. If keys come from the items' `"__key__"` or a function,
-            resuming reads all items again.
+            key of an item; resuming then reads all items again. By default, items of a cache keep their keys, a dict's key is
+            its `"__key__"`, and the key of any other item is its position. `"position"` says that order and number of the
+            items never change: items are then not compared.
         digest: Function from an item to a text that differs if the item differs; its result is stored as the member
             `digest.txt`. An item counts as changed if the stored digest differs or is missing.
         num_workers: Number of worker processes that read a map-style dataset.
         rank, world_size: Which rank this process is, of how many; by default from torch.distributed, else from torchrun's
             environment, else one process. All ranks must have the same items in the same order. A rank reads only its own
-            items of a map-style dataset, but all of an iterable. If the source of each rank already contains only the
-            rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`; in the first case, also `keys` and
-            a folder for each rank.
+            items of a map-style dataset, but all of an iterable. If the source of each rank already contains only the rank's
+            items, or if only one rank calls `build`, pass `rank=0, world_size=1`; in the first case, also `keys` and a folder
+            for each rank.
         progress: Show rate and time left of this rank with `tqdm`; by default only on rank 0, if `tqdm` is installed and
-            stderr is a terminal. Or a function of this rank's samples that are finished and in all, None if the source has no
-            length: `progress=lambda done, total: …`. The caller's thread calls it at the beginning and after each batch.
-        max_samples: Maximum number of samples in a shard, as for `ShardWriter`; a killed process loses at most this many
-            samples.
+            stderr is a terminal. Or a function of this rank's finished samples and of all, None if the source has no length:
+            `progress=lambda done, total: …`. The caller's thread calls it at the beginning and after each batch.
+        max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
-        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none. While
-        a version is incomplete, ranks get an empty cache; the rank that finishes last, and all later calls, get the version.
+        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none;
+        until a version is written, it is empty.
 
     Raises:
         StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, moved or been removed, or are in
             another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
-        FileExistsError: Another call is building in the same folder, as the same rank or with another world size; nothing is
-            read or computed.
+        FileExistsError: Another call is building in the same folder, as the same rank or with another world size.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
-        ValueError: `fn` returned fewer or more samples than items, or None for an item; two items have the same key; the source
-            is empty; `out` contains shards with other names; `reuse` is the same folder as `out`, or has named caches or
-            samples without a cache; two ranks have the same key, different items or batch sizes; or several
-            ranks have `footer=False` or the path of a single shard.
+        ValueError: `fn` returned fewer or more samples than items, or None for an item; two items have the same key; the
+            source is empty; `out` contains shards with other names; `reuse` is the same folder as `out`, or has named caches
+            or samples without a cache; two ranks have the same key, different items or batch sizes; or several ranks have
+            `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         ImportError: `progress` is True, and `tqdm` is not installed.
-        Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch. All
-            samples computed before it are kept, and the next call resumes after them.
+        Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 
-    Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects of
-        classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches wait
-        in memory or are being written.
+    Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects
+        of classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches
+        wait in memory or are being written.
     """
     made = as_fingerprint(fingerprint)
     pattern = ShardPattern(os.fsdecode(out))
@@ -184,18 +169,15 @@ def build(
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
-        else:
-            outcome: Outcome = "found"
-            if not has_entries(folder):
-                name, old = None if pattern.is_default else pattern.name, _load_checked(reuse, made)
-                outcome = build_version(items, fn, check_replaceable(folder), old, name, bar, options)
-            if outcome == "incomplete":
+        elif not has_entries(folder):
+            name, old = None if pattern.is_default else pattern.name, _load_checked(reuse, made)
+            if not build_version(items, fn, check_replaceable(folder), old, name, bar, options):
                 return _no_samples(made)
-            if outcome == "found":
-                there = _load_checked(folder, made)
-                _check_positions(items, there.shards, folder)
-                compute(_missing(items, there.shards, None, folder, set(), bar), fn, bar)
-                remove_abandoned(os.path.realpath(folder))
+        else:
+            there = _load_checked(folder, made).shards
+            _check_positions(items, there, folder)
+            compute(_missing(items, there, None, folder, set(), bar), fn, bar)
+            remove_abandoned(os.path.realpath(folder))
     cache: TensorCache = open(folder, expect=made, allow=options.get("allow", ()))
     return cache
 
@@ -267,26 +249,14 @@ def _check_shared(
         earlier, new: Indexes, by path, of the shards that were finished before this call, and during it.
         seen: Keys of the items of this rank.
     """
-    others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
+    remedy = f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
+    refuse_shared(new, pattern, seen, remedy)
     own_earlier = [index for path, index in earlier.items() if pattern.covers(os.path.basename(path))]
-    if seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
-        keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
-        if len(keys) < items.num_all:
-            others |= {
-                path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))
-            }
-    for path, index in others.items():
-        if shared := [key for key in index.keys if key in seen]:
-            remedy = (
-                f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
-                if path in new
-                else "call build here once more with rank=0, world_size=1, which computes the missing samples"
-            )
-            raise ValueError(
-                f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
-                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
-                f"that, and {remedy}"
-            )
+    keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
+    if len(keys) < items.num_all and seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
+        others = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
+        remedy = "call build here once more with rank=0, world_size=1, which computes the missing samples"
+        refuse_shared(others, pattern, seen, remedy)
 
 
 def _check_positions(items: Items, there: FinishedShards, folder: str) -> None:

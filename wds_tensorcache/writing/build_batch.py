@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.tar.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Job, ThreadPool
 from wds_tensorcache.writing.build_items import Item, Items
+from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -34,6 +36,7 @@ __all__ = [
     "compute",
     "is_comparable",
     "is_right",
+    "refuse_shared",
     "resumable",
     "warn_of_positions",
 ]
@@ -124,6 +127,24 @@ def is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bo
 def is_comparable(items: Items, finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
     """Return whether a digest shows that an item is the one from which a sample was made, if its position must show it."""
     return not (items.compares and items.are_numbered) or bool(item.origin and finished.origin(*place)[0])
+
+
+def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
+    """Raise ValueError if shards of other ranks contain samples of this rank's items.
+
+    Args:
+        shards: Indexes of shards of all ranks, by path.
+        pattern: Pattern of this rank.
+        keys: Keys of the items of this rank.
+        remedy: What the caller can do.
+    """
+    for path, index in shards.items():
+        if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
+            raise ValueError(
+                f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
+                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
+                f"that, and {remedy}"
+            )
 
 
 def warn_of_positions(folder: str, numbers: Sequence[int], num_compared: int | None = None) -> None:
