@@ -38,7 +38,6 @@ __all__ = ["CopyReport", "MemberRange", "NewShard", "OldShard", "Run", "append_r
 
 Array = np.ndarray[Any, Any]
 _CHUNK_NBYTES = 1 << 22
-_NUM_ROWS = 64  # samples to copy before the progress is shown again
 
 
 @dataclasses.dataclass(slots=True)
@@ -207,7 +206,7 @@ def write_cache(
             report.num_shards_resumed += index is not None
             if index is None:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                index = _write_new(path, new, files, fsync, lambda count: show(report.num_samples + count))
+                index = _write_new(path, new, files, fsync)
             nbytes = os.path.getsize(path)
             if new.dali_index:
                 with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
@@ -250,26 +249,17 @@ def _find_complete(path: str, new: NewShard) -> ShardIndex | None:
     return None
 
 
-def _write_new(path: str, new: NewShard, files: Files, fsync: bool, show: Callable[[int], object]) -> ShardIndex:
-    """Link or write a new shard, and return its index. `show` gets the number of its samples copied so far."""
-
-    def ranges() -> Iterator[MemberRange]:
-        num_copied = 0
-        for old, begin, end in new.runs:
-            for first in range(begin, end, _NUM_ROWS):
-                last = min(first + _NUM_ROWS, end)
-                yield from old.ranges(first, last)
-                num_copied += last - first
-                show(num_copied)
-
+def _write_new(path: str, new: NewShard, files: Files, fsync: bool) -> ShardIndex:
+    """Link or write a new shard, and return its index."""
     linked = new.link_to
     if linked is not None:
         index = linked.index
         _link(linked, path, files, fsync)
     else:
+        ranges = chain.from_iterable(old.ranges(begin, end) for old, begin, end in new.runs)
+        fingerprint = new.runs[0][0].index.fingerprint
         try:
-            fingerprint = new.runs[0][0].index.fingerprint
-            index = write_shard(path, ranges(), files, fingerprint, _origins(new.runs), footer=new.footer, fsync=fsync)
+            index = write_shard(path, ranges, files, fingerprint, _origins(new.runs), footer=new.footer, fsync=fsync)
             if not _has_samples(index, new.runs):
                 raise FormatError(
                     "the index and the shard differ in samples; see `tensorcache verify` (tc.verify)", kind="index"

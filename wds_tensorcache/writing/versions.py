@@ -92,11 +92,11 @@ def _near_keys(shards: FinishedShards, key: object) -> str:
 
 @dataclass(slots=True)
 class _Changes:
-    """What a version changes in an old cache: rows of its shards, by path.
+    """Changes of a version to an old cache: rows of its shards, by path.
 
     Attributes:
         dropped: Rows of the samples that the version leaves out.
-        replaced: Rows of the samples in whose places the version has others, and the runs of these samples.
+        replaced: Rows of the samples that the version replaces, and the runs of the new samples.
         stale: Rows of the samples that must be computed again, and their keys.
         keys: Keys of all items of the version.
     """
@@ -170,7 +170,7 @@ def _new_shard(url: str, old: OldShard, runs: list[Run]) -> NewShard:
 
 
 def _remaining(old: OldShard, dropped: set[int], replaced: Mapping[int, Run]) -> Iterator[Run]:
-    """Yield the runs of a shard without some samples, and with others in their places."""
+    """Yield the runs of a shard without the dropped samples, and with new runs in place of the replaced ones."""
     begin, count = 0, len(old.index.keys)
     for row in sorted({*dropped, *replaced}):
         if begin < row:
