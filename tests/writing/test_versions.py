@@ -378,7 +378,7 @@ def test_a_living_call_is_left_alone(tmp_path: Path) -> None:
     values, refused = numbered(30), []
 
     def fn(batch: list[dict[str, Any]]) -> list[Any]:
-        with pytest.raises(FileExistsError, match=f"process {os.getpid()} on .* is writing"):
+        with pytest.raises(FileExistsError, match="is writing"):
             make(values, tmp_path / "1", reuse=tmp_path / "0")
         tc.drop(tmp_path / "0", tmp_path / "2", ["k000"])
         shutil.rmtree(tmp_path / "2")
@@ -738,7 +738,7 @@ def test_ranks_that_differ_or_overlap(tmp_path: Path) -> None:
 
     def with_another_rank(batch: list[dict[str, Any]]) -> list[Any]:
         for rank, world_size in ((0, 1), (1, 2), (0, 3)):
-            with pytest.raises(FileExistsError, match=f"process {os.getpid()} on .* is writing"):
+            with pytest.raises(FileExistsError, match="is writing"):
                 build(items(values), out, rank=rank, world_size=world_size, **options)
         build(items(values), out, rank=0, world_size=2, **options | {"batch_size": 3})
         return double(batch)
