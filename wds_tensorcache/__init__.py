@@ -55,8 +55,9 @@ _NAMES = {
     "training.transforms.moments": "SampleMoments sample_moments",
     "writing.build": "build",
     "writing.index_shard": "write_index",
-    "writing.reshard": "CopyReport merge reshard",
-    "writing.versions.write_version": "drop",
+    "writing.copy_shards": "CopyReport",
+    "writing.merge": "merge reshard",
+    "writing.versions": "drop",
     "writing.writer": "ShardWriter",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

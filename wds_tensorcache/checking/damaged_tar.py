@@ -15,7 +15,6 @@ from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.tar.fields import adds_up, parse_number, parse_records
 from wds_tensorcache.shards.tar.headers import BLOCK, Scanner, is_extended, padding
-from wds_tensorcache.shards.tar.skipped import Skipped, skipped_members
 
 __all__ = ["Break", "End", "Member", "Salvage"]
 
@@ -33,7 +32,9 @@ _RECORD = re.compile(rb"[0-9]+ [^=\n]+=")
 
 
 class Member(NamedTuple):
-    """An ordinary file: its headers start at byte `first`, its content at `begin`; its padding ends at byte `end`.
+    """An ordinary file: its content starts at byte `begin`, its padding ends at byte `end`.
+
+    Its headers are after byte `first`, the end of the member before it, perhaps after entries that belong to no sample.
 
     If `is_rebuilt`, its header is unreadable: its name and position come from an index, and digests confirm its bytes.
     """
@@ -86,7 +87,7 @@ class Salvage:
     end: int | None = None
     find_places: Callable[[], Places | None] = lambda: None
 
-    def __iter__(self) -> Iterator[Member | Skipped | Break | End]:
+    def __iter__(self) -> Iterator[Member | Break | End]:
         scan_begin: int | None = 0
         while scan_begin is not None:
             scanner = Scanner(self.read, self.nbytes, scan_begin)
@@ -94,10 +95,6 @@ class Salvage:
             reason, kind = "", _FORMAT
             try:
                 for name, begin, size in scanner:
-                    if begin - first > BLOCK:
-                        skipped = skipped_members(self.read, self.nbytes, first, begin - BLOCK)
-                        yield from skipped
-                        first = skipped[-1].end if skipped else first
                     end_of_member = begin + size + padding(size)
                     yield Member(name, first, begin, size, end_of_member)
                     first = end_of_member
@@ -115,14 +112,12 @@ class Salvage:
                     scan_begin, place, unseen = self._resume_after_zeros(limit)
                 if scan_begin is not None:
                     reason, kind = "zeros before the end of the archive", "zeros"
-            skipped = skipped_members(self.read, self.nbytes, first, limit)
-            yield from skipped
             if not reason:
                 yield End(limit, unseen)
                 return
             rebuilt = place if place is not None and place.is_confirmed else None
             stop = self.nbytes if scan_begin is None else scan_begin if rebuilt is None else rebuilt.begin
-            yield Break(min(skipped[-1].end if skipped else first, self.nbytes), stop, reason, kind)
+            yield Break(min(first, self.nbytes), stop, reason, kind)
             if rebuilt is not None:
                 yield Member(rebuilt.name, rebuilt.begin, rebuilt.begin, rebuilt.nbytes, rebuilt.end, True)
 

@@ -17,7 +17,7 @@ from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.manifest import MANIFEST, Listing
 from wds_tensorcache.storage.files import Files
-from wds_tensorcache.writing.copy_members import write_shard
+from wds_tensorcache.writing.copy_shards import write_shard
 from wds_tensorcache.writing.new_folder import check_new, new_folder
 
 __all__ = ["repair"]
@@ -34,9 +34,10 @@ def repair(
 ) -> RepairReport:
     """Write the intact samples of shards into a new folder, with new indexes and a manifest; `source` is not changed.
 
-    Samples without a fault, and members that belong to no sample, are copied with their tar headers, byte for byte. Where
-    headers are damaged, the samples are found through the index at the shard's end or in its sidecar, even a stale one. Such
-    a sample is recovered, with new tar headers, if its bytes match the digests in the index, the skeleton and the tensors.
+    Samples without a fault are copied with their tar headers, byte for byte. Entries that belong to no sample, such as folders
+    and links, may be left out. Where headers are damaged, the samples are found through the index at the shard's end or in its
+    sidecar, even a stale one. Such a sample is recovered, with new tar headers, if its bytes match the digests in the index,
+    the skeleton and the tensors.
     Without an index, reading resumes at the next intact header. Samples after the point where a shard was cut off are lost.
     Reading also resumes after a single block of zeros, and after more zeros if an index says that the archive ends later.
     Members after the end-of-archive marker are dropped, since readers do not see them. A sample that has lost only a member

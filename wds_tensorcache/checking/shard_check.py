@@ -24,10 +24,9 @@ from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.names import Half, find_half, half_of, split_member
 from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.headers import rebuild_header
-from wds_tensorcache.shards.tar.skipped import Skipped
 from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
-from wds_tensorcache.writing.copy_members import MemberRange, append_range
+from wds_tensorcache.writing.copy_shards import MemberRange, append_range
 
 __all__ = ["Checked", "check_shard"]
 
@@ -75,7 +74,7 @@ class Checked:
         damaged: Keys of samples with a fault.
         doubtful: Keys of samples without a digest whose skeletons need a class that is not in `allow=`.
         ranges: Whole members to keep, with headers for those that lost theirs: all members of samples without a fault, and
-            all members that belong to no sample.
+            files that belong to no sample.
         end: Offset of the end-of-archive marker; None if there is none.
         is_broken: True if there are bytes in which no member could be read, or members after the end-of-archive marker.
     """
@@ -147,11 +146,10 @@ def _check_all(
     report = Report(num_shards=1, nbytes=file.nbytes)
     found = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()
-    common: list[MemberRange] = []  # headers that apply to all members after them
     good: dict[str, bool] = {}  # for the key of each sample without a fault: whether the sample has a cache
     wanted = dict(better)
     with ReadAhead(file, readers) as ahead:
-        for sample in _complete(_samples(found, file, ahead, common), ahead):
+        for sample in _complete(_samples(found, file, ahead), ahead):
             key = sample.key
             reach(sample.ranges[-1].end)
             caches, others = _check(sample, allow)
@@ -185,9 +183,7 @@ def _check_all(
             for span in sample.ranges:
                 append_range(found.ranges, span.path, span.begin, span.end, span.header)
     found.damaged -= good.keys()  # another sample with such a key has no fault
-    last = max((span.end for span in found.ranges), default=0)
-    common = [span for span in common if span.end < last]  # an archive must not end with such headers
-    parts, found.ranges = sorted(found.ranges + common), []
+    parts, found.ranges = sorted(found.ranges), []
     for span in parts:
         append_range(found.ranges, span.path, span.begin, span.end, span.header)
     report.faults.sort(key=lambda fault: (fault.offset is None, fault.offset))
@@ -208,7 +204,7 @@ def _complete(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample]
     yield from waiting
 
 
-def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, common: list[MemberRange]) -> Iterator[_Sample]:
+def _samples(found: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sample]:
     """Yield the samples of a shard; record tar faults, and members that belong to no sample, in `found`."""
     sample: _Sample | None = None
     declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes), lenient=True)
@@ -234,8 +230,6 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, common: list[Mem
             if is_rebuilt:
                 sample.rebuilt.append((begin, suffix))
             append_range(sample.ranges, file.path, first, after, header)
-        elif isinstance(part, Skipped):
-            append_range(common if part.is_common else found.ranges, file.path, part.begin, part.end)
         elif isinstance(part, Break):
             lost = f"; no member could be read from byte {part.offset} to {part.end}" if part.offset < part.end else ""
             found.fault(None, part.offset, part.reason + lost, part.kind)

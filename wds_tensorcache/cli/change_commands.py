@@ -15,11 +15,11 @@ import click
 import wds_tensorcache as tc
 from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, counted, json_option
-from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.names import safe_key
-from wds_tensorcache.writing.reshard import CopyReport
-from wds_tensorcache.writing.reshard import merge as merge_caches
-from wds_tensorcache.writing.reshard import reshard as reshard_cache
+from wds_tensorcache.writing.copy_shards import CopyReport
+from wds_tensorcache.writing.merge import merge as merge_caches
+from wds_tensorcache.writing.merge import reshard as reshard_cache
+from wds_tensorcache.writing.versions import OldCache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 __all__ = ["drop", "merge", "reshard"]
@@ -128,12 +128,10 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as
     if not keys and keys_from is None:
         raise click.UsageError("expected keys, or --keys-from")
     wanted = [*keys, *(() if keys_from is None else _read_keys(keys_from))]
-    find_shards(source, copies=True)  # the error, before `tc.open` warns of the same
-    with tc.open(source) as cache:
-        known = cache.keys()
-        # an unknown key stays, so that the error names similar ones
-        found = [key if key in known or safe_key(key) not in known else safe_key(key) for key in wanted]
-        num_dropped = sum(map(set(found).__contains__, known))  # a key may occur twice
+    shards = OldCache(source).shards
+    # an unknown key stays, so that the error names similar ones
+    found = [key if key in shards or safe_key(key) not in shards else safe_key(key) for key in wanted]
+    num_dropped = len({place for key in found for place in shards.find(key)})  # a key may occur twice
     tc.drop(source, out, found)
     output = Output(as_json)
     output.line(f"{os.fspath(out)}: without {counted(num_dropped, 'sample')}")

@@ -25,6 +25,7 @@ from wds_tensorcache.writing.build_batch import (
     compute,
     is_comparable,
     is_right,
+    refuse_shared,
     resumable,
     warn_of_positions,
 )
@@ -33,8 +34,7 @@ from wds_tensorcache.writing.destination.listing import list_build, names_in
 from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
-from wds_tensorcache.writing.versions.build_version import Outcome, build_version, remove_abandoned
-from wds_tensorcache.writing.versions.write_version import OldCache
+from wds_tensorcache.writing.versions import OldCache, build_version, remove_abandoned
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
 __all__ = ["build"]
@@ -61,102 +61,77 @@ def build(
 ) -> TensorCache:
     """Build a cache: run a function, for example a model on a GPU, over a dataset in batches, and write the results.
 
-    If interrupted, call `build` again: it resumes after the last finished shard. Interruptions do not change which items
-    form a batch. If any sample of a batch is missing, `fn` runs on the whole batch. If an item fails, or after Ctrl-C, the
-    unfinished shard is finished early, so that all samples computed before are kept. If the process is killed, the samples of
-    the unfinished shard are computed again, and the shards have the same bytes as without the interruption, provided that `fn`
-    returns equal results for equal batches.
+    If interrupted, call `build` again: it resumes after the last finished shard, with the same items in each batch. `fn` runs
+    on each whole batch that lacks a sample. After an error or Ctrl-C, all samples computed before are kept. After a kill, the
+    samples of the unfinished shard are computed again; if `fn` returns equal results for equal batches, the shards have the
+    same bytes. Finished samples are never overwritten, and their indexes are trusted: `tc.verify` finds damaged samples.
 
-    Several ranks (processes, each with a GPU, on any number of machines) build one cache if all of them call `build` with
-    the same arguments and a shared folder. Each rank computes its part of the batches, writes its own shards, such as
-    `r3of8-000000.tar`, and returns when its part is finished. Ranks do not communicate: they may start and end at any time. A
-    killed rank loses its unfinished shard. To resume, call `build` on any number of ranks. The cache is complete when every
-    rank has returned: it then has as many samples as there are items. With `reuse`, the rank that finishes last writes the
-    version.
+    Several ranks (processes, on any number of machines) build one cache if all of them call `build` with the same arguments
+    and a shared folder. Each computes its part of the batches, writes its own shards, such as `r3of8-000000.tar`, and
+    returns. Any number of ranks can resume. The cache is complete when every rank has returned.
 
-    If the keys of samples are the positions of items, another item in the place of a finished one would get its sample. So the
-    indexes of shards keep a digest of each item that consists of plain values: None, bool, int, float, str, bytes, paths (their
-    text, and the length of the file), list, tuple, dict, arrays and tensors. A call that resumes compares: all items of a list,
-    a tuple or an iterable; of another map-style dataset, 64 items at equal distances and the last finished one, so that an
-    inserted or removed item is found. On several ranks, these are items of the rank; up to 64 items of other ranks are added.
-    A path that is a str is only text: pass `pathlib.Path`, so that the length of the file counts, or `digest=` for its content.
-    An item that differs is an error, and so are fewer items than samples; more items may follow at the end. Items that cannot
-    be compared cause one warning.
+    If the keys of samples are the positions of items, items are compared with the digests that finished shards keep of them:
+    all of a list, a tuple or an iterable; of another map-style dataset, 64 and the last finished one; of other ranks, up to
+    64. An item that differs is an error, and so are fewer items than samples. Items that are not plain values, arrays or
+    tensors cause a warning.
 
-    Finished samples are never overwritten. If items change, build a *version* in a new folder: `build(items, fn, "v2",
-    reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all other samples. If the keys are
-    positions, the digests in the indexes decide, and all items are read. Samples of changed items keep their positions, samples
-    of new items follow in new shards, and samples whose items are gone are left out. If no sample is left out, sample indices
-    do not change. `v1` is not changed. Hazard: unchanged shards are hard links to those of `v1`, or copies if the file system
-    has no links, so writing into a shard in place changes both versions.
-
-    `build` trusts the indexes of finished shards, so a damaged sample counts as finished. `tc.verify` finds such samples;
-    `tc.repair` writes all intact samples into another folder, in which `build` then computes the missing samples.
+    If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
+    digest from `v1`, and computes all other samples. Samples of changed items keep their positions, samples of new items
+    follow in new shards, and samples without an item are left out. On several ranks, each rank computes its part; then a call
+    with `rank=0, world_size=1` writes the version. Hazard: unchanged shards are hard links to those of `v1`, so never write
+    into a shard in place.
 
     Args:
-        source: A map-style dataset (`len`, `[i]`) or an iterable. Without `reuse`, samples of removed items stay in `out`,
-            unless their keys are positions.
+        source: A map-style dataset (`len`, `[i]`) or an iterable.
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
             whose dtype or number of dimensions differs from that in earlier samples causes a warning, once for each name.
-        out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by one
-            rename when the version is complete and on disk. An existing version is opened, not built again, if it contains
-            exactly the samples of these items.
-        fingerprint: Description of how `fn` makes the samples (model, revision, dtype, scaling, crop, …), as JSON values. A
-            folder with a different fingerprint is refused, as `out` and as `reuse`. Readers can check the fingerprint with
-            `tc.open(out, expect=fingerprint)`.
+        out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by
+            one rename when the version is complete; an existing version is opened if it has exactly the samples of these
+            items.
+        fingerprint: Description of how `fn` makes the samples (model, revision, dtype, crop, …), as JSON values. A cache with
+            another one is refused, as `out` and as `reuse`. Readers check it with `tc.open(out, expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
-            unless `out` is a pattern. Until the version is complete, computed samples are kept in the hidden folder
-            `.NAME.building` next to `out`, from which the next call resumes, on any number of ranks. If items have no digest,
-            that call does not notice that one has changed since; delete the hidden folder to compute these samples again.
-        batch_size: Number of items per call. With `reuse`, batches contain only the rank's items whose samples must be
-            computed.
+            unless `out` is a pattern. Until the version is complete, computed samples are in the hidden folder
+            `.NAME.building` next to `out`. If items without a digest change before then, delete that folder.
+        batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
         keys: Keys of the samples: a list with one key for each item of a map-style dataset, or a function that returns the
-            key of an item. By default, items of a cache keep their keys, and a dict's key is its `"__key__"`. The key of any
-            other item is its number, see above. `"position"` says that order and number of the items never change: the key of
-            each item is its number, and items are not compared. If keys come from the items' `"__key__"` or a function,
-            resuming reads all items again.
-        digest: Function from an item to a text that differs if the item differs; its result is stored as the member
-            `digest.txt`. An item counts as changed if the stored digest differs or is missing.
+            key of an item. By default, items of a cache keep their keys, a dict's key is its `"__key__"`, and the key of any
+            other item is its position. `"position"` also takes the position, but items are not compared.
+        digest: Function from an item to a text, which is stored as the member `digest.txt`. An item has changed if its text
+            differs from the stored one, or if none is stored.
         num_workers: Number of worker processes that read a map-style dataset.
         rank, world_size: Which rank this process is, of how many; by default from torch.distributed, else from torchrun's
-            environment, else one process. All ranks must have the same items in the same order. A rank reads only its own
-            items of a map-style dataset, but all of an iterable. If the source of each rank already contains only the
-            rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`; in the first case, also `keys` and
-            a folder for each rank.
-        progress: Show rate and time left of this rank with `tqdm`; by default only on rank 0, if `tqdm` is installed and
-            stderr is a terminal. Or a function of this rank's samples that are finished and in all, None if the source has no
-            length: `progress=lambda done, total: …`. The caller's thread calls it at the beginning and after each batch.
-        max_samples: Maximum number of samples in a shard, as for `ShardWriter`; a killed process loses at most this many
-            samples.
+            environment, else one process. All ranks must have the same items in the same order. If the source of each rank
+            has only its own items, pass `rank=0, world_size=1`, `keys` and a folder for each rank.
+        progress: Show a bar of `tqdm`; by default on rank 0, if `tqdm` is installed and stderr is a terminal. Or a function
+            of this rank's finished samples and of all, None if the source has no length: `progress=lambda done, total: …`.
+        max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
-        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none. While
-        a version is incomplete, ranks get an empty cache; the rank that finishes last, and all later calls, get the version.
+        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none;
+        until a version is written, it is empty.
 
     Raises:
         StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, moved or been removed, or are in
             another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
-        FileExistsError: Another call is building in the same folder, as the same rank or with another world size; nothing is
-            read or computed.
+        FileExistsError: Another call is building in the same folder, as the same rank or with another world size.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
-        ValueError: `fn` returned fewer or more samples than items, or None for an item; two items have the same key; the source
-            is empty; `out` contains shards with other names; `reuse` is the same folder as `out`, or has named caches or
-            samples without a cache; two ranks have the same key, different items or batch sizes; or several
-            ranks have `footer=False` or the path of a single shard.
+        ValueError: `fn` returned fewer or more samples than items, or None for an item; two items have the same key; the
+            source is empty; `out` contains shards with other names; `reuse` is the same folder as `out`, or has named caches
+            or samples without a cache; two ranks have the same key, different items or batch sizes; or several ranks have
+            `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
-        ImportError: `progress` is True, and `tqdm` is not installed.
-        Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch. All
-            samples computed before it are kept, and the next call resumes after them.
+        Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 
-    Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects of
-        classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches wait
-        in memory or are being written.
+    Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects
+        of classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches
+        wait in memory or are being written.
     """
-    made = as_fingerprint(fingerprint)
+    fingerprint = as_fingerprint(fingerprint)
     pattern = ShardPattern(os.fsdecode(out))
     for option in {"resume", "overwrite"} & options.keys():
         raise TypeError(f"build always resumes from the shards in the folder, so it does not accept {option}=")
@@ -173,43 +148,40 @@ def build(
     if world_size > 1:
         _check_ranks(rank, world_size, pattern, options)
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size)
-    options |= {"fingerprint": made, "max_samples": max_samples}
+    options |= {"fingerprint": fingerprint, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
     with SampleProgress(False if rank and progress is None else progress, items.num_items) as bar:
         if reuse is None:
             _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
             if world_size > 1 and not pattern.build_shards(names_in(folder)):
-                return _no_samples(made)
+                return _no_samples(fingerprint)
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
+        elif not has_entries(folder):
+            name, old = None if pattern.is_default else pattern.name, _load_checked(reuse, fingerprint)
+            if not build_version(items, fn, check_replaceable(folder), old, name, bar, options):
+                return _no_samples(fingerprint)
         else:
-            outcome: Outcome = "found"
-            if not has_entries(folder):
-                name, old = None if pattern.is_default else pattern.name, _load_checked(reuse, made)
-                outcome = build_version(items, fn, check_replaceable(folder), old, name, bar, options)
-            if outcome == "incomplete":
-                return _no_samples(made)
-            if outcome == "found":
-                there = _load_checked(folder, made)
-                _check_positions(items, there.shards, folder)
-                compute(_missing(items, there.shards, None, folder, set(), bar), fn, bar)
-                remove_abandoned(os.path.realpath(folder))
-    cache: TensorCache = open(folder, expect=made, allow=options.get("allow", ()))
+            finished = _load_checked(folder, fingerprint).shards
+            _check_positions(items, finished, folder)
+            compute(_missing(items, finished, None, folder, set(), bar), fn, bar)
+            remove_abandoned(os.path.realpath(folder))
+    cache: TensorCache = open(folder, expect=fingerprint, allow=options.get("allow", ()))
     return cache
 
 
-def _no_samples(made: dict[str, Any]) -> TensorCache:
+def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:
     """Return the cache for a rank that returns before any samples can be read."""
-    return TensorCache(Store([], Files(), Pool(0), Io("pread", "there are no shards yet"), 1, made))
+    return TensorCache(Store([], Files(), Pool(0), Io("pread", "there are no shards yet"), 1, fingerprint))
 
 
-def _load_checked(folder: str | os.PathLike[str], made: dict[str, Any]) -> OldCache:
+def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -> OldCache:
     """Load a cache from which samples are reused; raise if its fingerprint or the caches of its samples do not fit."""
     old = OldCache(folder)
     for path, index in old.shards.indexes.items():
-        check_same(path, index.fingerprint, made)
+        check_same(path, index.fingerprint, fingerprint)
         if len(index.keys) and (list(index.caches) != [""] or index.caches[""].rows is not None):
             counts = {name: len(of) for name, of in index.caches.items()}
             what = f"{len(index.keys)} samples have caches with these names and numbers of samples: {counts}"
@@ -267,47 +239,35 @@ def _check_shared(
         earlier, new: Indexes, by path, of the shards that were finished before this call, and during it.
         seen: Keys of the items of this rank.
     """
-    others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
+    remedy = f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
+    refuse_shared(new, pattern, seen, remedy)
     own_earlier = [index for path, index in earlier.items() if pattern.covers(os.path.basename(path))]
-    if seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
-        keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
-        if len(keys) < items.num_all:
-            others |= {
-                path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))
-            }
-    for path, index in others.items():
-        if shared := [key for key in index.keys if key in seen]:
-            remedy = (
-                f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
-                if path in new
-                else "call build here once more with rank=0, world_size=1, which computes the missing samples"
-            )
-            raise ValueError(
-                f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
-                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
-                f"that, and {remedy}"
-            )
+    keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
+    if len(keys) < items.num_all and seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
+        others = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
+        remedy = "call build here once more with rank=0, world_size=1, which computes the missing samples"
+        refuse_shared(others, pattern, seen, remedy)
 
 
-def _check_positions(items: Items, there: FinishedShards, folder: str) -> None:
+def _check_positions(items: Items, finished: FinishedShards, folder: str) -> None:
     """Compare the items of a map-style dataset whose keys are their numbers with finished samples; warn if that is impossible.
 
     Raises:
         StaleCacheError: An item differs from that of its sample, or the source has too few items.
     """
     if items.is_map and items.are_numbered:
-        stored = _numbered(there)
+        stored = _numbered(finished)
         changed, num_compared, unknown = items.find_changed(stored)
         if items.are_numbered:
-            _check_moved(items, there, stored, folder, changed, num_compared)
+            _check_moved(items, finished, stored, folder, changed, num_compared)
         if unknown:
             warn_of_positions(folder, unknown, num_compared)
 
 
-def _numbered(there: FinishedShards) -> dict[int, int]:
+def _numbered(finished: FinishedShards) -> dict[int, int]:
     """Return the digest of the item of each sample whose key is the number of an item, by this number; 0 if unknown."""
     stored: dict[int, int] = {}
-    for index in there.indexes.values():
+    for index in finished.indexes.values():
         column = None if index.origins is None else index.origins.digest
         digests = [0] * len(index.keys) if column is None else column.tolist()
         for key, digest in zip(index.keys, digests, strict=True):
@@ -319,7 +279,7 @@ def _numbered(there: FinishedShards) -> dict[int, int]:
 
 def _check_moved(
     items: Items,
-    there: FinishedShards,
+    finished: FinishedShards,
     stored: Mapping[int, int],
     folder: str,
     changed: Sequence[int],
@@ -334,7 +294,7 @@ def _check_moved(
         faults.append(f"item {changed[0]} is not the one from which its sample in {folder!r} was made")
         faults.append(f"of {num_compared} items compared, {len(changed)} differ")
         if items.world_size > 1:
-            (path, _), *_ = there.find(number_text(changed[0]))
+            (path, _), *_ = finished.find(number_text(changed[0]))
             faults.append(f"the sample is in {path}: all ranks must have the same items in the same order")
     if num_removed:
         faults.append(f"the source has {items.num_all} items, but {folder!r} has samples of {num_removed} more")
@@ -346,7 +306,7 @@ def _check_moved(
 
 
 def _missing(
-    items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: SampleProgress
+    items: Items, finished: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: SampleProgress
 ) -> Iterator[list[Target]]:
     """Yield all batches up to the first changed item, each item paired with `sink` if its sample is missing, else with None.
 
@@ -355,37 +315,37 @@ def _missing(
     """
     changed: list[int] = []  # numbers of items
     has_warned = items.is_map  # by `_check_positions`
-    for batch in items.batches(lambda key: not items.has_digests and there.is_finished(key)):
+    for batch in items.batches(lambda key: not items.has_digests and finished.is_finished(key)):
         targets: list[Target] = []
-        for item in each_once(batch, seen, there.stored_key):
-            places = there.find(item.key)
+        for item in each_once(batch, seen, finished.stored_key):
+            places = finished.find(item.key)
             for path, row in places:
-                if not there.has_cache(path, row):
+                if not finished.has_cache(path, row):
                     what = f"sample {item.key!r} has lost its cache, and has only other members"
                     raise FormatError(f"{path}: {what}; delete the shard, and call build again to compute its samples")
             targets.append((item, None if places else sink))
             if places:
                 bar.count(is_old=True)
-                if not has_warned and not is_comparable(items, there, places[0], item):
+                if not has_warned and not is_comparable(items, finished, places[0], item):
                     has_warned = True
                     warn_of_positions(folder, [item.number])
-            if (places or sink is None) and not any(is_right(there, place, item) for place in places):
+            if (places or sink is None) and not any(is_right(finished, place, item) for place in places):
                 changed.append(item.number)
         if not changed:
             yield targets
     if sink is not None and items.are_numbered and (changed or not items.is_map):
-        _check_moved(items, there, _numbered(there), folder, changed if items.compares else [], len(seen))
+        _check_moved(items, finished, _numbered(finished), folder, changed if items.compares else [], len(seen))
     num_gone = 0
     if sink is None and items.world_size > 1:  # this rank does not know the keys of other ranks
-        num_gone = max(0, len(there) - items.num_all)
+        num_gone = max(0, len(finished) - items.num_all)
     elif sink is None:
-        num_gone = sum(key not in seen for index in there.indexes.values() for key in index.keys)
+        num_gone = sum(key not in seen for index in finished.indexes.values() for key in index.keys)
     if changed or num_gone:
         are_changed = "have changed" if sink is not None else "have changed or are new"
         what = f"{len(changed)} of {len(seen)} items {are_changed} since the samples in {folder!r} were made"
         what += f", and {num_gone} samples have no item" * (num_gone > 0)
-        if items.has_digests and not any(DIGEST in index.members for index in there.indexes.values()):
+        if items.has_digests and not any(DIGEST in index.members for index in finished.indexes.values()):
             what += "; the folder has no digests to compare, because it was built without digest="
         raise StaleCacheError(f"{what}; build a new version in another folder, with reuse={folder!r}")
-    if items.is_empty and not len(there):
+    if items.is_empty and not len(finished):
         raise ValueError(NO_ITEMS)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +24,8 @@ from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.tar.packed_sample import PackedSample
-from wds_tensorcache.storage.threads import Job, ThreadPool
 from wds_tensorcache.writing.build_items import Item, Items
+from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -34,6 +37,7 @@ __all__ = [
     "compute",
     "is_comparable",
     "is_right",
+    "refuse_shared",
     "resumable",
     "warn_of_positions",
 ]
@@ -59,7 +63,7 @@ def compute(
     """
     kinds = _TensorKinds(earlier)
     failed: list[BaseException] = []
-    first_error: BaseException | None = None
+    waiting: deque[Future[None]] = deque()
 
     def write(batch: Batch, targets: list[tuple[Item, ShardWriter] | None]) -> None:
         if failed:
@@ -77,40 +81,39 @@ def compute(
             failed.append(exc)
             raise
 
-    try:
-        with ThreadPool(1, "tensorcache-build") as thread:
-            waiting: deque[Job[None]] = deque()
+    with ThreadPoolExecutor(1, "tensorcache-build") as thread:
+        try:
+            for batch in batches:
+                if any(sink is not None for _, sink in batch):
+                    with _noting(batch):
+                        returned = fn([item.value for item, _ in batch])
+                    while len(waiting) >= _MAX_WRITING:
+                        waiting.popleft().result()
+                    # without the values of items, which may be large
+                    targets = [None if sink is None else (replace(item, value=None), sink) for item, sink in batch]
+                    with _noting(batch):
+                        copied = Batch(returned, len(batch), partial(_describe, batch))
+                    waiting.append(thread.submit(write, copied, targets))
+                bar.show_count()
+            while waiting:
+                waiting.popleft().result()
+                bar.show_count()
+            bar.show_count()  # samples that were finished before, after the last batch
+        except BaseException as exc:
+            wait(waiting)  # batches that were computed before are kept
+            failed.append(exc)
+    if failed:
+        if sink is not None:
+            _keep_samples(sink, failed[0])
+        try:
+            raise failed[0]
+        finally:
+            failed.clear()  # a reference cycle with the traceback
 
-            def submit(made: Any, batch: list[Target]) -> None:
-                while len(waiting) >= _MAX_WRITING:
-                    waiting.popleft().result()
-                # without the values of items, which may be large
-                targets = [None if sink is None else (replace(item, value=None), sink) for item, sink in batch]
-                with _noting(batch):
-                    copied = Batch(made, len(batch), lambda i: f"item {batch[i][0].number} (key {batch[i][0].key!r})")
-                waiting.append(thread.submit(write, copied, targets))
 
-            try:
-                for batch in batches:
-                    if any(sink is not None for _, sink in batch):
-                        with _noting(batch):
-                            made = fn([item.value for item, _ in batch])
-                        submit(made, batch)
-                    bar.show_count()
-                while waiting:
-                    waiting.popleft().result()
-                    bar.show_count()
-                bar.show_count()  # samples that were finished before, after the last batch
-            except BaseException as exc:
-                first_error = failed[0] if failed else exc
-                if exc is not first_error:
-                    raise first_error from exc
-                raise
-    except BaseException as exc:
-        # Hazard: after a second interrupt, in the pool's `__exit__`, the thread may still be writing into the shard.
-        if sink is not None and exc is first_error:
-            _keep_samples(sink, exc)
-        raise
+def _describe(batch: list[Target], row: int) -> str:
+    item, _ = batch[row]
+    return f"item {item.number} (key {item.key!r})"
 
 
 def is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
@@ -124,6 +127,24 @@ def is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bo
 def is_comparable(items: Items, finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
     """Return whether a digest shows that an item is the one from which a sample was made, if its position must show it."""
     return not (items.compares and items.are_numbered) or bool(item.origin and finished.origin(*place)[0])
+
+
+def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
+    """Raise ValueError if shards of other ranks contain samples of this rank's items.
+
+    Args:
+        shards: Indexes of shards of all ranks, by path.
+        pattern: Pattern of this rank.
+        keys: Keys of the items of this rank.
+        remedy: Advice to the caller.
+    """
+    for path, index in shards.items():
+        if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
+            raise ValueError(
+                f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
+                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
+                f"that, and {remedy}"
+            )
 
 
 def warn_of_positions(folder: str, numbers: Sequence[int], num_compared: int | None = None) -> None:
@@ -210,7 +231,7 @@ def _noting(batch: list[Target]) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        first, last = (f"item {item.number} (key {item.key!r})" for item, _ in (batch[0], batch[-1]))
+        first, last = _describe(batch, 0), _describe(batch, -1)
         add_note(exc, f"tc.build: fn was called with a batch of {len(batch)}, from {first} to {last}")
         raise
 
@@ -219,7 +240,7 @@ class Batch:
     """The samples that `fn` returned for a batch: a list, or nested dicts of tensors, arrays and lists with a row per sample.
 
     Args:
-        made: The batch.
+        returned: The batch.
         count: Number of its samples.
         describe: Function from the number of a row to the name of its item, for messages.
 
@@ -231,10 +252,10 @@ class Batch:
         on the device's current stream; `rows` waits for them.
     """
 
-    def __init__(self, made: Any, count: int, describe: Callable[[int], str]) -> None:
+    def __init__(self, returned: Any, count: int, describe: Callable[[int], str]) -> None:
         devices: set[torch.device] = set()
 
-        def copied(leaf: Any) -> Any:
+        def copy(leaf: Any) -> Any:
             if isinstance(leaf, (np.ndarray, bytearray)):
                 return leaf.copy()
             if not isinstance(leaf, torch.Tensor):
@@ -244,18 +265,18 @@ class Batch:
             devices.add(leaf.device)
             return leaf.detach().to("cpu", non_blocking=True)
 
-        def own(value: Any) -> Any:
+        def copy_nested(value: Any) -> Any:
             if isinstance(value, Mapping):  # not only a dict, as in `rebuild`
-                return {name: own(part) for name, part in value.items()}
-            return rebuild(value, copied)
+                return {name: copy_nested(part) for name, part in value.items()}
+            return rebuild(value, copy)
 
         try:
-            _check(made, count)
-            for i, sample in enumerate(made if isinstance(made, list) else ()):
+            _check(returned, count)
+            for i, sample in enumerate(returned if isinstance(returned, list) else ()):
                 if sample is None:
                     what = f"fn returned None for {describe(i)}, expected a sample"
                     raise ValueError(f"{what}; leave such items out of the source")
-            self._made, self._count = own(made), count
+            self._returned, self._count = copy_nested(returned), count
         except RecursionError:
             raise EncodeError("what fn returned is nested too deeply, or contains itself") from None
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
@@ -264,7 +285,7 @@ class Batch:
         """Wait for copies from devices, and return the samples as views of the batch."""
         for event in self._events:
             event.synchronize()
-        return list(_rows(self._made, self._count))
+        return list(_rows(self._returned, self._count))
 
 
 def _check(value: Any, count: int, where: str = "what fn returned") -> None:

@@ -22,9 +22,7 @@ from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import Catalog, ListedCounts, check_listed
 from wds_tensorcache.shards.names import older_key
-from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files
-from wds_tensorcache.writing.copy_members import MemberRange
 from wds_tensorcache.writing.pattern import ShardPattern
 
 __all__ = ["FinishedShards", "list_new", "load_finished", "take_over"]
@@ -95,14 +93,6 @@ class FinishedShards:
             return self._last[1][at]
         begin = member.begin.item(at)
         return self.files.get(path).read(begin, begin + member.nbytes.item(at))
-
-    def member_range(self, key: str) -> MemberRange:
-        """Return the range of all members of the last sample with a key; all samples must start with a skeleton."""
-        path, row = self.find(key)[-1]
-        index = self.indexes[path]
-        begins = index.caches[""].skeleton_begin
-        end = begins.item(row + 1) - BLOCK if row + 1 < len(begins) else index.end
-        return MemberRange(path, begins.item(row) - BLOCK, end)
 
 
 def load_finished(

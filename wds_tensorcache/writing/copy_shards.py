@@ -1,0 +1,358 @@
+"""Write new shards from samples of old shards. All members are copied byte for byte, never decoded.
+
+Hazard: a new shard that is equal to an old one is a hard link to it. Writing into a shard in place would change both, so code
+must write a new file and rename it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_hexdigest
+
+from wds_tensorcache.errors import FormatError, InvalidKeyError
+from wds_tensorcache.shards.dali_index import write_dali_index
+from wds_tensorcache.shards.footer import build_footer, declared_place
+from wds_tensorcache.shards.index import MemberTable, Origins, ShardIndex
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
+from wds_tensorcache.shards.key_table import Keys
+from wds_tensorcache.shards.manifest import MANIFEST, Listing, ShardEntry, stored_digest
+from wds_tensorcache.shards.names import check_key, check_suffixes
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_tar_header
+from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, remove_stray, write_atomically
+from wds_tensorcache.storage.files import Files, Identity, ShardFile
+from wds_tensorcache.storage.output import Output
+from wds_tensorcache.writing.new_folder import new_folder
+
+__all__ = ["CopyReport", "MemberRange", "NewShard", "OldShard", "Run", "append_range", "write_cache", "write_shard"]
+
+Array = np.ndarray[Any, Any]
+_CHUNK_NBYTES = 1 << 22
+
+
+@dataclasses.dataclass(slots=True)
+class CopyReport:
+    """The counts of `merge` or `reshard`.
+
+    Attributes:
+        num_samples: Number of samples in the new cache.
+        num_shards: Number of its shards.
+        num_shards_resumed: Number of these shards that an interrupted call had finished.
+        nbytes: Total length of the shards.
+    """
+
+    num_samples: int = 0
+    num_shards: int = 0
+    num_shards_resumed: int = 0
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        resumed = f", {self.num_shards_resumed:,} of an interrupted call" if self.num_shards_resumed else ""
+        shards, samples = "s" * (self.num_shards != 1), "s" * (self.num_samples != 1)
+        return (
+            f"{self.num_shards:,} shard{shards}{resumed}, {self.num_samples:,} sample{samples}, {self.nbytes:,} bytes"
+        )
+
+
+@dataclasses.dataclass
+class OldShard:
+    """A shard to copy samples from.
+
+    Attributes:
+        path: Path of the shard.
+        index: Index of the shard; its fingerprint is that of the copied samples.
+        identity: Identity of the indexed file.
+        prefix: Prefix of the keys of copied samples. If it is not empty, all copied members get new tar headers.
+        has_footer: True if an index is at the end of the shard.
+        is_stored: True if the fingerprint of the index is the stored one.
+    """
+
+    path: str
+    index: ShardIndex
+    identity: Identity
+    prefix: str = ""
+    has_footer: bool = True
+    is_stored: bool = True
+
+    @classmethod
+    def of(cls, path: str, index: ShardIndex, files: Files, prefix: str = "") -> OldShard:
+        """Return the shard at a path, which has this index."""
+        file = files.get(path)
+        has_footer = declared_place(file.read, file.nbytes, file.nbytes) is not None
+        return cls(path, index, file.identity, prefix, has_footer)
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The keys with the prefix; raises InvalidKeyError if a reader would misread the name of a member."""
+        if not self.prefix:
+            return self.index.keys
+        suffixes, raws = self.members.suffixes, list[bytes]()
+        for key in self.index.keys:
+            check_key(self.prefix + key)
+            check_suffixes(self.prefix + key, suffixes)
+            raws.append((self.prefix + key).encode())
+        return Keys(np.frombuffer(b"".join(raws), np.uint8), np.array([*accumulate(map(len, raws))], np.uint64))
+
+    @cached_property
+    def members(self) -> MemberTable:
+        """All members; raises FormatError unless the samples are in the order of the index, each with all its members."""
+        members = self.index.members_in_order()
+        if (np.diff(members.rows) < 0).any() or len(np.unique(members.rows)) != len(self.index.keys):
+            raise FormatError("the index does not list the samples in their order", kind="index").at(self.path)
+        return members
+
+    @cached_property
+    def ends(self) -> Array:
+        """The byte offset of the end of each sample's last member, with its padding."""
+        members = self.members
+        last = np.flatnonzero(np.diff(members.rows, append=len(self.index.keys)))
+        ends: Array = members.begins[last] + members.sizes[last]
+        return (ends + BLOCK - 1) // BLOCK * BLOCK
+
+    def select_members(self, begin: int, end: int) -> slice:
+        """Return the part of `members` with the members of samples `[begin, end)`."""
+        return slice(*np.searchsorted(self.members.rows, [begin, end]).tolist())
+
+    def origin(self, row: int) -> tuple[int, str | None]:
+        """Return the origin of a sample, see `ShardIndex.origin`."""
+        digest, name = self.index.origin(row)
+        return digest, name and self.prefix + name
+
+    def ranges(self, begin: int, end: int) -> Iterator[MemberRange]:
+        """Yield the ranges of the members of samples `[begin, end)`.
+
+        Entries that belong to no sample, such as folders, are copied with the sample that follows them; with a prefix, and
+        after the last sample, they are left out.
+        """
+        if not self.prefix:
+            yield MemberRange(self.path, self.ends.item(begin - 1) if begin else 0, self.ends.item(end - 1))
+            return
+        members, part = self.members, self.select_members(begin, end)
+        for at in range(part.start, part.stop):
+            name = f"{self.keys[members.rows.item(at)]}.{members.suffixes[members.kinds.item(at)]}"
+            first, nbytes = members.begins.item(at), members.sizes.item(at)
+            yield MemberRange(self.path, first, first + nbytes + -nbytes % BLOCK, build_tar_header(name, nbytes))
+
+
+Run = tuple[OldShard, int, int]  # consecutive samples `[begin, end)` of a shard
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewShard:
+    """A shard to write.
+
+    Attributes:
+        url: Path of the shard in the new folder.
+        runs: Samples of the shard, in order; all have the same fingerprint.
+        footer, sidecar, dali_index: Which indexes to write.
+    """
+
+    url: str
+    runs: Sequence[Run]
+    footer: bool = True
+    sidecar: bool = False
+    dali_index: bool = True
+
+    @property
+    def link_to(self) -> OldShard | None:
+        """The old shard whose samples and indexes are those of this shard; None if there is none."""
+        (old, begin, end), *others = self.runs
+        is_whole = not others and (begin, end) == (0, len(old.index.keys))
+        return old if is_whole and old.is_stored and not old.prefix and old.has_footer >= self.footer else None
+
+
+def write_cache(
+    out: str,
+    shards: Sequence[NewShard],
+    files: Files,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    fsync: bool = True,
+    show: Callable[[int], object] = lambda num_samples: None,
+) -> CopyReport:
+    """Write new shards and their manifest into a hidden folder, and rename it to `out`.
+
+    The same call after an interruption takes over the shards that are complete in the hidden folder.
+
+    Args:
+        out: A path that `check_new` returned.
+        shards: Shards in the order in which readers number samples.
+        files: The opened old shards.
+        extra: Further values for the manifest.
+        fsync: Wait for the disk before the folder appears.
+        show: Function that shows the number of samples copied so far.
+
+    Raises:
+        FormatError: An old shard is damaged, does not match its index, or was changed since it was indexed.
+    """
+    report, listing = CopyReport(), Listing(extra=dict(extra or {}))
+    with new_folder(out, fsync, _digest_plan(shards)) as folder:
+        for inner, *_ in os.walk(folder):
+            for stray in find_temporary(inner, ".*"):
+                remove_stray(stray)
+        for new in shards:
+            path = os.path.join(folder, new.url)
+            index = _find_complete(path, new)
+            report.num_shards_resumed += index is not None
+            if index is None:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                index = _write_new(path, new, files, fsync)
+            nbytes = os.path.getsize(path)
+            if new.dali_index:
+                with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
+                    write_dali_index(dali_index_path(path), index, fsync)
+            if new.sidecar:
+                write_atomically(sidecar_path(path), [build_footer(index, nbytes)], fsync)
+            listing.add(path, index, ShardEntry(new.url, len(index.keys), nbytes, stored_digest(path)))
+            report.num_shards += 1
+            report.num_samples += len(index.keys)
+            report.nbytes += nbytes
+            show(report.num_samples)
+        listing.write(os.path.join(folder, MANIFEST), listing.entries, fsync)
+        for inner, *_ in os.walk(folder) if fsync else ():
+            fsync_folder(inner)
+    return report
+
+
+def _digest_plan(shards: Iterable[NewShard]) -> str:
+    plan = [
+        [
+            *(new.url, new.footer, new.sidecar, new.dali_index, new.runs[0][0].index.fingerprint),
+            [[os.path.abspath(old.path), old.identity, old.prefix, begin, end] for old, begin, end in new.runs],
+        ]
+        for new in shards
+    ]
+    return xxh3_64_hexdigest(json.dumps(plan, sort_keys=True).encode())
+
+
+def _find_complete(path: str, new: NewShard) -> ShardIndex | None:
+    """Return the index of a shard that an interrupted call has completed; None if there is no such shard."""
+    if not os.path.exists(path):
+        return None
+    with contextlib.suppress(FormatError):
+        index = load_index(ShardFile(path))
+        if _has_samples(index, new.runs):
+            # a shard without a footer has neither
+            fingerprint, origins = new.runs[0][0].index.fingerprint, Origins.of(_origins(new.runs))
+            return dataclasses.replace(index, fingerprint=fingerprint, origins=origins)
+    os.remove(path)
+    return None
+
+
+def _write_new(path: str, new: NewShard, files: Files, fsync: bool) -> ShardIndex:
+    """Link or write a new shard, and return its index."""
+    linked = new.link_to
+    if linked is not None:
+        index = linked.index
+        _link(linked, path, files, fsync)
+    else:
+        ranges = chain.from_iterable(old.ranges(begin, end) for old, begin, end in new.runs)
+        fingerprint = new.runs[0][0].index.fingerprint
+        try:
+            index = write_shard(path, ranges, files, fingerprint, _origins(new.runs), footer=new.footer, fsync=fsync)
+            if not _has_samples(index, new.runs):
+                raise FormatError(
+                    "the index and the shard differ in samples; see `tensorcache verify` (tc.verify)", kind="index"
+                )
+        except FormatError as exc:
+            raise exc.at(", ".join(dict.fromkeys(old.path for old, *_ in new.runs))) from exc
+    for old, *_ in new.runs:
+        files.get(old.path).check_unchanged()
+    return index
+
+
+def _link(old: OldShard, path: str, files: Files, fsync: bool) -> None:
+    try:
+        os.link(os.path.realpath(old.path), path)
+    except OSError:  # another file system, one without links, or too many links
+        write_atomically(path, read_members([MemberRange(old.path, 0, files.get(old.path).nbytes)], files), fsync)
+    else:
+        if ShardFile(path).identity != old.identity:
+            raise FormatError("the shard was changed since its index was loaded; try again").at(old.path)
+
+
+def _origins(runs: Iterable[Run]) -> Iterator[tuple[int, str | None]]:
+    return (old.origin(row) for old, begin, end in runs for row in range(begin, end))
+
+
+def _has_samples(index: ShardIndex, runs: Sequence[Run]) -> bool:
+    """Return whether an index has the samples of `runs`, in order, with members of the same lengths."""
+    keys = [old.keys.raw(row) for old, begin, end in runs for row in range(begin, end)]
+    sizes = [old.members.sizes[old.select_members(begin, end)] for old, begin, end in runs]
+    return index.keys.raws() == keys and np.array_equal(index.members_in_order().sizes, np.concatenate(sizes))
+
+
+@dataclasses.dataclass(slots=True, order=True)
+class MemberRange:
+    """A range of whole members of a shard, bytes `[begin, end)`; and the tar header of a member whose own header is lost."""
+
+    path: str
+    begin: int
+    end: int
+    header: bytes = b""
+
+
+def append_range(ranges: list[MemberRange], path: str, begin: int, end: int, header: bytes = b"") -> None:
+    """Append a range, or extend the last range if it ends at byte `begin` of the same shard."""
+    last = ranges[-1] if ranges else None
+    if last is not None and last.end == begin and not header and last.path == path:
+        last.end = end
+    else:
+        ranges.append(MemberRange(path, begin, end, header))
+
+
+def read_members(ranges: Iterable[MemberRange], files: Files) -> Iterator[bytes]:
+    """Yield the bytes of ranges in chunks."""
+    for part in ranges:
+        yield part.header
+        for begin in range(part.begin, part.end, _CHUNK_NBYTES):
+            file, end = files.get(part.path), min(begin + _CHUNK_NBYTES, part.end)
+            # a damaged shard may end inside the padding of its last member, which is then completed
+            yield file.read(begin, max(begin, min(end, file.nbytes))).ljust(end - begin, b"\0")
+
+
+def write_shard(
+    path: str,
+    ranges: Iterable[MemberRange],
+    files: Files,
+    fingerprint: Mapping[str, Any] | None,
+    origins: Iterable[tuple[int, str | None]],
+    *,
+    footer: bool = True,
+    fsync: bool = True,
+) -> ShardIndex:
+    """Write a shard from members of other shards; scan it, and return its index.
+
+    `origins` are those of the samples, in order, as in `ShardIndex.origin`.
+
+    Raises:
+        FormatError: The ranges do not form an intact tar. Nothing is written.
+    """
+    output, nbytes = Output(path, fsync), 0
+    try:
+        for chunk in chain(read_members(ranges, files), [END_OF_ARCHIVE]):
+            output.append([chunk], len(chunk))
+            nbytes += len(chunk)
+        output.flush()
+        written = ShardFile(output.temporary)
+        index = scan_shard(written.read, nbytes)
+        index = dataclasses.replace(index, fingerprint=fingerprint, origins=Origins.of(origins))
+        del written  # only POSIX systems can rename an open file
+        if footer:
+            tail = build_footer(index)
+            output.append([tail], len(tail))
+        output.finish()
+    except BaseException:
+        output.drop()
+        raise
+    return index

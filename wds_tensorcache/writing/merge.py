@@ -1,0 +1,213 @@
+"""Merge caches, or write a cache into shards of another length."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.errors import InvalidKeyError, StaleCacheError
+from wds_tensorcache.progress import Progress, ProgressOption
+from wds_tensorcache.reading.find_shards import CachePaths, find_shards
+from wds_tensorcache.shards.fingerprint import SOURCE
+from wds_tensorcache.shards.key_table import KeyTable
+from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.storage.files import Files
+from wds_tensorcache.writing.copy_shards import CopyReport, NewShard, OldShard, Run, write_cache
+from wds_tensorcache.writing.new_folder import check_new
+from wds_tensorcache.writing.pattern import DEFAULT_NAME
+from wds_tensorcache.writing.resume import load_finished
+from wds_tensorcache.writing.writer import MAX_SAMPLES
+
+__all__ = ["merge", "reshard"]
+
+_NUM_SHOWN = 3  # of repeated keys, in an error
+
+
+def reshard(
+    source: CachePaths,
+    out: str | os.PathLike[str],
+    *,
+    max_samples: int = MAX_SAMPLES,
+    max_nbytes: int = 1 << 30,
+    dali_index: bool = True,
+    fsync: bool = True,
+    progress: ProgressOption = None,
+) -> CopyReport:
+    """Write the samples of a cache into shards of another length, in the same order; `source` is not changed.
+
+    All members are copied with their tar headers, byte for byte. Each new shard has the fingerprint of its samples. A new shard
+    starts at each sample whose fingerprint differs from that of the sample before it.
+
+    The folder appears by one rename when it is complete. A killed or interrupted call leaves a hidden folder next to `out`,
+    and the same call after it resumes. A call with other arguments for the same `out` deletes that folder.
+
+    Args:
+        source: Shards, as in `tc.open`.
+        out: A new folder, or an empty one, which is replaced.
+        max_samples, max_nbytes, dali_index, fsync: As in `ShardWriter`.
+        progress: As in `tc.build`; counts samples.
+
+    Raises:
+        FileExistsError: `out` is not empty, or another process writes it.
+        FileNotFoundError: A file does not exist, or there are no shards.
+        FormatError: A shard is damaged, was changed during the call, or does not match its index.
+        InvalidKeyError: A key occurs in several shards.
+        OSError: A file cannot be read or written, for example because the disk is full.
+        ValueError: `max_samples` or `max_nbytes` is less than 1.
+    """
+    return merge(
+        [source],
+        out,
+        max_samples=max_samples,
+        max_nbytes=max_nbytes,
+        dali_index=dali_index,
+        fsync=fsync,
+        progress=progress,
+    )
+
+
+def merge(
+    sources: Sequence[CachePaths],
+    out: str | os.PathLike[str],
+    *,
+    prefixes: Sequence[str] = (),
+    mixed: bool = False,
+    max_samples: int = MAX_SAMPLES,
+    max_nbytes: int = 1 << 30,
+    dali_index: bool = True,
+    fsync: bool = True,
+    progress: ProgressOption = None,
+) -> CopyReport:
+    """Write the samples of several caches into one new cache, one cache after the other; see `reshard`.
+
+    Args:
+        sources: Caches, each as in `tc.open`.
+        out, max_samples, max_nbytes, dali_index, fsync, progress: As in `reshard`.
+        prefixes: Prefix of the keys of each cache, such as `"photos/"`; by default none. Members of a cache with a prefix get
+            new tar headers. Its tar entries that belong to no sample, such as folders, are left out.
+        mixed: Merge caches even if their fingerprints differ. All samples of a shard still have one fingerprint. Fingerprints
+            of imports may also differ in `source`, the folder of the files: the new cache lists these folders.
+
+    Raises:
+        InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
+        StaleCacheError: Caches have different fingerprints, and `mixed` is False.
+        ValueError: There are no sources, or not as many prefixes as sources.
+        And the errors of `reshard`.
+    """
+    if max_samples < 1 or max_nbytes < 1:
+        raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
+    prefixes = list(prefixes) or [""] * len(sources)
+    if not sources or len(prefixes) != len(sources):
+        raise ValueError(f"{len(sources)} caches and {len(prefixes)} prefixes, expected one prefix for each cache")
+    out, files = check_new(out, "choose a new folder"), Files()
+    parts = [_load(source, prefix, files) for source, prefix in zip(sources, prefixes, strict=True)]
+    shards = [shard for part in parts for shard in part]
+    if not mixed:
+        _unite_sources(shards)
+        _check_fingerprints(sources, parts)
+    _check_keys(shards)
+    plan = [
+        NewShard(DEFAULT_NAME % number, runs, dali_index=dali_index)
+        for number, runs in enumerate(_divide(shards, max_samples, max_nbytes))
+    ]
+    with closing(Progress(progress, sum(len(shard.keys) for shard in shards), unit=" samples", smoothing=0)) as bar:
+        return write_cache(out, plan, files, fsync=fsync, show=bar.show)
+
+
+def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
+    shards = find_shards(source, local_for="merged or resharded", copies=True)
+    indexes = load_finished({path: (listed, fingerprint) for path, listed, fingerprint in shards}, files).indexes
+    return [OldShard.of(path, indexes[path], files, prefix) for path, *_ in shards]
+
+
+def _text(shard: OldShard) -> str:
+    return json.dumps(shard.index.fingerprint, sort_keys=True)
+
+
+def _unite_sources(shards: list[OldShard]) -> None:
+    """Give shards of imports the same fingerprint if they differ only in the folders from which they were imported."""
+    alike: dict[str, list[tuple[OldShard, dict[str, Any]]]] = {}
+    for shard in shards:
+        fingerprint = shard.index.fingerprint
+        if fingerprint is not None and "format" in fingerprint and SOURCE in fingerprint:
+            others = {name: value for name, value in fingerprint.items() if name != SOURCE}
+            alike.setdefault(json.dumps(others, sort_keys=True), []).append((shard, dict(fingerprint)))
+    for group in alike.values():
+        folders: list[Any] = []
+        for _, fingerprint in group:
+            source = fingerprint[SOURCE]
+            folders += [name for name in (source if isinstance(source, list) else [source]) if name not in folders]
+        for shard, fingerprint in group if len(folders) > 1 else ():
+            shard.index = replace(shard.index, fingerprint={**fingerprint, SOURCE: folders})
+            shard.is_stored = False
+
+
+def _check_fingerprints(sources: Sequence[CachePaths], parts: list[list[OldShard]]) -> None:
+    """Raise StaleCacheError unless the shards of all caches have the same fingerprints."""
+    first = {_text(shard): shard.index.fingerprint for shard in parts[0]}
+    for source, part in zip(sources[1:], parts[1:], strict=True):
+        other = {_text(shard): shard.index.fingerprint for shard in part}
+        if other.keys() != first.keys():
+            left, right = (next(iter(fingerprints.values())) for fingerprints in (first, other))
+            what = f"{source} was made with {_differing(right, left)}, but {sources[0]} with {_differing(left, right)}"
+            raise StaleCacheError(f"{what}; merge them with --mixed (mixed=True) if they belong together")
+
+
+def _differing(fingerprint: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    if fingerprint is None or other is None:
+        return "no fingerprint" if fingerprint is None else f"{dict(fingerprint)!r:.300}"
+    fields = {name: value for name, value in fingerprint.items() if name not in other or other[name] != value}
+    return f"{fields!r:.300}" if fields else "several fingerprints"
+
+
+def _check_keys(shards: list[OldShard]) -> None:
+    """Raise InvalidKeyError if a key occurs in several shards; the index of one shard has no key twice."""
+    table = KeyTable((shard.keys, None) for shard in shards)
+    repeated = table.shared()
+    if repeated:
+        starts = [0, *accumulate(len(shard.keys) for shard in shards)]
+        paths = [shards[bisect_right(starts, at) - 1].path for at in table.find(repeated[0])[:2]]
+        listed = ", ".join(f"{key!r:.100}" for key in repeated[:_NUM_SHOWN]) + ", …" * (len(repeated) > _NUM_SHOWN)
+        what = f"repeated keys: {len(repeated):,}, {listed}; the first one is in {' and '.join(paths)}"
+        raise InvalidKeyError(
+            f"{what}. To merge other samples with equal keys, give each cache a prefix: --prefix (prefixes=). "
+            "To put two caches of the same samples together, read them with tc.join"
+        )
+
+
+def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> Iterator[list[Run]]:
+    """Yield the samples of each new shard, which ends where a shard of `ShardWriter` with these limits would end."""
+    runs: list[Run] = []
+    count = nbytes = 0
+    for shard in shards:
+        if runs and _text(shard) != _text(runs[0][0]):
+            yield runs
+            runs, count, nbytes = [], 0, 0
+        totals, row = np.cumsum(_sizes(shard)), 0
+        while row < len(totals):
+            if count >= max_samples or nbytes >= max_nbytes:
+                yield runs
+                runs, count, nbytes = [], 0, 0
+            before = totals.item(row - 1) if row else 0
+            filling = int(np.searchsorted(totals, before + max_nbytes - nbytes))  # the sample that makes the shard full
+            end = min(len(totals), row + max_samples - count, filling + 1)
+            runs.append((shard, row, end))
+            count, nbytes, row = count + end - row, nbytes + totals.item(end - 1) - before, end
+    if runs:
+        yield runs
+
+
+def _sizes(shard: OldShard) -> Any:
+    """Return the number of bytes that each sample needs in a new shard."""
+    if not shard.prefix:
+        return np.diff(shard.ends, prepend=0)
+    members = shard.members
+    return np.bincount(members.rows, BLOCK + members.sizes + -members.sizes % BLOCK).astype(np.int64)

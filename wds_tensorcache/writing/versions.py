@@ -1,0 +1,321 @@
+"""Versions of a cache: new folders that reuse the shards and samples of an old one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from wds_tensorcache.errors import list_names
+from wds_tensorcache.reading.find_shards import find_shards
+from wds_tensorcache.reading.lookup.keys import respelled
+from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
+from wds_tensorcache.shards.manifest import Catalog
+from wds_tensorcache.storage.files import Files
+from wds_tensorcache.writing.build_batch import (
+    SampleProgress,
+    Target,
+    compute,
+    is_comparable,
+    is_right,
+    refuse_shared,
+    resumable,
+    warn_of_positions,
+)
+from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
+from wds_tensorcache.writing.copy_shards import NewShard, OldShard, Run, write_cache
+from wds_tensorcache.writing.destination.listing import list_build
+from wds_tensorcache.writing.new_folder import check_local, check_new
+from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
+from wds_tensorcache.writing.pattern_lock import WriterLock
+from wds_tensorcache.writing.resume import FinishedShards, load_finished
+from wds_tensorcache.writing.writer import ShardWriter
+
+__all__ = ["OldCache", "build_version", "drop", "remove_abandoned"]
+
+_NUM_KEYS = 100  # keys that an error compares with an unknown one
+_LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL).fullmatch
+
+
+def drop(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], keys: Iterable[str], *, fsync: bool = True
+) -> None:
+    """Write a version of a cache without some of its samples.
+
+    Shards that lose no sample become hard links, or copies if the file system has no links. Other shards are rewritten
+    under the same names, with the members of the remaining samples unchanged byte for byte; a shard without remaining samples
+    is not written. If the call is killed or interrupted, `out` is either complete or unchanged, and the same call resumes.
+
+    Args:
+        source: Folder of the cache; its files are not changed.
+        out: Folder of the version: a new folder, or an empty one, which is replaced.
+        keys: Keys of the samples to drop, with all their members.
+        fsync: Wait for the disk before the folder appears.
+
+    Raises:
+        FileExistsError: `out` is not empty, or a shard has the name that the `.idx` or `.index` of another shard needs.
+        FileNotFoundError: `source` does not exist, or has no shards.
+        FormatError: A shard or the manifest is damaged, or was changed during the call.
+        KeyError: A key has no sample.
+        OSError: The disk is full, …
+        ValueError: No sample would remain; or `source` is not a folder.
+    """
+    if isinstance(keys, (str, bytes)):
+        raise TypeError(f"keys={keys!r:.100}, expected a collection of keys")
+    out, old = check_new(out), OldCache(source)
+    changes = _Changes()
+    for key in keys:
+        places = old.shards.find(key) if isinstance(key, str) else []
+        if not places:
+            raise KeyError(f"{old.folder} has no sample {key!r:.100}; there are {_near_keys(old.shards, key)}")
+        for path, row in places:
+            changes.dropped[path].add(row)
+    old.write_version(out, changes, [], fsync)
+
+
+def _near_keys(shards: FinishedShards, key: object) -> str:
+    """Return a list of keys for a message: other spellings of `key` that exist, or else some keys, similar ones first."""
+    some = list(islice(chain.from_iterable(index.keys for index in shards.indexes.values()), _NUM_KEYS))
+    near = respelled(key, len(some[0]) if some else 0) if isinstance(key, str) else []
+    return list_names([name for name in near if name in shards] or some, key, len(shards))
+
+
+@dataclass(slots=True)
+class _Changes:
+    """Changes of a version to an old cache: rows of its shards, by path.
+
+    Attributes:
+        dropped: Rows of the samples that the version leaves out.
+        replaced: Rows of the samples that the version replaces, and the runs of the new samples.
+        stale: Rows of the samples that must be computed again, and their keys.
+        keys: Keys of all items of the version.
+    """
+
+    dropped: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    replaced: defaultdict[str, dict[int, Run]] = field(default_factory=lambda: defaultdict(dict))
+    stale: defaultdict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    keys: set[str] = field(default_factory=set)
+
+
+class OldCache:
+    """The cache from which a version is made.
+
+    Attributes:
+        folder: Its folder.
+        shards: Its shards, by path.
+
+    Raises:
+        FileNotFoundError: The folder does not exist, or has no shards.
+        FormatError: A shard or the manifest is damaged, or they do not match.
+        ValueError: The path is not a folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        check_local(folder, "the old cache of a version")
+        self.folder = os.fsdecode(folder)
+        shards = find_shards(self.folder, copies=True)
+        if not os.path.isdir(self.folder):
+            raise ValueError(f"{self.folder!r} is not a folder; expected the folder of a cache")
+        self.shards = load_finished({path: (listed, fingerprint) for path, listed, fingerprint in shards})
+        # path in the folder of a version, by path of the shard
+        self._urls = {path: os.path.relpath(path, self.folder).replace(os.sep, "/") for path in self.shards.indexes}
+
+    def write_version(self, out: str, changes: _Changes, new: Iterable[NewShard], fsync: bool) -> None:
+        """Write a version: the old shards with some changes, then new ones. A rewritten shard has the same kinds of indexes.
+
+        Raises:
+            FormatError: A shard is damaged, or was changed since it was indexed.
+            ValueError: No sample remains.
+        """
+        plan = list[NewShard]()
+        for path, url in self._urls.items():
+            old = OldShard.of(path, self.shards.indexes[path], self.shards.files)
+            runs = list(_remaining(old, changes.dropped[path], changes.replaced[path]))
+            if runs:
+                plan.append(_new_shard(url, old, runs))
+        plan += new
+        if not any(end - begin for part in plan for _, begin, end in part.runs):
+            raise ValueError(f"{self.folder}: no sample would remain, so nothing was written")
+        write_cache(out, plan, self.shards.files, extra=Catalog(self.folder).read().extra, fsync=fsync)
+
+    def next_urls(self, name: str | None) -> Iterator[str]:
+        """Yield urls for new shards, numbered after the old ones; without `name`, they are named like the last old shard."""
+        folder, last = os.path.split(list(self._urls.values())[-1])
+        match = _LAST_NUMBER(last)
+        if name is None and match is not None and "%" not in last:
+            name = f"{match[1]}%0{len(match[2])}d{match[3]}"
+        pattern = ShardPattern(os.path.join(folder, name or DEFAULT_NAME))
+        names = [os.path.basename(url) for url in self._urls.values() if os.path.dirname(url) == folder]
+        number = max((number for number in map(pattern.number, names) if number is not None), default=-1)
+        while True:
+            number += 1
+            yield pattern.path(number)
+
+
+def _new_shard(url: str, old: OldShard, runs: list[Run]) -> NewShard:
+    """Return a shard with a footer, a sidecar and an `.idx` only if the old shard has one, too."""
+    sidecar, idx = sidecar_path(old.path), dali_index_path(old.path)
+    check_replaceable(idx, sidecar)
+    return NewShard(url, runs, old.has_footer, os.path.exists(sidecar), os.path.exists(idx))
+
+
+def _remaining(old: OldShard, dropped: set[int], replaced: Mapping[int, Run]) -> Iterator[Run]:
+    """Yield the runs of a shard without the dropped samples, and with new runs in place of the replaced ones."""
+    begin, count = 0, len(old.index.keys)
+    for row in sorted({*dropped, *replaced}):
+        if begin < row:
+            yield old, begin, row
+        if row in replaced:
+            yield replaced[row]
+        begin = row + 1
+    if begin < count or not count:
+        yield old, begin, count
+
+
+def build_version(
+    items: Items,
+    fn: Callable[[list[Any]], Any],
+    out: str,
+    old: OldCache,
+    name: str | None,
+    bar: SampleProgress,
+    options: dict[str, Any],
+) -> bool:
+    """Compute the samples that cannot be reused; on one process, then write the version, and return True.
+
+    Computed samples are first written to a hidden cache, as in a build without `reuse=`. A call resumes from there, also if
+    other ranks have computed them.
+
+    Raises:
+        FileExistsError: Another call computes samples of this version, as the same rank or with another world size; or
+            writes the version.
+    """
+    options = {**options, "manifest": True}  # keeps the fingerprints of shards without a footer
+    folder, fingerprint = _hidden(out), options["fingerprint"]
+    # samples with another fingerprint have other names, so they are not used
+    prefix = xxh3_64_hexdigest(json.dumps(fingerprint, sort_keys=True).encode())[:8]
+    pattern = ShardPattern(os.path.join(folder, f"{prefix}-{DEFAULT_NAME}")).of_rank(items.rank, items.world_size)
+    try:
+        changes = _compute(items, fn, old, pattern, bar, options)
+        if items.world_size > 1:
+            return False
+        with closing(WriterLock(pattern)):  # from here on, no rank may add samples
+            paths = [path for _, path in pattern.shards_by_age()]
+            computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
+            new = list(_put_together(old, changes, computed, name))
+            old.write_version(out, changes, new, options.get("fsync", True))
+            shutil.rmtree(folder, ignore_errors=True)
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)  # unless there is something to resume from
+
+
+def remove_abandoned(out: str) -> None:
+    """Delete the hidden folder of a version, if a killed call has left it after the version was complete."""
+    shutil.rmtree(_hidden(out), ignore_errors=True)
+
+
+def _hidden(out: str) -> str:
+    return os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.building")
+
+
+def _compute(
+    items: Items,
+    fn: Callable[[list[Any]], Any],
+    old: OldCache,
+    pattern: ShardPattern,
+    bar: SampleProgress,
+    options: dict[str, Any],
+) -> _Changes:
+    """Compute this rank's samples that can neither be reused nor are computed already."""
+    sink, changes = ShardWriter(str(pattern), resume=True, **options), _Changes()
+    with resumable(sink, pattern.folder), sink:
+        known, ages = sink.finished, pattern.shards_by_age()
+        computed = FinishedShards({path: known.indexes[path] for _, path in ages if path in known.indexes}, known.files)
+        sink.finished = FinishedShards({}, Files())  # stale samples are computed again
+        # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
+        sink._number = 1 + max((number for number, _ in ages), default=-1)
+        earlier = (*old.shards.indexes.values(), *known.indexes.values())
+        compute(_stale(items, old, computed, pattern, sink, changes, bar), fn, bar, sink, earlier)
+        if items.is_empty:
+            raise ValueError(NO_ITEMS)
+    if items.world_size > 1:
+        new = list_build(pattern, known, options)
+        refuse_shared(new, pattern, changes.keys, "call build on one process, which computes the missing samples")
+    return changes
+
+
+def _stale(
+    items: Items,
+    old: OldCache,
+    computed: FinishedShards,
+    pattern: ShardPattern,
+    sink: ShardWriter,
+    changes: _Changes,
+    bar: SampleProgress,
+) -> Iterator[list[Target]]:
+    """Yield batches of items that cannot reuse a sample, each item paired with `sink`, or with None if it is already computed.
+
+    Batches are the same ones after an interruption, because they include the items that this rank has computed. The items
+    that ranks of another world size have computed are left out. Record the samples to drop and to replace in `changes`.
+    """
+    todo: list[Target] = []
+    has_origins = any(i.origins is not None and i.origins.digest is not None for i in old.shards.indexes.values())
+    reads_all = items.has_digests or (items.compares and has_origins)
+    has_warned = False
+    for batch in items.batches(lambda key: not reads_all and key in old.shards):
+        for item in each_once(batch, changes.keys, old.shards.stored_key):
+            places = old.shards.find(item.key)
+            right = next((place for place in places if is_right(old.shards, place, item)), None)
+            if places and not has_warned and not is_comparable(items, old.shards, places[0], item):
+                has_warned = True
+                warn_of_positions(old.folder, [item.number])
+            for path, row in places:  # if several samples have this key, keep one of them
+                if (path, row) != (right or places[0]):
+                    changes.dropped[path].add(row)
+                elif right is None:
+                    changes.stale[path][row] = item.key
+            newest = computed.find(item.key)[-1:]
+            is_finished = right is not None or any(is_right(computed, place, item) for place in newest)
+            if is_finished:
+                bar.count(is_old=True)
+            is_own = not newest or pattern.covers(os.path.basename(newest[0][0]))
+            if right is None and (is_own or not is_finished):
+                todo.append((item, None if is_finished else sink))
+        bar.show_count()
+        while len(todo) >= items.batch_size:
+            yield todo[: items.batch_size]
+            del todo[: items.batch_size]
+    if todo:
+        yield todo
+
+
+def _put_together(old: OldCache, changes: _Changes, computed: FinishedShards, name: str | None) -> Iterator[NewShard]:
+    """Complete `changes` with the computed samples, and with the old samples that have no item; yield shards of new items."""
+    shards = {path: OldShard.of(path, index, computed.files) for path, index in computed.indexes.items()}
+    for path, index in old.shards.indexes.items():
+        changes.dropped[path].update(row for row, key in enumerate(index.keys) if key not in changes.keys)
+        for row, key in changes.stale[path].items():
+            newest, computed_row = computed.find(key)[-1]
+            changes.replaced[path][row] = shards[newest], computed_row, computed_row + 1
+    urls = old.next_urls(name)
+    for path, shard in shards.items():
+        skipped = {
+            row
+            for row, key in enumerate(shard.index.keys)
+            if key not in changes.keys or key in old.shards or computed.find(key)[-1] != (path, row)
+        }
+        runs = list(_remaining(shard, skipped, {}))
+        if runs:
+            yield _new_shard(next(urls), shard, runs)

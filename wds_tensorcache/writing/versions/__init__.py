@@ -1,1 +1,0 @@
-"""Versions of a cache: new folders that reuse the shards and samples of an old one."""
