@@ -55,9 +55,13 @@ def test_places_that_there_are_not(cache: Any, state: dict[str, Any], changed: d
 
 def test_what_is_no_state(cache: Any, state: dict[str, Any]) -> None:
     loader = tc.Loader(cache, 4, collate="list")
-    for wrong in (None, [], {}, "state", state | {"version": 2}):
-        with pytest.raises(ValueError, match="state of version 1"):
+    for wrong in (None, [], {}, "state", state | {"version": 3}):
+        with pytest.raises(ValueError, match="state of version 2"):
             loader.load_state_dict(wrong)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"version 1.*release that wrote the state.*call set_epoch to begin an epoch anew"
+    ):
+        loader.load_state_dict(state | {"version": 1})
     for name in ("dataset", "settings", "position", "weights"):
         with pytest.raises(ValueError, match=f"is damaged: it lacks {name}"):
             loader.load_state_dict({key: value for key, value in state.items() if key != name})

@@ -195,7 +195,7 @@ def test_fewer_steps_than_workers(tmp_path: Any) -> None:
 def test_states_that_are_refused(cache: Any) -> None:
     iterator = iter(tc.StepSampler(cache, 4))
     state = iterator.state_dict()
-    for wrong in (None, {}, state | {"version": 2}, state | {"position": 3}, state | {"dataset": "other"}):
+    for wrong in (None, {}, state | {"version": 1}, state | {"position": 3}, state | {"dataset": "other"}):
         with pytest.raises(ValueError, match="state"):
             iterator.load_state_dict(wrong)  # type: ignore[arg-type]
     iterator.load_state_dict(state)

@@ -17,6 +17,7 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.lookup.positions import shard_runs, take
 from wds_tensorcache.reading.schema import Entry, shapes_of
+from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.order import BlockOrder, EpochOrder
 from wds_tensorcache.training.steps import Permuted
 
@@ -135,11 +136,12 @@ def make_streams(
         buckets: dict[Any, Any] = {None: None} if bucket_by is None else buckets_of(cache, bucket_by)
         for label, members in buckets.items():
             order: Any
+            own_seed = stream_seed(seed, "order", len(streams))
             if shuffle == "blocks":
-                order = BlockOrder(block_sizes(cache, members), window=window, seed=seed + len(streams))
+                order = BlockOrder(block_sizes(cache, members), window=window, seed=own_seed)
             else:
                 count = len(cache if members is None else members)
-                order = EpochOrder(count, shuffle=bool(shuffle), seed=seed + len(streams))
+                order = EpochOrder(count, shuffle=bool(shuffle), seed=own_seed)
             full_name = label
             if names is not None:
                 full_name = name if bucket_by is None else (name, label)

@@ -14,7 +14,7 @@ from wds_tensorcache.training.steps import MAX_EPOCHS, Course, Permuted, Positio
 
 __all__ = ["identity_of", "order_digest", "position_from", "state_of"]
 
-VERSION = 1
+VERSION = 2  # version 1 had other orders, seeds and weights
 _SHOWN = 8  # buckets in an error
 
 
@@ -50,6 +50,11 @@ def position_from(
     caches: Sequence[Any],
 ) -> Position:
     """Return the position in a state; raise ValueError if the state is damaged, or has other settings or samples."""
+    if isinstance(state, Mapping) and state.get("version") == 1:
+        raise ValueError(
+            "the state has version 1, and this release of wds_tensorcache shuffles samples in another order. Either finish the "
+            "epoch with the release that wrote the state, or leave the state out, and call set_epoch to begin an epoch anew"
+        )
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         raise ValueError(f"expected a loader's state of version {VERSION}, got {state!r:.200}")
     missing = {"dataset", "settings", "position", "weights"} - set(state)

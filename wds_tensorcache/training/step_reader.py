@@ -13,6 +13,7 @@ from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.choices.alternatives import Alternatives
 from wds_tensorcache.reading.choices.chooser import Randomness
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema
+from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.steps import Step
 
 __all__ = ["StepReader", "Transform", "as_transforms", "transformed"]
@@ -115,7 +116,7 @@ class StepReader:
     def _randomness(self, step: Step) -> Randomness:
         epochs = step.epoch if step.epochs is None else step.epochs
         # equal indices in different caches of a mix are different samples
-        return Randomness(self._seed + step.source, epochs, self.alternatives)
+        return Randomness(stream_seed(self._seed, "samples", step.source), epochs, self.alternatives)
 
 
 def _stopped(step: Step) -> RuntimeError:

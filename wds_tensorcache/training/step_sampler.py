@@ -14,6 +14,7 @@ from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.choices.alternatives import Alternatives
+from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.buckets import ByLength, make_streams
 from wds_tensorcache.training.state import identity_of, order_digest, position_from, state_of
 from wds_tensorcache.training.step_reader import StepReader
@@ -148,10 +149,11 @@ class StepSampler(DistributedSampler[Step]):
         names, samples = None if mix is None else list(mix), {}
         for name, values in of_samples.items():
             source = (names or []).index(name)
-            first = next(number for number, stream in enumerate(self._streams) if stream.source == source)
             count, buckets = len(self._caches[source]), self._buckets_of(source)
-            samples[name] = Weights(values, None, count, seed + first, buckets)
-        self._weights = Weights(weights, names, len(self._caches[0]), seed, self._buckets_of(0), samples)
+            samples[name] = Weights(values, None, count, stream_seed(seed, "draws", source), buckets)
+        self._weights = Weights(
+            weights, names, len(self._caches[0]), stream_seed(seed, "draws"), self._buckets_of(0), samples
+        )
         self._course = Course(
             self._streams, self._weights, batch_size, rank, world_size, last_batch, seed, bool(shuffle)
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.weights import Drawn, Weights
 
 __all__ = ["MAX_BATCH", "MAX_EPOCHS", "MAX_STEP", "Course", "Permuted", "Position", "RowCounts", "Step"]
@@ -18,7 +19,6 @@ MAX_EPOCHS = 1 << 31  # for `set_epoch`; training may continue up to twice as ma
 MAX_BATCH = 1 << 31  # samples of one rank
 MAX_STEP = 1 << 62  # samples of all ranks
 _WINDOW = 4096
-_STREAMS = 0x5EED  # makes the draws of streams independent of the order of their samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Course:
         ]
         self._batch_size = batch_size
         self._last_batch = last_batch
-        self._seed = seed
+        self._seed = stream_seed(seed, "streams")
         self._is_shuffled = is_shuffled
         self.set_rank(rank, world_size)
 
@@ -306,5 +306,5 @@ class Course:
         """Return the number of a stream, drawn in proportion to the weights."""
         if len(weights) == 1:
             return 0
-        drawn = Drawn(np.array(weights, np.float64), self._seed ^ _STREAMS)
+        drawn = Drawn(np.array(weights, np.float64), self._seed)
         return int(drawn.indices(epoch, np.array([position])).item(0))

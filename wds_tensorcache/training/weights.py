@@ -15,6 +15,7 @@ import torch
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.order import uniform
 
 __all__ = ["MAX_REPEATS", "Drawn", "Weights", "caches_of", "repeats_of", "sample_weights_of", "weights_of"]
@@ -39,7 +40,10 @@ class Drawn:
     @cached_property
     def parts(self) -> list[Drawn]:
         """The stream of each bucket, whose samples are numbered within the bucket."""
-        return [Drawn(self.weights[members], self._seed + number) for number, members in enumerate(self.buckets)]
+        return [
+            Drawn(self.weights[members], stream_seed(self._seed, "bucket", number))
+            for number, members in enumerate(self.buckets)
+        ]
 
     @cached_property
     def sums(self) -> Array:
