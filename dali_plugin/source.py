@@ -59,7 +59,7 @@ class BatchSource:
         self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
         self.members = known_names(members, self.cache.members, "member") if members else []
         self.batch_size, self.num_batches = steps["batch_size"], len(self._sampler)
-        self.settings = {"samples": len(self.cache), **steps}
+        self.settings = {"samples": len(self.cache), "order": 2, **steps}  # version 1 of the order had no number
         self._shown = self._sampler._shown
 
     def __repr__(self) -> str:

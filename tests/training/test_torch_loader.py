@@ -450,7 +450,7 @@ def test_what_is_refused(cache: Any) -> None:
         with pytest.raises(TypeError, match="a StepDataset is indexed by a Step"):
             next(iter(wrong))
     state = made.state_dict()
-    for wrong in (None, {}, state | {"version": 2}, state | {"position": 3}, state | {"dataset": "other"}):
+    for wrong in (None, {}, state | {"version": 1}, state | {"position": 3}, state | {"dataset": "other"}):
         with pytest.raises(ValueError, match="state"):
             made.load_state_dict(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="without weights= and without weights in mix="):

@@ -23,6 +23,7 @@ __all__ = [
     "round_keys",
     "salt",
     "sample_seeds",
+    "stream_seed",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -72,6 +73,12 @@ def sample_seeds(seed: int, epochs: int | Array, indices: Array) -> Array:
             bits[epochs == epoch] = random_bits(seed, epoch, indices[epochs == epoch])
     seeds: Array = (bits >> np.uint64(1)).astype(np.int64)
     return seeds
+
+
+def stream_seed(seed: int, kind: str, number: int = 0) -> int:
+    """Return the seed of a stream of random numbers, in `[0, 2^64)`: a hash of the loader's seed, the kind and a number."""
+    # Hazard: with `seed + number`, stream 1 of seed 0 is stream 0 of seed 1, so runs that only differ by seeds share orders
+    return xxhash.xxh3_64_intdigest(f"{kind}|{number}|{seed}".encode())
 
 
 def purpose_of(kind: str, names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.reading.seeds import finalize, random_bits, round_keys
+from wds_tensorcache.reading.seeds import finalize, random_bits, round_keys, stream_seed
 
 __all__ = ["BlockOrder", "EpochOrder", "uniform"]
 
@@ -89,7 +89,8 @@ class BlockOrder:
         for window in np.unique(windows).tolist():
             which = windows == window
             width = min(self.window, self.count - window * self.window)
-            mixed = EpochOrder(width, seed=self.seed + 1 + window)(epoch, inside[which])
+            order = EpochOrder(width, seed=stream_seed(self.seed, "window", window))
+            mixed = order(epoch, inside[which])
             places[which] = window * self.window + mixed
         at = np.searchsorted(ends, places, "right")
         block = blocks[at]

@@ -1,0 +1,71 @@
+"""Every stream of a loader has random numbers of its own: those of no other stream, and of no loader with another seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wds_tensorcache as tc
+from tests.training.loaders import write_numbers
+
+COUNT = 240
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """Two caches of the same size, in which bucket `x % 2` has the same positions."""
+    folder: Path = tmp_path_factory.mktemp("twins")
+    with tc.open(write_numbers(folder, range(COUNT), max_samples=40)) as cache:
+        yield cache, cache[:]
+
+
+def half(entry: Any) -> int:
+    return int(entry.key) % 2
+
+
+def streams(options: dict[str, Any], seed: int) -> dict[Any, tuple[list[int], list[int]]]:
+    """Return the sample indices, and the seeds, of each stream of an epoch."""
+    loader = tc.Loader(batch_size=8, seed=seed, collate="list", num_threads=0, last_batch="drop", **options)
+    found: dict[Any, tuple[list[int], list[int]]] = {}
+    for _, info in loader.with_info():
+        indices, seeds = found.setdefault(info.source, ([], []))
+        indices += (info.indices // 2).tolist() if "bucket_by" in options else info.indices.tolist()
+        seeds += info.seeds.tolist()
+    return found
+
+
+MODES: dict[str, Any] = {
+    "mix": lambda p, q: {"mix": {"p": p, "q": q}, "shuffle": True},
+    "blocks": lambda p, q: {"mix": {"p": p, "q": q}, "shuffle": "blocks", "window": 60},
+    "buckets": lambda p, q: {"cache": p, "bucket_by": half, "shuffle": True},
+    "weights": lambda p, q: {"mix": {"p": (p, 1), "q": (q, 1)}, "weights": {"p": np.ones(COUNT), "q": np.ones(COUNT)}},
+    "weights+buckets": lambda p, q: {"cache": p, "bucket_by": half, "weights": np.ones(COUNT)},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_two_streams_of_neighboring_seeds_agree(twins: tuple[Any, Any], mode: str) -> None:
+    options = MODES[mode](*twins)
+    found = {(seed, name): rows for seed in range(-1, 3) for name, rows in streams(options, seed).items()}
+    assert len(found) == 8
+    for (one, (order, seeds)), (two, (other_order, other_seeds)) in combinations(found.items(), 2):
+        least = min(len(order), len(other_order))
+        same = sum(a == b for a, b in zip(order[:least], other_order[:least], strict=True))
+        assert same < least / 10, (one, two)
+        # two buckets of one cache and one seed may draw the same sample, and so its seed
+        assert one[0] == two[0] or not set(seeds) & set(other_seeds), (one, two)
+
+
+def test_windows_of_blocks_differ(twins: tuple[Any, Any]) -> None:
+    """No window of one seed has the order of another window of a neighboring seed."""
+    orders = []
+    for seed in range(3):
+        loader = tc.Loader(twins[0], 60, shuffle="blocks", window=60, seed=seed, collate="list", num_threads=0)
+        windows = [info.indices for _, info in loader.with_info()]
+        orders += [tuple(np.argsort(window).tolist()) for window in windows]
+    assert len(set(orders)) == len(orders) == 12
