@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from wds_tensorcache.reading.base_cache import BatchInfo
-from wds_tensorcache.storage.threads import ThreadPool
 from wds_tensorcache.training.stats import Clock
 from wds_tensorcache.training.step_reader import StepReader
 from wds_tensorcache.training.step_sampler import StepSampler
@@ -20,7 +21,7 @@ __all__ = ["BaseLoader", "Read"]
 # a batch; the mask of its padding on the loader's device (None: on the CPU), and the transforms that changed shapes; its step;
 # and the position after the step
 Read = tuple[Any, tuple[Any, Sequence[Any]], Step, Position]
-_INTERRUPTED_WAITS_S = 1.0  # after an interrupt, how long to wait for threads that are reading
+_THREADS = "tensorcache-loader"
 
 
 class BaseLoader(ABC):
@@ -99,7 +100,7 @@ class BaseLoader(ABC):
         """Return how long training has waited for batches."""
 
     @abstractmethod
-    def _read_batches(self, pools: Sequence[ThreadPool | None], *, with_info: bool) -> Iterator[Read]:
+    def _read_batches(self, pools: Sequence[Executor | None], *, with_info: bool) -> Iterator[Read]:
         """Yield the batches of an epoch, starting at the sampler's position.
 
         `pools` has a pool for each of `_pool_sizes`; None for 0.
@@ -107,7 +108,7 @@ class BaseLoader(ABC):
 
     def _end_after(self, exc: BaseException, running: _Batches) -> None:
         """End an iteration after an error or an interrupt."""
-        running.close(-1 if isinstance(exc, Exception) else _INTERRUPTED_WAITS_S)
+        running.close(wait=isinstance(exc, Exception))  # a user who interrupts does not wait for slow reads
 
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that have not begun.
@@ -190,7 +191,8 @@ class _Batches(Iterator[Any]):
         self._loader, self._with_info = loader, with_info
         self._num_iterations, self._num_moves = loader._num_iterations, loader._plan._num_moves
         self._pid = os.getpid()
-        self._pools = [ThreadPool(count, "tensorcache-loader") if count else None for count in loader._pool_sizes]
+        self._pools = [ThreadPoolExecutor(count, _THREADS) if count else None for count in loader._pool_sizes]
+        weakref.finalize(self, _end, self._pools, self._pid)  # if it is abandoned
         self._read: Iterator[Read] | None = None
         self._is_in_next = self.is_closed = False
         self._clock = loader._clock
@@ -228,7 +230,10 @@ class _Batches(Iterator[Any]):
             self.close()
             raise
         except BaseException as exc:
+            was_closed = self.is_closed  # by another thread, so that no more reads begin
             loader._end_after(exc, self)
+            if was_closed and isinstance(exc, RuntimeError):
+                raise StopIteration from exc
             raise
         if self.is_closed:
             self.close()  # a thread of the pool may have called `close`, which cannot wait for that thread itself
@@ -238,15 +243,15 @@ class _Batches(Iterator[Any]):
         plan._position = after
         return given
 
-    def close(self, timeout_s: float = -1) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the iteration; a thread that waits in `next` receives no batch."""
         self.is_closed = True
-        pools = [pool for pool in self._pools if pool is not None] if self._pid == os.getpid() else []
-        try:
-            for pool in pools:
-                pool.close(cancel=True, timeout_s=timeout_s)
-        except BaseException:  # an interrupt: the threads of all pools must end
-            for pool in pools:
-                pool.close(cancel=True, timeout_s=_INTERRUPTED_WAITS_S)
-            raise
+        wait = wait and not threading.current_thread().name.startswith(_THREADS)  # a thread cannot wait for itself
+        _end(self._pools, self._pid, wait)
         self._read = iter(())
+
+
+def _end(pools: Sequence[Executor | None], pid: int, wait: bool = False) -> None:
+    for pool in pools:
+        if pool is not None and pid == os.getpid():
+            pool.shutdown(wait, cancel_futures=True)

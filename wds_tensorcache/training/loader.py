@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, Future, wait
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from wds_tensorcache.reading.choices.alternatives import Choose
 from wds_tensorcache.reading.remote.batches_ahead import NUM_THREADS, BatchesAhead, remote_url
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
 from wds_tensorcache.storage.remote.fetch import MADE
-from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
 from wds_tensorcache.training.base_loader import BaseLoader, Read
 from wds_tensorcache.training.skipping import LoaderBatches, LoaderPositions
 from wds_tensorcache.training.stats import Clock, LoaderStats, Timing
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader"]
 
-_Waiting = deque[tuple[Step, Position, "Job[Any] | None"]]
+_Waiting = deque[tuple[Step, Position, "Future[Any] | None"]]
 _NUM_THREADS = _PREFETCH_BATCHES = 2
 _REMEDIES = {  # by names of arguments of torch's DataLoader
     "drop_last": "last_batch='drop'",
@@ -111,7 +111,7 @@ class Loader(BaseLoader):
         self._waiting: Callable[[], _Waiting | None] = lambda: None  # weak reference to the batches that are read ahead
         self._clock = Clock()
 
-    def _read_batches(self, pools: Sequence[ThreadPool | None], *, with_info: bool) -> Iterator[Read]:
+    def _read_batches(self, pools: Sequence[Executor | None], *, with_info: bool) -> Iterator[Read]:
         plan, waiting = self._plan, _Waiting()
         self._waiting = weakref.ref(waiting)
         check_device(self._device)
@@ -125,7 +125,7 @@ class Loader(BaseLoader):
         while True:
             if self._is_flushed:
                 # `pause` does not know these jobs any more, so those that already run end here
-                wait_for([job for *_, job in waiting if job is not None and not job.cancel()])
+                wait([job for *_, job in waiting if job is not None and not job.cancel()])
                 waiting.clear()
                 planned, self._is_flushed = plan._position, False
             pool = pools[-1] if self._ahead.is_local else pools[0]
@@ -138,10 +138,10 @@ class Loader(BaseLoader):
             if not waiting:
                 return
             step, after, job = waiting.popleft()
-            has_waited = job is not None and not job.is_done
+            has_waited = job is not None and not job.done()
             try:
                 transfer, *found = self._read(step, device, with_info) if job is None else job.result()
-            except Cancelled:
+            except CancelledError:
                 return
             del job
             transfer.hand_over()
@@ -186,7 +186,7 @@ class Loader(BaseLoader):
 
         Call this before work that other threads disturb, such as the capture of a CUDA graph.
         """
-        wait_for([job for *_, job in list(self._waiting() or ()) if job is not None])
+        wait([job for *_, job in list(self._waiting() or ()) if job is not None])
 
     def set_weights(self, weights: Any, *, strict: bool = False) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), and return the first step with the new weights.
