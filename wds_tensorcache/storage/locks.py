@@ -7,14 +7,10 @@ import os
 import re
 import stat
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+import weakref
+from collections.abc import Iterator
 
-from wds_tensorcache.storage.threads import NO_FORK, call_when_gone
-
-__all__ = ["Held", "is_being_written", "locked_folder", "open_regular"]
+__all__ = ["Held", "OwnedFile", "is_being_written", "locked_folder", "open_regular"]
 
 try:
     import fcntl
@@ -28,27 +24,42 @@ _LOCK = re.compile(r"\.tensorcache\.[0-9a-f]{8}\.lock|\.ray-[0-9a-f]{8}\.writing
 _WAIT_S = 10.0  # the longest wait during which nothing in the folder changes; the total wait may be six times as long
 
 
-class Held:
-    """An open file or folder that can be locked.
+class OwnedFile:
+    """An open file or folder of this process alone, until `close`, or until this object is freed.
 
-    It stays open until `close`, or until this object is freed. If `lock` succeeds, it also stays locked until then.
-
-    Threads/fork: any thread. A forked child closes its copy, so that it does not keep the lock of a parent that is killed.
+    Hazard: a lock ends when the last process that has the file open closes it. So a forked child closes its copy: otherwise it
+    would keep the lock of a parent that is killed.
 
     Attributes:
         path: Path with which the file or folder was opened.
         fd: Descriptor; -1 after `close`.
+        in_children: True if forked children keep their copies.
+
+    Threads/fork: any thread.
     """
 
+    in_children = False
+
     def __init__(self, path: str, flags: int) -> None:
-        self.path, self.fd = path, -1
-        self._pid = os.getpid()
-        self._is_locked = False
-        with NO_FORK:
-            self.fd = os.open(path, flags | _FLAGS, 0o666)
-            # a single C call, which closes at most once; an interrupt arrives before or after it, not inside it
-            self._close: Callable[[], Any] = partial(deque, map(os.close, filter(_OPEN.pop, [self.fd])), 0)
-            _OPEN[self.fd] = call_when_gone(self, self._close)
+        self.path = path
+        self.fd = os.open(path, flags | _FLAGS, 0o666)
+        self._closing = weakref.finalize(self, os.close, self.fd)
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.fd = -1
+        self._closing()
+
+
+class Held(OwnedFile):
+    """An open file or folder that can be locked.
+
+    It stays open until `close`, or until this object is freed. If `lock` succeeds, it also stays locked until then.
+
+    """
+
+    _is_locked = False
 
     def lock(self) -> bool | None:
         """Take the lock if it is free.
@@ -69,13 +80,11 @@ class Held:
 
     def close(self) -> None:
         """Release the lock, if taken, and close the file or folder."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0 and self._pid == os.getpid():  # a forked child has closed it already
-            if self._is_locked and fcntl is not None:
-                # Hazard: closing is not enough if a child that was forked just now has not closed its copy yet.
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.flock(fd, fcntl.LOCK_UN)
-            self._close()
+        if self.fd >= 0 and self._is_locked and fcntl is not None:
+            # Hazard: closing is not enough if a child that was forked just now has not closed its copy yet.
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        super().close()
 
     def __enter__(self) -> Held:
         return self
@@ -84,7 +93,7 @@ class Held:
         self.close()
 
 
-_OPEN: dict[int, Any] = {}  # by descriptor, the handle that closes it
+_OPEN: weakref.WeakSet[OwnedFile] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -161,10 +170,11 @@ def open_regular(path: str) -> Held | None:
 
 
 def _close_in_child() -> None:
-    for fd in _OPEN:
-        os.close(fd)
-    _OPEN.clear()
+    for file in _OPEN:
+        if not file.in_children:
+            OwnedFile.close(file)  # without unlocking the parent's file
 
 
+# A comparison of process ids cannot do this: the child may never use the file, and would keep its lock all the same.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)

@@ -7,13 +7,13 @@ import errno
 import os
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from wds_tensorcache.storage.atomic import create_temporary, fsync_folder, replace
 from wds_tensorcache.storage.locks import Held
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes, start_writeback
-from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]
 
@@ -50,8 +50,8 @@ class Output:
         self._made = contextlib.ExitStack()  # `finish` and `drop` close it
         self._file = self._made.enter_context(self._create())
         self.temporary = self._file.path  # the temporary file; after `flush`, it contains all appended bytes
-        self._thread = ThreadPool(1, "tensorcache-output")
-        self._writing: deque[Job[None]] = deque()
+        self._thread = ThreadPoolExecutor(1, "tensorcache-output")
+        self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
         self._filled = 0
         self._position = 0  # of the file, where the next bytes are written
@@ -172,6 +172,6 @@ class Output:
             self._made.close()
 
     def _close(self) -> None:
-        self._thread.close(cancel=True)
+        self._thread.shutdown(cancel_futures=True)
         self._file.close()
         self._stage = None

@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.tar.packed_sample import PackedSample
-from wds_tensorcache.storage.threads import Job, ThreadPool
 from wds_tensorcache.writing.build_items import Item, Items
 from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.writer import ShardWriter
@@ -78,8 +78,8 @@ def compute(
             raise
 
     try:
-        with ThreadPool(1, "tensorcache-build") as thread:
-            waiting: deque[Job[None]] = deque()
+        with ThreadPoolExecutor(1, "tensorcache-build") as thread:
+            waiting: deque[Future[None]] = deque()
 
             def submit(made: Any, batch: list[Target]) -> None:
                 while len(waiting) >= _MAX_WRITING:
