@@ -89,17 +89,17 @@ class ShardWriter:
     block, finished shards are still uploaded; an interrupt during that cancels the uploads.
 
     Raises:
-        FileExistsError: A shard exists, another writer writes shards with the same names, or another process keeps the
-            folder locked for more than 10 s. `write` and `close` raise it if another program has created a shard's file.
+        FileExistsError: A shard exists, or another writer has the same pattern. `write` and `close` raise it if another
+            program has created a shard's file, or keeps the folder locked for a minute.
         StaleCacheError: With `resume`, existing shards have another fingerprint.
         RemoteError: A request to an object store failed, or the store has no conditional writes.
         ImportError: The url needs a package that is not installed.
         ValueError: The pattern has more than one number, or is a url that cannot be written; options exclude each other; or
             `max_nbytes` or `footer` does not suit a url.
 
-    Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common; a
-        second writer of the same names is refused while the first one is open and its process runs. At a url, its first
-        upload is refused instead, and a forked child cannot use the writer.
+    Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
+        shard never replaces another one. A second writer of the same pattern is refused while the first one is open and its
+        process runs. At a url, its first upload is refused instead, and a forked child cannot use the writer.
     """
 
     def __init__(
