@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
-
-from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["ReadAhead"]
 
@@ -29,8 +28,8 @@ class ReadAhead:
         if min(num_threads, num_batches) < 0:
             raise ValueError(f"num_threads={num_threads}, prefetch_batches={num_batches}: expected 0 or more")
         self.num_threads, self.num_batches = num_threads, num_batches
-        self._pool: ThreadPool | None = None
-        self._jobs = deque[Job[Any]]()
+        self._pool: ThreadPoolExecutor | None = None
+        self._jobs = deque[Future[Any]]()
         self._next = (0, 0)  # epoch and iteration of the first job
         self._pid = os.getpid()
 
@@ -42,7 +41,7 @@ class ReadAhead:
             self._pool, self._pid = None, os.getpid()
             self._jobs.clear()
         if self._pool is None:
-            self._pool = ThreadPool(self.num_threads, "tensorcache-dali")
+            self._pool = ThreadPoolExecutor(self.num_threads, "tensorcache-dali")
         if self._next != (epoch, iteration):
             self.discard()
         for ahead in range(iteration + len(self._jobs), min(iteration + self.num_batches + 1, num_iterations)):
@@ -61,8 +60,7 @@ class ReadAhead:
 
     def wait(self) -> None:
         """Wait until the threads have read all batches ahead."""
-        for job in list(self._jobs):
-            job.wait()
+        wait(list(self._jobs))
 
     def __reduce__(self) -> Any:
         return ReadAhead, (0, self.num_batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.shards.damage import flip, members, write
 from wds_tensorcache.checking.progress import ByteProgress
 from wds_tensorcache.checking.shard_check import check_shard
 from wds_tensorcache.storage.readahead import Readers
-from wds_tensorcache.storage.threads import ThreadPool, run_in_order
+from wds_tensorcache.storage.threads import run_in_order
 
 
 class Patient:
@@ -161,7 +162,7 @@ def test_the_caller_is_called_while_it_waits() -> None:
         if len(calls) == 3:
             has_been_called.set()
 
-    with ThreadPool(1, "test") as pool:
+    with ThreadPoolExecutor(1, "test") as pool:
         found = list(run_in_order([1, 2], lambda job: has_been_called.wait(20) and job, pool, 1, meanwhile))
     assert found == [1, 2]
     assert set(calls) == {threading.get_ident()}

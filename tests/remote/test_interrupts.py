@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -20,17 +21,32 @@ ROOT = Path(__file__).parent.parent.parent
 CONTENT = random.Random(9).randbytes(1_000_000)
 
 
-def test_interrupts(http_server: HttpServer) -> None:
-    http_server.set(latency_s=0.02, rate=20e6)
+def test_ctrl_c(http_server: HttpServer) -> None:
+    """A loop over a server that stalls ends at once, with the interrupt."""
     url = http_server.put("a.tar", CONTENT)
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.remote.interrupted", url, "20"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
+    http_server.script("a.tar", {"drip_s": 10, "times": -1})
+    script = (
+        "import signal, sys\n"
+        "from wds_tensorcache.storage.remote.remote_file import RemoteFile\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it\n"
+        f"file = RemoteFile({url!r}, {len(CONTENT)})\n"
+        "print('reading', flush=True)\n"
+        "file.read(0, 9000)\n"
     )
-    assert (result.returncode, result.stdout) == (0, "20 0\n"), result.stderr
+    running = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "reading\n"
+        while not http_server.log():
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert "KeyboardInterrupt" in errors
+    assert running.returncode == -signal.SIGINT
 
 
 def test_the_first_error_ends_the_rest(http_server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:

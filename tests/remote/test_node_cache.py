@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ from wds_tensorcache.storage.node_cache.block_file import BLOCK
 from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache, open_node_cache
 from wds_tensorcache.storage.node_cache.identity import digest_of
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.threads import ThreadPool
 
 MB = 1 << 20
 
@@ -130,7 +130,7 @@ def test_threads_request_each_block_once(objects: Objects, path: Path) -> None:
     added = [objects.add(f"{number}.tar", 32 * BLOCK) for number in range(2)]
     cache = open_node_cache(path, None, objects.fetch)
     files = [cached(cache, each) for each in added]
-    with ThreadPool(6, "readers") as pool:
+    with ThreadPoolExecutor(6, "readers") as pool:
         jobs = [pool.submit(read_random, cache, objects, files, seed, 20) for seed in range(6)]
         for job in jobs:
             job.result()

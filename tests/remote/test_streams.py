@@ -392,7 +392,10 @@ def test_closing_ends_the_requests(http_server: HttpServer, tmp_path: Path) -> N
     http_server.script("a.tar", *({"stall_s": 600} for _ in range(8)))
     next(samples)
     samples.close()  # type: ignore[attr-defined]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-stream")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("tensorcache-stream"):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_workers_read_from_an_object_store(s3_server: S3Server, folder: Path, impatient: None) -> None:

@@ -1,14 +1,10 @@
-"""Remote shards that many threads read at once, and reads that are interrupted."""
+"""Remote shards that many threads read at once."""
 
 from __future__ import annotations
 
-import gc
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,35 +54,3 @@ def test_threads(server: HttpServer, folder: Path) -> None:
         for thread in threads:
             thread.join()
         assert not errors
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no setitimer")
-def test_interrupts(server: HttpServer, folder: Path) -> None:
-    """An interrupt at any time of a read reaches the caller, and the next read is right."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    expected = tc.open(folder).select(NAMES).read_batch(range(COUNT))
-    gc.disable()  # an interrupt in a callback of the collector, such as that of Hypothesis, would be lost
-    before = signal.signal(signal.SIGALRM, interrupt)
-    num_interrupted = 0
-    try:
-        for attempt in range(25):
-            with tc.open(f"{server.url}/cache") as whole:
-                cache = whole.select(NAMES)
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.003 * attempt)
-                    batch = cache.read_batch(range(COUNT))
-                    time.sleep(0.2)
-                except KeyboardInterrupt:
-                    num_interrupted += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                batch = cache.read_batch(range(COUNT))
-                assert_same(expected["latent"], batch["latent"])
-                assert batch["prompt"] == expected["prompt"]
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        gc.enable()
-    assert num_interrupted == 25

@@ -215,46 +215,6 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
-def test_children_that_are_forked_while_a_thread_opens_hold_nothing_for_their_parent(directory: Path) -> None:
-    gate, opened = os.pipe()
-    ready, told = os.pipe()
-
-    def wait() -> None:
-        os.write(told, b"x")
-        os.close(told)
-        os.read(gate, 1)
-
-    def work() -> None:
-        os.close(opened)
-        shared.close()
-        must_end = threading.Event()
-
-        def open_again_and_again() -> None:
-            while not must_end.is_set():
-                tc.SharedDataset(Numbers(3), "held", directory=directory).close()
-
-        thread = threading.Thread(target=open_again_and_again)
-        thread.start()
-        children = [start(wait) for _ in range(40)]
-        must_end.set()
-        thread.join()
-        os.close(told)
-        assert finish(children) == [0] * 40
-
-    with tc.SharedDataset(Numbers(3), "held", directory=directory) as shared:
-        parent = start(work)
-        os.close(told)
-        try:
-            with open(ready, "rb") as all_ready:
-                assert all_ready.read() == b"x" * 40
-            assert parent not in shared.stats().holders
-        finally:
-            os.close(opened)
-            os.close(gate)
-            assert finish([parent]) == [0]
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
 def test_a_child_that_is_forked_while_a_thread_starts_the_reaper_does_not_delay_it(
     directory: Path, tmp_path: Path
 ) -> None:

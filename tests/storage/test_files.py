@@ -246,20 +246,6 @@ GONE: dict[str, Callable[[str], Any]] = {
 }
 
 
-@linux
-@pytest.mark.parametrize("what", GONE)
-def test_no_python_runs_when_it_goes(tmp_path: Path, what: str) -> None:
-    """An interrupt that comes in a callback written in Python is printed, and lost."""
-    (tmp_path / "x").write_bytes(CONTENT)
-    GONE[what](str(tmp_path / "x"))
-    before, held, calls = descriptors(), [GONE[what](str(tmp_path / "x"))], list[str]()
-    sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
-    held.clear()
-    sys.setprofile(None)
-    assert calls == []
-    assert descriptors() == before
-
-
 def test_a_file_that_is_read_is_not_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many_shards(tmp_path, 3)
     cache = tc.open(tmp_path, max_open_files=1, io="pread")

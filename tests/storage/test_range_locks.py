@@ -176,27 +176,6 @@ def test_a_forked_child_shares_the_locks_of_a_file_that_stays_open_in_children(p
     assert other.lock(5)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
-def test_children_that_are_forked_while_a_thread_opens_files_inherit_none(path: str) -> None:
-    must_end = threading.Event()
-
-    def open_again_and_again() -> None:
-        while not must_end.is_set():
-            RangeLocks(path).close()
-
-    def check() -> None:
-        files = {os.path.realpath(f"/dev/fd/{number}") for number in os.listdir("/dev/fd")}
-        assert os.path.realpath(path) not in files
-
-    thread = threading.Thread(target=open_again_and_again)
-    thread.start()
-    try:
-        assert finish([start(check) for _ in range(50)]) == [0] * 50
-    finally:
-        must_end.set()
-        thread.join()
-
-
 @pytest.mark.parametrize("kind", ["missing", "link", "folder"])
 def test_only_existing_files_can_be_opened(path: str, kind: str) -> None:
     other = f"{path}-other"

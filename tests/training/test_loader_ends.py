@@ -35,7 +35,10 @@ def nothing_stays(cache: Any) -> Iterator[None]:
     gc.collect()  # what other tests left
     files = len(os.listdir("/proc/self/fd"))
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-loader")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("tensorcache-loader"):
+            thread.join(60)
+            assert not thread.is_alive()
     assert len(os.listdir("/proc/self/fd")) == files
 
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.node_cache.block_file import BlockFile
-from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["Io", "Store"]
 
@@ -73,7 +73,7 @@ class Store:
         self.whole_copies: dict[int, weakref.ref[BlockFile]] = {}
         self._exemplars: tuple[int, ...] | None = None
         self._table: KeyTable | None = None
-        self._executor: tuple[int, ThreadPool] | None = None
+        self._executor: tuple[int, ThreadPoolExecutor] | None = None  # and the process that made it
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -152,13 +152,13 @@ class Store:
         assert self._table is not None
         return self._table.neighbors(key, count)
 
-    def executor(self) -> ThreadPool | None:
-        """Return the pool of the threads that read alongside the caller's thread; None if `num_threads` is 1."""
+    def executor(self) -> ThreadPoolExecutor | None:
+        """Return the threads that read alongside the caller's thread; None if `num_threads` is 1."""
         if self.num_threads <= 1:
             return None
         known = self._executor
         if known is None or known[0] != os.getpid():  # a forked child does not have its parent's threads
-            made = ThreadPool(self.num_threads - 1, "tensorcache")
+            made = ThreadPoolExecutor(self.num_threads - 1, "tensorcache")
             known = self._executor = os.getpid(), made
         return known[1]
 
@@ -166,6 +166,6 @@ class Store:
         """Close files and threads, and return idle memory to the system."""
         executor, self._executor = self._executor, None
         if executor is not None and executor[0] == os.getpid():
-            executor[1].close()
+            executor[1].shutdown()
         self.files.close()
         self.pool.close()

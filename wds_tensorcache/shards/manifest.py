@@ -468,7 +468,7 @@ class Catalog:
     def changed(self) -> Iterator[Listing]:
         """Yield the content under a lock. At the end of the `with` block, write it with the caller's changes."""
         with locked_folder(self.folder) as is_locked:
-            # with a lock, their writers are dead, since a living one would hold it
+            # with the lock, these were left by killed writers
             for stray in find_temporary(self.folder, re.escape(MANIFEST)) if is_locked else ():
                 remove_stray(stray)
             listing = self.read()

@@ -9,6 +9,7 @@ import re
 import secrets
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,6 @@ from wds_tensorcache.sharing.start_reaper import reaper_started
 from wds_tensorcache.storage.atomic import replace
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import boot_id
-from wds_tensorcache.storage.threads import NO_FORK, Living
 
 __all__ = [
     "SharedFolder",
@@ -93,9 +93,8 @@ class SharedFolder:
         self._holders: RangeLocks | None = holders
         self.loads: list[int] = []
         self._pid = os.getpid()
-        with NO_FORK:
-            holders.in_children = True
-            _FOLDERS.add(self)
+        holders.in_children = True
+        _FOLDERS.add(self)
 
     def path_of(self, name: str) -> str:
         """Return the path of a file in the folder."""
@@ -114,10 +113,9 @@ class SharedFolder:
         if not os.path.sameopenfile(mine.fd, self._holders.fd):
             raise ValueError(f"{self.path} was removed and made again by another process; open the SharedDataset again")
         mine.lock(os.getpid(), shared=True, wait=True)
-        with NO_FORK:
-            mine.in_children = True
-            self._holders = mine
-            self._pid = os.getpid()
+        mine.in_children = True
+        self._holders = mine
+        self._pid = os.getpid()
 
     def holders(self) -> list[int]:
         """Return the process ids of the holders, ascending."""
@@ -133,15 +131,14 @@ class SharedFolder:
 
     def leave(self) -> None:
         """Stop holding the folder; remove it if no process holds it and it is not persistent."""
-        with NO_FORK:
-            holders, self._holders = self._holders, None
-            if holders is None:
-                return
-            holders.close()
+        holders, self._holders = self._holders, None
+        if holders is None:
+            return
+        holders.close()
         remove_if_abandoned(self.path)
 
 
-_FOLDERS: Living[SharedFolder] = Living()
+_FOLDERS: weakref.WeakSet[SharedFolder] = weakref.WeakSet()
 
 
 def _hold_in_child() -> None:
@@ -150,6 +147,7 @@ def _hold_in_child() -> None:
             folder.hold_again()
 
 
+# A comparison of process ids on use cannot do this: the child is a holder before its first access.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_hold_in_child)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -114,7 +113,7 @@ class Segments:
         self._folder, self._table, self._pool = folder, table, pool
         # Hazard: after the folder is removed, another folder may have its path. So files are opened relative to this one.
         self._dir = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._net = call_when_gone(self, partial(deque, map(os.close, [self._dir]), 0))
+        self._net = call_when_gone(self, partial(os.close, self._dir))
         self._max_nbytes, self._evicts = max_nbytes, evicts
         self._maps: dict[int, tuple[memoryview, Array]] = {}  # by serial number; both have the same bytes
         self._kept: dict[int, tuple[int, Any]] = {}

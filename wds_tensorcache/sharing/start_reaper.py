@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from wds_tensorcache.sharing import reaper
 from wds_tensorcache.sharing.reaper import HOLDERS, REAPER_BYTE
 from wds_tensorcache.storage.range_locks import RangeLocks
-from wds_tensorcache.storage.threads import NO_FORK
 
 __all__ = ["reaper_started"]
 
@@ -37,14 +36,13 @@ def reaper_started(action: str, folder: str, renamed: str) -> Iterator[None]:
     gate, opened = os.pipe()
     try:
         with contextlib.suppress(OSError):  # no such executable, no more processes
-            with NO_FORK:  # otherwise Popen waits for the end of a child that another thread forks meanwhile
-                process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", reaper.__file__, action, folder, renamed],
-                    stdin=gate,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", reaper.__file__, action, folder, renamed],
+                stdin=gate,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
             process.wait()  # for the folder, and for the process in the background that waits for the holders
         yield
     finally:

@@ -6,15 +6,13 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
-
-from wds_tensorcache.storage.locks import Held, open_regular
+import stat
+from collections.abc import Iterable
 
 __all__ = [
-    "create_temporary",
-    "create_unnamed",
     "find_temporary",
     "fsync_folder",
+    "publish",
     "remove_stray",
     "replace",
     "temporary_path",
@@ -34,59 +32,14 @@ def find_temporary(folder: str, names: str) -> list[str]:
     return [os.path.join(folder, name) for name in os.listdir(folder or ".") if matches(name)]
 
 
-@contextlib.contextmanager
-def create_temporary(path: str, access: int = os.O_WRONLY) -> Iterator[Held]:
-    """Yield a locked temporary file, which the caller writes and renames to `path`; at the end, delete it if it remains."""
-    pid = os.getpid()
-    while True:
-        # Hazard: an interrupt may arrive right after any call. So `finally` knows the name before the file exists.
-        temporary = temporary_path(path)
-        try:
-            with Held(temporary, access | os.O_CREAT | os.O_EXCL) as file:
-                # Hazard: before this lock, another writer's `remove_stray` may delete the file, as if its writer were dead.
-                if file.lock() is not False and os.path.exists(temporary):
-                    yield file
-                    return
-        finally:
-            if pid == os.getpid():  # a forked child also runs this block
-                with contextlib.suppress(OSError):  # renamed; after any other error, the next writer deletes the file
-                    os.remove(temporary)
-
-
-@contextlib.contextmanager
-def create_unnamed(folder: str, name: str) -> Iterator[Held]:
-    """Yield a new file in a folder of a POSIX system, for reading and writing. The system frees it when no process has it open.
-
-    Without `O_TMPFILE`, the file has a temporary name of `name` for an instant. Such files of processes that were killed in
-    that instant are deleted.
-    """
-    file = _open_unnamed(folder)
-    if file is None:
-        for stray in find_temporary(folder, re.escape(name)):
-            remove_stray(stray)
-        temporary = temporary_path(os.path.join(folder, name))
-        file = Held(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        with contextlib.suppress(FileNotFoundError):  # another process has already deleted it as a stray
-            os.unlink(temporary)
-    with file:
-        yield file
-
-
-def _open_unnamed(folder: str) -> Held | None:
-    """Open a file without a name; return None if the system or the file system of the folder has none."""
-    with contextlib.suppress(AttributeError, OSError):  # `create_unnamed` reports a folder that cannot be written
-        return Held(folder, os.O_TMPFILE | os.O_RDWR | os.O_EXCL)
-    return None
-
-
 def remove_stray(path: str) -> None:
-    """Delete an abandoned temporary file. Keep it if a living process has locked it, or if it is not an ordinary file."""
-    file = open_regular(path)
-    if file is not None:
-        with file:
-            if file.lock() is not False:
-                with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete
-                    os.remove(path)
+    """Delete a temporary file, if it is an ordinary file.
+
+    Its writer must have ended, which a lock of the caller shows, or must use `write_atomically`.
+    """
+    with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            os.remove(path)
 
 
 def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> None:
@@ -94,7 +47,7 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
 
     Args:
         path: Path of the file; its folder must exist.
-        parts: Content of the file, in pieces.
+        parts: Content of the file, in pieces; a list if other writers may begin in the folder meanwhile.
         fsync: Wait until the file is on disk. Otherwise the file survives the death of this process, but perhaps not a
             crash of the machine.
 
@@ -102,20 +55,47 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
         OSError: For example, the disk is full, or the folder does not exist. An error before the rename leaves the old file
             unchanged and deletes the temporary file.
     """
-    # Hazard: a rename may reach the disk before the content of the file, and a crash then leaves an empty file under the
-    # new name. So flush the content to disk first, then rename, then flush the folder.
-    with create_temporary(path) as file:
-        for part in parts:
-            rest = memoryview(part)
-            while len(rest):
-                rest = rest[os.write(file.fd, rest) :]
-        if fsync:
-            os.fsync(file.fd)
-        if os.name != "posix":  # other systems cannot rename an open file
-            file.close()
-        replace(file.path, path)  # while locked: `remove_stray` would delete it
+    temporary = temporary_path(path)
+    try:
+        with open(temporary, "xb", buffering=0) as file:
+            for part in parts:
+                rest = memoryview(part)
+                while len(rest):
+                    rest = rest[file.write(rest) :]
+            # Hazard: a rename may reach the disk before the content of the file, and a crash then leaves an empty file under
+            # the new name. So flush the content to disk first, then rename, then flush the folder.
+            if fsync:
+                os.fsync(file.fileno())
+        replace(temporary, path)
+    except FileNotFoundError:
+        # Hazard: a writer that has just begun deletes the temporary files of killed writers, and this one with them.
+        if not isinstance(parts, list) or not os.path.isdir(os.path.dirname(path) or os.curdir):
+            raise
+        write_atomically(path, parts, fsync)
+        return
+    except BaseException:
+        with contextlib.suppress(OSError):  # the next writer deletes it
+            os.remove(temporary)
+        raise
     if fsync:
         fsync_folder(os.path.dirname(path))
+
+
+def publish(temporary: str, path: str) -> None:
+    """Give a complete file its final name.
+
+    Raises:
+        FileExistsError: Another file has this name.
+    """
+    try:
+        os.link(temporary, path)
+    except OSError as exc:
+        if os.path.lexists(path):
+            what = f"{path} was created after this writer started; write to another folder"
+            raise FileExistsError(what) from exc
+        os.rename(temporary, path)  # a file system without hard links
+    else:
+        os.remove(temporary)
 
 
 def replace(temporary: str, path: str) -> None:

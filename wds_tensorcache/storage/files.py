@@ -23,7 +23,7 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity, missing_shard
 from wds_tensorcache.storage.remote.urls import is_url
 from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, file_system, skip_bytes
-from wds_tensorcache.storage.threads import call_when_gone
+from wds_tensorcache.storage.threads import call_when_gone, per_process
 
 __all__ = ["LEASE_FDS", "Files", "Identity", "ShardFile", "default_max_open"]
 
@@ -185,7 +185,7 @@ class ShardFile:
         (SIGBUS). `maps.Maps` copies from a map safely.
         """
         if self._map is None:
-            with _lock:
+            with _lock():
                 if self._map is None:
                     # by default, mmap duplicates the descriptor
                     untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -286,7 +286,7 @@ class Files:
         if is_url(path):
             # it has the part of a ShardFile's surface that readers use with the method "pread"
             return cast(ShardFile, self.remote(path))
-        with _lock:
+        with _lock():
             if self._closed:
                 raise self._is_closed(path)
             file = self._open.get(path)
@@ -385,7 +385,7 @@ class Files:
 
     def reopen(self, path: str) -> ShardFile:
         """Open and return the file that is now at `path`, even if an earlier file is still open."""
-        with _lock:
+        with _lock():
             self._open.pop(path, None)
         return self.get(path)
 
@@ -394,7 +394,7 @@ class Files:
 
     def close(self) -> None:
         """Close each file as soon as no read uses it; `get` then raises ValueError. Views of maps stay valid."""
-        with _lock:
+        with _lock():
             self._closed = True
             self._open.clear()
             self._remote.clear()
@@ -406,17 +406,7 @@ class Files:
         return Files, (self.max_open, self._fixed, self._identities, self._manifests, remote, self._node_cache)
 
 
-_lock = threading.Lock()  # held while a file is opened or mapped
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked child: the thread that may hold the old lock exists only in the parent."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+_lock = per_process(threading.Lock)  # held while a file is opened or mapped
 
 
 def default_max_open() -> int:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from wds_tensorcache.storage.files import LEASE_FDS, ShardFile
 from wds_tensorcache.storage.system import LOCAL, file_system
-from wds_tensorcache.storage.threads import NO_FORK
 
 if sys.platform == "linux":
     import fcntl
@@ -72,9 +71,8 @@ class Leases:
             try:
                 fd = idle.pop()
             except IndexError:
-                with NO_FORK:
-                    fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                    LEASE_FDS[fd] = idle
+                fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                LEASE_FDS[fd] = idle
             self._taken.append((fd, idle))
             # The kernel signals that another process wants the file. The default, SIGIO, would kill this process; SIGURG is
             # ignored. F_SETOWN 0 then stops all signals.

@@ -1,90 +1,103 @@
-"""Locks with which a process claims a file or folder; the system releases a lock when the process that holds it ends."""
+"""Locks on files and folders (`flock`), which the system releases when the process that holds them ends.
+
+Without such locks, as on some network file systems, nothing is locked.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import stat
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
-
-from wds_tensorcache.storage.threads import NO_FORK, call_when_gone
-
-__all__ = ["Held", "is_being_written", "locked_folder", "open_regular"]
+import weakref
+from collections.abc import Iterator
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
-_REGULAR = os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
-# files that the writer of a pattern, and a write by Ray, create in their folder, and lock until they end
-_LOCK = re.compile(r"\.tensorcache\.[0-9a-f]{8}\.lock|\.ray-[0-9a-f]{8}\.writing").fullmatch
-_WAIT_S = 10.0  # the longest wait during which nothing in the folder changes; the total wait may be six times as long
+__all__ = ["Flock", "OwnedFile", "is_being_written", "is_held", "locked_folder"]
+
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
+# names of files that a writer, and a write by Ray, lock in their folder
+_LOCK = re.compile(r"\..+\.lock|\.ray-[0-9a-f]{8}\.writing", re.DOTALL).fullmatch
+_FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an instant
 
 
-class Held:
-    """An open file or folder that can be locked.
+class OwnedFile:
+    """An open file or folder of this process alone, until `close`, or until this object is freed.
 
-    It stays open until `close`, or until this object is freed. If `lock` succeeds, it also stays locked until then.
-
-    Threads/fork: any thread. A forked child closes its copy, so that it does not keep the lock of a parent that is killed.
+    Hazard: a lock ends when the last process that has the file open closes it. So a forked child closes its copy: otherwise it
+    would keep the lock of a parent that is killed.
 
     Attributes:
         path: Path with which the file or folder was opened.
         fd: Descriptor; -1 after `close`.
+        in_children: True if forked children keep their copies.
+
+    Threads/fork: any thread.
     """
 
+    in_children = False
+
     def __init__(self, path: str, flags: int) -> None:
-        self.path, self.fd = path, -1
-        self._pid = os.getpid()
-        self._is_locked = False
-        with NO_FORK:
-            self.fd = os.open(path, flags | _FLAGS, 0o666)
-            # a single C call, which closes at most once; an interrupt arrives before or after it, not inside it
-            self._close: Callable[[], Any] = partial(deque, map(os.close, filter(_OPEN.pop, [self.fd])), 0)
-            _OPEN[self.fd] = call_when_gone(self, self._close)
+        self.path = path
+        self.fd = os.open(path, flags | _FLAGS, 0o666)
+        self._closing = weakref.finalize(self, os.close, self.fd)
+        _OPEN.add(self)
 
-    def lock(self) -> bool | None:
-        """Take the lock if it is free.
+    def close(self) -> None:
+        """Close the file."""
+        self.fd = -1
+        self._closing()
 
-        Returns:
-            True if the lock was taken, False if it is held elsewhere; None if the system or the file system has no locks.
-        """
-        if fcntl is None:
-            return None
-        try:
-            self._is_locked = True  # set before the call, since an interrupt may arrive right after it
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return None
-        return True
+
+class Flock(OwnedFile):
+    """An exclusive lock on a file or folder, until `close`.
+
+    Args:
+        path: The file or folder.
+        flags: Flags of `os.open`.
+        wait_s: Maximum time to wait while another process holds the lock.
+
+    Attributes:
+        is_locked: False if the lock is held elsewhere, None if the system or the file system has no locks.
+    """
+
+    def __init__(self, path: str, flags: int = os.O_RDONLY, wait_s: float = 0.0) -> None:
+        super().__init__(path, flags)
+        until, pause_s = time.monotonic() + wait_s, 0.0005
+        while (is_locked := _flock(self.fd, "LOCK_EX")) is False and time.monotonic() < until:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        self.is_locked = is_locked
 
     def close(self) -> None:
         """Release the lock, if taken, and close the file or folder."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0 and self._pid == os.getpid():  # a forked child has closed it already
-            if self._is_locked and fcntl is not None:
-                # Hazard: closing is not enough if a child that was forked just now has not closed its copy yet.
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.flock(fd, fcntl.LOCK_UN)
-            self._close()
+        if self.fd >= 0 and self.is_locked:
+            # Hazard: closing is not enough if a child that was forked just now has not closed its copy yet.
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+        super().close()
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> Flock:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-_OPEN: dict[int, Any] = {}  # by descriptor, the handle that closes it
+def _flock(fd: int, kind: str) -> bool | None:
+    """Take a lock if it is free. Return False if it is held elsewhere, None if there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, getattr(fcntl, kind) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 @contextlib.contextmanager
@@ -94,77 +107,45 @@ def locked_folder(folder: str) -> Iterator[bool]:
     Yields False, and has no effect, if the system or the file system has no locks. NFS has none for folders.
 
     Raises:
-        FileExistsError: The lock was still held elsewhere after 60 s, or after 10 s in which no file was added to the folder or
-            removed from it.
+        FileExistsError: The lock was still held elsewhere after 60 s.
     """
-    if os.name != "posix":
+    if fcntl is None:
         yield False
         return
-    with Held(folder, os.O_RDONLY) as held:
-        begun = still_since = time.monotonic()
-        changed_at = os.fstat(held.fd).st_mtime_ns
-        pause_s = 0.0005
-        while (is_locked := held.lock()) is False:
-            now, before, changed_at = time.monotonic(), changed_at, os.fstat(held.fd).st_mtime_ns
-            # Hazard: many writers may hold the lock in turn, each briefly. Unlike a process that hangs, they change the folder.
-            still_since = now if changed_at != before else still_since
-            if now - still_since >= _WAIT_S or now - begun >= 6 * _WAIT_S:
-                what = f"locked for {now - begun:.0f} s, now by process {_holder(held.fd) or 'unknown'}"
-                raise FileExistsError(f"{folder}: {what}; wait until that process ends, or write to another folder")
-            time.sleep(pause_s := min(2 * pause_s, 0.05))
-        yield is_locked is True
+    with Flock(folder, wait_s=_FOLDER_WAIT_S) as lock:
+        if lock.is_locked is False:
+            what = f"another process has locked the folder for {_FOLDER_WAIT_S:.0f} s"
+            raise FileExistsError(f"{folder}: {what}; wait until that process ends, or write to another folder")
+        yield lock.is_locked is True
 
 
 def is_being_written(folder: str) -> bool:
-    """Return whether a writer holds the lock of its pattern, or of its write, in a folder; its new shards may be unlisted.
+    """Return whether a writer of shards, or a write by Ray, is active in a folder; its new shards may be unlisted.
 
-    Without locks, as on some network file systems, a writer counts as active until its lock file is deleted.
+    Without locks, it counts as active until its lock file is deleted.
     """
-    try:
-        # Hazard: a writer that starts during this call must not find its lock file, or that of a killed writer, locked by it.
-        with locked_folder(folder):
-            return any(_is_held(os.path.join(folder, name)) for name in os.listdir(folder) if _LOCK(name))
-    except FileExistsError:  # a process that hangs holds the folder
-        return True
+    return any(is_held(os.path.join(folder, name)) for name in os.listdir(folder) if _LOCK(name))
 
 
-def _is_held(path: str) -> bool:
+def is_held(path: str) -> bool:
+    """Return whether a process may hold the lock of a file. `Flock` waits for this look if its `wait_s` is not 0."""
     try:
-        file = Held(path, os.O_RDONLY | _REGULAR & ~os.O_RDWR)
+        file = OwnedFile(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
     except OSError as exc:
         return not isinstance(exc, FileNotFoundError)
-    with file:
-        return file.lock() is not True
+    with contextlib.closing(file):
+        return _flock(file.fd, "LOCK_SH") is not True
 
 
-def _holder(fd: int) -> int | None:
-    """Return the pid of the process that holds the lock of an open file or folder; None if unknown."""
-    status = os.fstat(fd)
-    where = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    with contextlib.suppress(OSError), open("/proc/locks", encoding="ascii") as table:
-        for line in map(str.split, table):
-            if line[1] == "FLOCK" and where in line:
-                return int(line[4])
-    return None
-
-
-def open_regular(path: str) -> Held | None:
-    """Open an ordinary file for reading and writing; return None if it is not one, does not exist, or cannot be opened."""
-    try:
-        file = Held(path, _REGULAR)
-    except OSError:
-        return None
-    if stat.S_ISREG(os.fstat(file.fd).st_mode):
-        return file
-    file.close()
-    return None
+_OPEN: weakref.WeakSet[OwnedFile] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for fd in _OPEN:
-        os.close(fd)
-    _OPEN.clear()
+    for file in _OPEN:
+        if not file.in_children:
+            OwnedFile.close(file)  # without unlocking the parent's file
 
 
+# A comparison of process ids cannot do this: the child may never use the file, and would keep its lock all the same.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)

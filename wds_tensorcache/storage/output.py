@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from wds_tensorcache.storage.atomic import create_temporary, fsync_folder, replace
-from wds_tensorcache.storage.locks import Held
+from wds_tensorcache.storage.atomic import fsync_folder, publish, temporary_path
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes, start_writeback
-from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]
 
@@ -47,19 +47,19 @@ class Output:
         self.path = path
         self._fsync = fsync
         self._pid = os.getpid()
-        self._made = contextlib.ExitStack()  # `finish` and `drop` close it
-        self._file = self._made.enter_context(self._create())
-        self.temporary = self._file.path  # the temporary file; after `flush`, it contains all appended bytes
-        self._thread = ThreadPool(1, "tensorcache-output")
-        self._writing: deque[Job[None]] = deque()
+        self.temporary = ""  # path of the temporary file; after `flush`, it contains all appended bytes
+        self._file = self._create()
+        self._thread = ThreadPoolExecutor(1, "tensorcache-output")
+        self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
         self._filled = 0
         self._position = 0  # of the file, where the next bytes are written
         self._is_small = True  # whether all pieces in the stage are small
         self._failure: BaseException | None = None
 
-    def _create(self) -> contextlib.AbstractContextManager[Held]:
-        return create_temporary(self.path)
+    def _create(self) -> io.RawIOBase:
+        self.temporary = temporary_path(self.path)
+        return open(self.temporary, "xb", buffering=0)
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
         """Append bytes-like `parts`, of `nbytes` bytes in total. The caller may change the parts as soon as this returns.
@@ -95,7 +95,7 @@ class Output:
         """
         self.flush()
         begin = self._position
-        self._position = os.lseek(self._file.fd, begin + nbytes, os.SEEK_SET)
+        self._position = os.lseek(self._file.fileno(), begin + nbytes, os.SEEK_SET)
         return begin
 
     def fail(self, failure: BaseException) -> None:
@@ -141,7 +141,7 @@ class Output:
                 raise
 
     def _write_all(self, parts: Sequence[memoryview]) -> None:
-        fd, has_writev = self._file.fd, hasattr(os, "writev")
+        fd, has_writev = self._file.fileno(), hasattr(os, "writev")
         begin, nbytes = self._position, sum(map(len, parts))
         # one call writes at most 1,024 buffers and 2 GiB, or less if the disk is almost full
         while parts:
@@ -152,13 +152,12 @@ class Output:
             start_writeback(fd, begin, nbytes)
 
     def finish(self) -> None:
-        """Rename the file to its final path."""
+        """Give the file its final path; raise FileExistsError if there is one already."""
         self.flush()
         if self._fsync:
-            os.fsync(self._file.fd)
+            os.fsync(self._file.fileno())
         self._close()
-        with self._made:
-            replace(self.temporary, self.path)
+        publish(self.temporary, self.path)
         if self._fsync:
             fsync_folder(os.path.dirname(self.path))
 
@@ -166,12 +165,11 @@ class Output:
         """Delete the temporary file; if that fails, the next writer deletes it."""
         if self._pid != os.getpid():
             return  # a forked child also exits the `with` block that it inherited
-        try:
-            self._close()
-        finally:
-            self._made.close()
+        self._close()
+        with contextlib.suppress(OSError):  # renamed, or without a name
+            os.remove(self.temporary)
 
     def _close(self) -> None:
-        self._thread.close(cancel=True)
+        self._thread.shutdown(cancel_futures=True)
         self._file.close()
         self._stage = None

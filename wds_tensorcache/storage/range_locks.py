@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from struct import Struct
 
-from wds_tensorcache.storage.threads import NO_FORK, Living, call_when_gone
+from wds_tensorcache.storage.locks import OwnedFile
 
 try:
     import fcntl
@@ -25,7 +23,7 @@ _FLOCK = Struct("@hhqqi0q")  # type, whence, first byte, length (0 for all bytes
 _BUSY = frozenset({errno.EAGAIN, errno.EACCES})
 
 
-class RangeLocks:
+class RangeLocks(OwnedFile):
     """An open file whose bytes can be locked: exclusively by one holder, or shared by any number of holders.
 
     The holder of a lock is this object, not a thread or a process (Linux, "open file description locks"). Two objects of this
@@ -37,7 +35,8 @@ class RangeLocks:
 
     Attributes:
         path: Path of the file.
-        fd: Descriptor of the open file, closed by `close`, or when this object is freed.
+        fd: Descriptor of the open file, closed by `close`, or when this object is freed. Its locks remain as long as a forked
+            child has the file open; `unlock` releases them at once.
         in_children: Set this to True to keep the file open in forked children. They then share this object's locks, even after
             this process ends.
 
@@ -48,20 +47,7 @@ class RangeLocks:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.in_children = False
-        with NO_FORK:
-            self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            # closes once, however often it is called
-            self._close: Callable[[], object] = partial(deque, map(os.close, [self.fd]), 0)
-            self._net = call_when_gone(self, self._close)
-            _OPENED.add(self)
-
-    def close(self) -> None:
-        """Close the file. The locks remain as long as a forked child has the file open; `unlock` releases them at once."""
-        self.fd = -1
-        with NO_FORK:  # otherwise a child that is forked during the system call inherits the file and its locks
-            self._close()
+        super().__init__(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def lock(self, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
         """Lock `length` bytes from byte `begin` on, or all bytes from there on if `length` is 0.
@@ -107,16 +93,3 @@ class RangeLocks:
                 found.append(first)
                 todo += [part for part in ((begin, first), (last, end)) if part[0] < part[1]]
         return sorted(found)
-
-
-_OPENED: Living[RangeLocks] = Living()
-
-
-def _close_in_child() -> None:
-    for locks in _OPENED:
-        if not locks.in_children:
-            locks.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)

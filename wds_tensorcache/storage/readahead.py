@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.storage.threads import Cancelled, ThreadPool, run_in_order
+from wds_tensorcache.storage.threads import run_in_order
 
 __all__ = ["Digest", "ReadAhead", "Readable", "Readers"]
 
@@ -66,11 +67,11 @@ class Readers:
     Attributes:
         pool: The threads; None reads each piece in the thread that asks for it.
         threads: Number of these threads for each file, on average. Up to two pieces of a file per thread are read ahead.
-        is_stopped: Set to True to end reading: the next piece raises Cancelled.
+        is_stopped: Set to True to end reading: the next piece raises CancelledError.
         spare: Recycled memory for the next pieces.
     """
 
-    pool: ThreadPool | None = None
+    pool: Executor | None = None
     threads: int = 1
     is_stopped: bool = False
     spare: deque[memoryview] = field(default_factory=deque)
@@ -121,7 +122,7 @@ class ReadAhead:
 
     def _load(self, begin: int) -> tuple[int, memoryview, bool]:
         if self._readers.is_stopped:
-            raise Cancelled("the rest of the file is no longer needed")
+            raise CancelledError("the rest of the file is no longer needed")
         nbytes = min(self._piece_nbytes, self._file.nbytes - begin)
         memory = self._spare.pop() if self._spare else memoryview(b"")
         if len(memory) < nbytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace, temporary_path
-from wds_tensorcache.storage.locks import Held
+from wds_tensorcache.storage.locks import Flock
 from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
 __all__ = ["check_local", "check_new", "check_replaceable", "has_entries", "new_folder"]
@@ -134,5 +134,5 @@ def _locked(folder: str) -> Iterator[bool | None]:
     if os.name != "posix":
         yield None
         return
-    with Held(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as held:
-        yield held.lock()
+    with Flock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as lock:
+        yield lock.is_locked

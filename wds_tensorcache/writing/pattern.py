@@ -118,20 +118,13 @@ class ShardPattern:
         is_canonical = _with_rank(self._base, rank, world_size) % int(match[3]) == name
         return (world_size, rank, int(match[3])) if is_canonical else None
 
-    def overlaps(self, name: str) -> bool:
-        """Return whether the writer of another pattern, whose last part is `name`, would disturb the writer of this pattern.
+    def is_other_world_size(self, name: str) -> bool:
+        """Return whether `name` is the last part of the pattern of a rank of the same build with another number of ranks.
 
-        Two patterns can produce the same shard name, perhaps with numbers of different widths: `%d` and `%03d` produce the
-        same names from 100 on. Ranks of one build with different world sizes would compute the same samples.
+        Both would compute the same samples.
         """
-        other, (_, world_size) = _without_rank(name)
-        names = (self.name, name) if world_size == self._rank[1] else (self._base, other)
-        halves = [(*_NUMBER.split(each, maxsplit=1), "")[:2] for each in names]
-        # A common name starts with both prefixes and ends with both suffixes. Testing one digit between them is enough.
-        prefix, suffix = (max(parts, key=len) for parts in zip(*halves, strict=True))
-        possible = [prefix + suffix[n:] for n in range(len(suffix) + 1) if prefix.endswith(suffix[:n])]
-        patterns = [re.compile(_regex(each)) for each in names]
-        return any(all(each.fullmatch(common) for each in patterns) for common in (f"{prefix}0{suffix}", *possible))
+        base, (_, world_size) = _without_rank(name)
+        return base == self._base and world_size != self._rank[1]
 
     def existing(self, names: Iterable[str] | None = None) -> dict[int, str]:
         """Return the paths of existing shards by number, ascending; `names` are those in the folder, if it is not local."""
@@ -177,7 +170,7 @@ class ShardPattern:
     def remove_strays(self) -> None:
         """Delete the temporary files of killed writers, but no folders with such names.
 
-        The lock of this pattern must be held: then a rank of a build with another world size cannot be running.
+        The `WriterLock` of this pattern must be held: then a rank of a build with another world size cannot be running.
         """
         for name in (self._base, dali_index_path(self._base)):
             regex = _build_regex(name)

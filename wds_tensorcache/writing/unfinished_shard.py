@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,8 +87,6 @@ class UnfinishedShard:
         try:
             self._output.check()
             index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
-            if os.path.exists(self.path):
-                raise FileExistsError(f"{self.path} was created after this writer started; write to another folder")
             tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
             digest = declared_digest(lambda begin, end: tail[begin:end], len(tail))
             index = dataclasses.replace(index, digest=digest)

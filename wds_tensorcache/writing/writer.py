@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from numbers import Real
 from typing import Any
 
@@ -29,7 +29,6 @@ from wds_tensorcache.shards.names import (
 )
 from wds_tensorcache.shards.tar.packed_sample import PackedSample, pack
 from wds_tensorcache.storage.remote.urls import is_url, shown
-from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
 from wds_tensorcache.writing.destination.local import LocalDestination
 from wds_tensorcache.writing.destination.protocol import Destination, Options
 from wds_tensorcache.writing.destination.remote import MAX_SHARD_NBYTES, RemoteDestination
@@ -90,17 +89,17 @@ class ShardWriter:
     block, finished shards are still uploaded; an interrupt during that cancels the uploads.
 
     Raises:
-        FileExistsError: A shard exists, another writer writes shards with the same names, or another process keeps the
-            folder locked for more than 10 s. `write` and `close` raise it if another program has created a shard's file.
+        FileExistsError: A shard exists, or another writer has the same pattern. `write` and `close` raise it if another
+            program has created a shard's file, or keeps the folder locked for a minute.
         StaleCacheError: With `resume`, existing shards have another fingerprint.
         RemoteError: A request to an object store failed, or the store has no conditional writes.
         ImportError: The url needs a package that is not installed.
         ValueError: The pattern has more than one number, or is a url that cannot be written; options exclude each other; or
             `max_nbytes` or `footer` does not suit a url.
 
-    Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common; a
-        second writer of the same names is refused while the first one is open and its process runs. At a url, its first
-        upload is refused instead, and a forked child cannot use the writer.
+    Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
+        shard never replaces another one. A second writer of the same pattern is refused while the first one is open and its
+        process runs. At a url, its first upload is refused instead, and a forked child cannot use the writer.
     """
 
     def __init__(
@@ -135,9 +134,9 @@ class ShardWriter:
         self._shard: UnfinishedShard | None = None  # the one that gets the next sample
         self._unfinished: list[UnfinishedShard] = []  # all of them
         self._full: deque[UnfinishedShard] = deque()  # whose reserved bytes are awaited
-        self._finishing: deque[tuple[UnfinishedShard, Job[int]]] = deque()  # by the thread
+        self._finishing: deque[tuple[UnfinishedShard, Future[int]]] = deque()  # by the thread
         self._has_gap = False  # since the thread could not finish a shard
-        self._finisher = ThreadPool(1, "tensorcache-finish")
+        self._finisher = ThreadPoolExecutor(1, "tensorcache-finish")
         self._net: Any = None
         self._closed = False
         options = Options(manifest, dali_index, fsync, self._fingerprint)
@@ -267,9 +266,9 @@ class ShardWriter:
         while self._full and not self._full[0].num_awaited:
             self._finishing.append((self._full[0], self._finisher.submit(self._complete_next, self._full[0])))
             self._full.popleft()
-        while len(self._finishing) > most or (self._finishing and self._finishing[0][1].is_done):
-            shard, job = self._finishing[0]
-            count = job.result()
+        while len(self._finishing) > most or (self._finishing and self._finishing[0][1].done()):
+            shard, future = self._finishing[0]
+            count = future.result()
             self._finishing.popleft()
             self._forget(shard)
             self.num_finished += count
@@ -286,7 +285,7 @@ class ShardWriter:
     def _complete_next(self, shard: UnfinishedShard) -> int:
         """Complete a shard in the thread, unless an earlier one failed: shards must not appear after a gap."""
         if self._has_gap:
-            raise Cancelled(f"{shard.path} is not finished, because an earlier shard failed")
+            raise CancelledError(f"{shard.path} is not finished, because an earlier shard failed")
         try:
             return self._complete(shard)
         except BaseException:
@@ -308,8 +307,8 @@ class ShardWriter:
         """Finish the current shard, wait for uploads, and release the lock on the pattern."""
         self._closed = True
         try:
-            with contextlib.closing(self._finisher):
-                self._finish_full(0)
+            self._finish_full(0)
+            self._finisher.shutdown()
             for shard in (*self._full, *filter(None, [self._shard])):
                 if shard.num_awaited:
                     raise ValueError(f"{shard.path}: {shard.num_awaited} bytes of another process are still awaited")
@@ -324,7 +323,7 @@ class ShardWriter:
 
     def _drop(self) -> None:
         """Delete the unfinished shards, after the end of the thread that may be finishing one of them."""
-        self._finisher.close(cancel=True)
+        self._finisher.shutdown(cancel_futures=True)
         self._shard = None
         for shard in self._unfinished[:]:
             shard.drop()

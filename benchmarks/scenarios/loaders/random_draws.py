@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ import wds_tensorcache as tc
 from benchmarks.context import CEILING, Context
 from benchmarks.peers import NAME
 from benchmarks.timing import Rounds, Variant, interleaved
-from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["ARITHMETIC", "CHOSEN", "MOMENTS", "SAME_BYTES", "SAMPLED", "random_draws"]
 
@@ -64,8 +64,8 @@ def random_draws(context: Context) -> Rounds:
         _check_sampled(loaders[SAMPLED], cache)
         for _ in range(_WARM_EPOCHS):
             _epoch(loaders[CHOSEN])
-        pool = ThreadPool(_THREADS, "arithmetic")
-        stack.callback(pool.close)
+        pool = ThreadPoolExecutor(_THREADS, "arithmetic")
+        stack.callback(pool.shutdown)
         runs: dict[str, Callable[[], int]] = {name: partial(_epoch, each) for name, each in loaders.items()}
         runs[ARITHMETIC] = partial(_sample_all, pool, sample, list(loaders[MOMENTS].with_info()))
         return interleaved(
@@ -88,7 +88,7 @@ def _epoch(loader: tc.Loader) -> int:
     return sum(len(batch["latent"] if "latent" in batch else batch["moments"]) for batch in loader)
 
 
-def _sample_all(pool: ThreadPool, sample: Any, batches: list[tuple[Any, tc.BatchInfo]]) -> int:
+def _sample_all(pool: ThreadPoolExecutor, sample: Any, batches: list[tuple[Any, tc.BatchInfo]]) -> int:
     """Draw all latents of an epoch, with as many batches alive as in a loader."""
     jobs: deque[Any] = deque()
     seen = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,6 @@ from wds_tensorcache.storage.aio import Reads, address_of, read_many
 from wds_tensorcache.storage.maps import MapLost, Maps
 from wds_tensorcache.storage.node_cache.block_file import BlockFile, Evicted
 from wds_tensorcache.storage.system import MAX_BUFFERS
-from wds_tensorcache.storage.threads import Job, wait_for
 
 __all__ = ["read_rows"]
 
@@ -110,16 +110,18 @@ def _read_local(
     executor = store.executor() if threads > 1 else None
     plan = _Plan(layouts, columns, placement, memory, order, copies)
     edges = [count * number // threads for number in range(threads + 1)] if executor is not None else [0, count]
-    jobs: list[Job[None]] = []
+    futures: list[Future[None]] = []
     try:
         for begin, end in pairwise(edges[1:]):
-            jobs.append(executor.submit(plan.read, begin, end))  # type: ignore[union-attr]
+            futures.append(executor.submit(plan.read, begin, end))  # type: ignore[union-attr]
         plan.read(0, edges[1])
     finally:
         # Hazard: a thread that still runs would write into memory that another batch may use.
-        wait_for(jobs)
-    while jobs:
-        jobs.pop(0).result()  # an error refers to this frame; if the frame kept the job, the two would form a cycle
+        wait(futures)
+    while futures:
+        futures.pop(
+            0
+        ).result()  # an error refers to this frame; if the frame kept the future, the two would form a cycle
     for number in set(rows.number[order].tolist()):  # one system call each
         plan.file(number).check_unchanged()
 

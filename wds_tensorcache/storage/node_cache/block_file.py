@@ -12,12 +12,11 @@ import mmap
 import os
 import re
 import stat
-from collections import deque
 from functools import partial
 
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.system import SHORTAGES, boot_id
-from wds_tensorcache.storage.threads import NO_FORK, call_when_gone
+from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = [
     "BLOCK",
@@ -82,9 +81,7 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
         OSError: This process cannot open more files now. Hazard: the caller would replace the file.
     """
     try:
-        with NO_FORK:
-            fd = os.open(path, _FLAGS)
-            file = BlockFile(path, fd, nbytes)
+        file = BlockFile(path, os.open(path, _FLAGS), nbytes)
     except OSError as exc:
         if exc.errno in SHORTAGES:
             raise
@@ -111,7 +108,7 @@ class BlockFile(ShardFile):
     def __init__(self, path: str, fd: int, nbytes: int) -> None:
         # not `ShardFile.__init__`, which would open the file again
         self.path, self.fd = path, fd
-        self._net = call_when_gone(self, partial(deque, map(os.close, [fd]), 0))
+        self._net = call_when_gone(self, partial(os.close, fd))
         self.status = os.fstat(fd)
         self._begin(self.status)
         self.lease_fds, self.may_lease = [], False

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import inf
 from typing import Any
@@ -23,7 +24,7 @@ from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_all
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.system import MAX_BUFFERS
-from wds_tensorcache.storage.threads import ThreadPool
+from wds_tensorcache.storage.threads import per_process
 
 __all__ = ["CachedFile", "NodeCache", "open_node_cache", "read_remote"]
 
@@ -85,7 +86,7 @@ class NodeCache:
         self._is_warned = False
         self._rests_until = 0.0
         self._syncs_at = inf  # time of the next `sync` by a thread
-        self._syncer: tuple[int, ThreadPool] | None = None  # process and its thread
+        self._syncer = per_process(lambda: ThreadPoolExecutor(1, "tensorcache-sync"))
 
     def __reduce__(self) -> Any:
         return NodeCache, (self.folder, self._fetch, self._max_open)
@@ -235,9 +236,7 @@ class NodeCache:
         if now < self._syncs_at:
             return
         self._syncs_at = inf
-        if self._syncer is None or self._syncer[0] != os.getpid():  # a forked child does not have its parent's thread
-            self._syncer = os.getpid(), ThreadPool(1, "tensorcache-sync")
-        self._syncer[1].submit(self.sync)
+        self._syncer().submit(self.sync)
 
     def close(self) -> None:
         """Close all local files that no read needs, after `sync`."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from wds_tensorcache.storage.remote.client import Client
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.urls import SCHEMES, credentials_of, origin_of, shown
+from wds_tensorcache.storage.threads import per_process
 
 __all__ = ["MeasuredClient", "client_for", "forget_clients"]
 
@@ -25,28 +24,14 @@ class MeasuredClient(Client, Protocol):
 
 _Credentials = tuple[str, str]
 
-_clients: dict[tuple[str, _Credentials | None], MeasuredClient] = {}
-_lock = threading.Lock()
+_Clients = dict[tuple[str, "_Credentials | None"], MeasuredClient]
+# a forked child makes its own: connections, threads and locks are the parent's
+_clients: Callable[[], _Clients] = per_process(dict)
 
 
 def forget_clients() -> None:
     """Make new clients when they are next needed, for example after credentials in the environment have changed."""
-    global _clients, _lock
-    _clients, _lock = {}, threading.Lock()
-
-
-_parent_had_obstore = False
-
-
-def _renew() -> None:
-    """Forget the parent's clients in a forked child: their connections, threads and locks are the parent's."""
-    global _parent_had_obstore
-    _parent_had_obstore = _parent_had_obstore or "obstore" in sys.modules
-    forget_clients()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+    _clients().clear()
 
 
 def client_for(url: str) -> MeasuredClient:
@@ -60,12 +45,9 @@ def client_for(url: str) -> MeasuredClient:
         RemoteError: The store cannot be opened, for example because the url has credentials, or options are missing.
     """
     key = origin_of(url), credentials_of(url)
-    found = _clients.get(key)
-    if found is None:
-        made = _make(*key, url)
-        with _lock:
-            found = _clients.setdefault(key, made)
-    return found
+    clients = _clients()
+    client = clients.get(key)
+    return clients.setdefault(key, _make(*key, url)) if client is None else client
 
 
 def _make(origin: str, credentials: _Credentials | None, url: str) -> MeasuredClient:
@@ -74,12 +56,13 @@ def _make(origin: str, credentials: _Credentials | None, url: str) -> MeasuredCl
         from wds_tensorcache.storage.remote.http.client import HttpClient
 
         return HttpClient(origin, credentials)
-    if scheme in ("s3", "gs", "az") and _parent_had_obstore:
-        from wds_tensorcache.storage.remote.forked.client import ForkedClient
-
-        return ForkedClient(origin)
     if scheme in ("s3", "gs", "az"):
+        from wds_tensorcache.storage.remote.event_loop import was_forked
+        from wds_tensorcache.storage.remote.forked.client import ForkedClient
         from wds_tensorcache.storage.remote.stores import StoreClient
+
+        if was_forked():
+            return ForkedClient(origin)
 
         return StoreClient(origin)
     if scheme == "hf":

@@ -17,9 +17,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from wds_tensorcache.storage.remote.retry import Target, cancel_at_exit, check_cancelled
-from wds_tensorcache.storage.threads import end_all
 
-__all__ = ["check_not_forked", "run_async"]
+__all__ = ["check_not_forked", "run_async", "was_forked"]
 
 _TICK_S = 0.25
 _LEAVE_S = 3.0
@@ -28,22 +27,17 @@ _Result = TypeVar("_Result")
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
-_was_forked = False  # after obstore started its threads
+_pid: int | None = None  # of the process in which obstore started its threads
 
 
-def _renew() -> None:
-    global _loop, _thread, _lock, _was_forked
-    _was_forked = _was_forked or _loop is not None
-    _loop, _thread, _lock = None, None, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+def was_forked() -> bool:
+    """Return whether this process was forked after its parent used obstore."""
+    return _pid is not None and _pid != os.getpid()
 
 
 def check_not_forked(target: Target) -> None:
     """Raise RemoteError if this process was forked after its parent used obstore: a request would never end."""
-    if _was_forked:
+    if was_forked():
         what = "obstore does not work in a process that was forked after its first use"
         raise target.error(f"{what}; start worker processes by 'forkserver' or 'spawn'")
 
@@ -60,10 +54,10 @@ def run_async(call: Callable[[], Awaitable[_Result]], meanwhile: Callable[[], ob
     Measured, for 1,000 ranges of 2.5 KB by 64 threads: 0.46 s and 0.3 s of CPU time; obstore's blocking calls, which cannot be
     cancelled, take 0.45 s and 0.2 s.
     """
-    global _loop, _thread
+    global _loop, _thread, _pid
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
+            _loop, _pid = asyncio.new_event_loop(), os.getpid()
             _thread = threading.Thread(target=_loop.run_forever, name="tensorcache-stores", daemon=True)
             _thread.start()
             atexit.register(_leave, _loop, _thread, os.getpid())
@@ -87,7 +81,6 @@ def _leave(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) 
     if pid != os.getpid():
         return
     cancel_at_exit()
-    end_all()
     loop.call_soon_threadsafe(loop.stop)
     thread.join(_LEAVE_S)
     deadline, num_quiet = time.monotonic() + _LEAVE_S, 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +12,7 @@ from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.client import MAX_REQUESTS, ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
+from wds_tensorcache.storage.threads import per_process
 
 __all__ = ["MADE", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured", "run", "run_all"]
 
@@ -44,35 +43,14 @@ class _Made(threading.local):
 
 
 MADE = _Made()
-_pool: ThreadPool | None = None
-_pool_lock = threading.Lock()
+_executor = per_process(lambda: ThreadPoolExecutor(MAX_REQUESTS, "tensorcache-remote"))
 _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
 
 
-def _renew() -> None:
-    """Forget the parent's threads in a forked child, which does not have them."""
-    global _pool, _pool_lock, _local
-    _pool, _pool_lock, _local = None, threading.Lock(), threading.local()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
-
-
-@atexit.register  # runs before the threads are joined, since `threads` was imported before
-def _cancel_all() -> None:
-    retry.cancel_at_exit()
-
-
-def _threads() -> ThreadPool:
-    global _pool
-    pool = _pool
-    if pool is None:
-        made = ThreadPool(MAX_REQUESTS, "tensorcache-remote")
-        with _pool_lock:
-            pool = _pool = _pool or made
-    return pool
+# Hazard: the interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function was
+# registered after that of `concurrent.futures`, and so is called before it.
+threading._register_atexit(retry.cancel_at_exit)  # type: ignore[attr-defined]
 
 
 def measured(url: str) -> Pace:
@@ -182,7 +160,7 @@ def _parts(request: _Request) -> list[_Request]:
 
 
 def run(call: Callable[[], _Result]) -> _Result:
-    """Return what a call returns that makes requests, in a thread of the pool, so that an interrupt is safe."""
+    """Run a call that makes requests on a thread of the executor, so that Ctrl-C ends the wait for it."""
     (result,) = run_all([call])
     return result
 
@@ -192,48 +170,29 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
     if getattr(_local, "is_worker", False):  # all threads could be waiting here
         return [call() for call in calls]
     cancel = retry.Cancel()
-    jobs: list[Job[_Result]] = []
+    futures: list[Future[_Result]] = []
     try:
-        pool = _threads()
+        executor = _executor()
         for call in calls:
-            jobs.append(Job(_work, call, cancel))
-            pool.put(jobs[-1])
-        for job in jobs:
-            job.wait()
-            if cancel.is_set:
-                break
-    except BaseException:
-        _end(jobs, cancel)
-        raise
-    if cancel.is_set:
-        _end(jobs, cancel)
-    return _results(jobs)
+            futures.append(executor.submit(_work, call, cancel))
+        wait(futures, return_when=FIRST_EXCEPTION)
+    finally:
+        # Hazard: a request that still runs would write into buffers that the caller uses for something else.
+        cancel.is_set = True
+        for future in futures:
+            future.cancel()
+        wait(futures)
+    return _results(futures)
 
 
-def _end(jobs: Sequence[Job[Any]], cancel: retry.Cancel) -> None:
-    """Cancel jobs and wait for those that have begun, which may write into the caller's buffers until then."""
-    interrupt = None
-    while True:
-        try:
-            cancel.is_set = True
-            for job in jobs:
-                job.cancel()
-            wait_for(jobs)
-            break
-        except KeyboardInterrupt as exc:
-            interrupt = exc
-    if interrupt is not None:
-        raise interrupt
-
-
-def _results(jobs: Sequence[Job[_Result]]) -> list[_Result]:
-    """Return the results of jobs that are done; raise the first error that is not a cancellation."""
+def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
+    """Return the results of futures that are done; raise the first error that is not a cancellation."""
     cancelled: BaseException | None = None
     results = []
-    for job in jobs:
+    for future in futures:
         try:
-            results.append(job.result())
-        except (Cancelled, retry.CancelledError) as exc:
+            results.append(future.result())
+        except (CancelledError, retry.CancelledError) as exc:
             cancelled = exc
     if cancelled is not None:
         raise cancelled

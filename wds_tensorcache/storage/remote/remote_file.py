@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import fetch_many, run
 from wds_tensorcache.storage.remote.retry import Target
 from wds_tensorcache.storage.remote.urls import conceal, shown
+from wds_tensorcache.storage.threads import per_process
 
 __all__ = ["RemoteFile", "RemoteIdentity", "missing_shard"]
 
@@ -26,17 +26,7 @@ def missing_shard(path: str, manifest: str | None) -> MissingShardError:
     return MissingShardError(f"the shard does not exist, but {manifest} lists it; upload it again").at(path)
 
 
-_lock = threading.Lock()  # held for a few attribute accesses, never during a request
-
-
-def _renew() -> None:
-    """Replace the lock in a forked child: the thread that may hold the old lock exists only in the parent."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+_lock = per_process(threading.Lock)  # held for a few attribute accesses, never during a request
 
 
 class RemoteFile:
@@ -93,7 +83,7 @@ class RemoteFile:
 
     def fix(self, found: ObjectInfo) -> None:
         """Record the state that a response reports; raise FormatError if it is another than before."""
-        with _lock:
+        with _lock():
             self.is_asked = True
             known = self._state
             if known.tag is None and known.nbytes == found.nbytes:

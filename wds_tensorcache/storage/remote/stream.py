@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,25 +11,23 @@ import numpy as np
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["AHEAD_NBYTES", "RemoteStream", "num_requests"]
 
 _MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each is twice as long as the one before
 _NUM_REQUESTS = 4
 AHEAD_NBYTES = (_NUM_REQUESTS + 1) * _MAX_NBYTES  # the most bytes in memory: those in flight, and the piece being read
-_CLOSING_S = 1.0  # requests in flight end soon after they are cancelled, unless the system hangs
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The bytes `[begin, end)`, and the job that reads them into the beginning of `memory`."""
+    """The bytes `[begin, end)`, and the future of the read into the beginning of `memory`."""
 
     begin: int
     end: int
     memory: memoryview
     cancel: retry.Cancel
-    job: Job[None]
+    future: Future[None]
 
 
 class RemoteStream:
@@ -59,7 +58,7 @@ class RemoteStream:
         self._next_nbytes = _MIN_NBYTES
         self._pieces: deque[_Piece] = deque()  # in the order of their bytes, without gaps
         self._spare: deque[memoryview] = deque()  # recycled memory
-        self._pool = ThreadPool(_NUM_REQUESTS, "tensorcache-stream")
+        self._executor = ThreadPoolExecutor(_NUM_REQUESTS, "tensorcache-stream")
 
     def read(self, nbytes: int = -1) -> bytes:
         """Return the next `nbytes` bytes, fewer at the end of the object; all remaining bytes if negative. Memory: a copy.
@@ -91,20 +90,20 @@ class RemoteStream:
         """End the requests in flight, and the threads."""
         for piece in self._pieces:
             piece.cancel.is_set = True
-        self._pool.close(cancel=True, timeout_s=_CLOSING_S)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _piece(self) -> _Piece:
         """Return the piece that contains the next byte."""
         self._drop_passed()
         while len(self._pieces) <= _NUM_REQUESTS and self._requested < self.info.nbytes:
             self._request()
-        self._pieces[0].job.result()
+        self._pieces[0].future.result()
         return self._pieces[0]
 
     def _drop_passed(self) -> None:
         while self._pieces and self._pieces[0].end <= self._at:
             piece = self._pieces.popleft()
-            if piece.job.cancel() or piece.job.is_done:
+            if piece.future.cancel() or piece.future.done():
                 self._spare.append(piece.memory)
             else:  # skipped, and still written to
                 piece.cancel.is_set = True
@@ -117,8 +116,8 @@ class RemoteStream:
         if len(memory) < end - begin:
             memory = np.empty(end - begin, np.uint8).data
         cancel = retry.Cancel()
-        job = self._pool.submit(_load, self._file, memory[: end - begin], begin, cancel)
-        self._pieces.append(_Piece(begin, end, memory, cancel, job))
+        future = self._executor.submit(_load, self._file, memory[: end - begin], begin, cancel)
+        self._pieces.append(_Piece(begin, end, memory, cancel, future))
 
 
 # no method of the stream: an abandoned stream must be freed while its requests are in flight

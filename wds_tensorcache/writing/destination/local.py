@@ -41,7 +41,8 @@ class LocalDestination:
         if existing and not overwrite and not resume:
             first = next(iter(existing.values()))
             raise FileExistsError(f"{first} exists; pass overwrite=True or resume=True, or write to another folder")
-        pattern.remove_strays()
+        if self._lock.is_locked:
+            pattern.remove_strays()
         paths = list(existing.values())
         of = self._options
         shards = pattern.build_shards() if resume else []

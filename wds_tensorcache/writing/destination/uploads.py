@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from wds_tensorcache.errors import add_note
-from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Uploads"]
 
@@ -27,19 +27,19 @@ class Uploads:
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self._cancel = cancel
-        self._thread = ThreadPool(1, "tensorcache-upload")
-        self._waiting: deque[Job[None]] = deque()
+        self._thread = ThreadPoolExecutor(1, "tensorcache-upload")
+        self._waiting: deque[Future[None]] = deque()
         self._failure: BaseException | None = None
         self._pid = os.getpid()
 
     def call(self, call: Callable[..., _Result], *args: Any) -> _Result:
         """Run a call in the thread, after all uploads; return its result. An interrupt of the caller cancels its requests."""
         self.check()
-        job = self._thread.submit(call, *args)
+        future = self._thread.submit(call, *args)
         try:
-            return job.result()
+            return future.result()
         except BaseException:
-            if not job.is_done:
+            if not future.done():
                 self._cancel()
             raise
 
@@ -47,7 +47,7 @@ class Uploads:
         """Begin an upload after all earlier ones; wait while there are two. Raise the error of an earlier one."""
         self.check()
         while len(self._waiting) >= _MAX_WAITING:
-            self._waiting[0].wait()
+            wait([self._waiting[0]])
             self._waiting.popleft()
         self.check()
         self._waiting.append(self._thread.submit(self._run, upload, *args))
@@ -62,7 +62,7 @@ class Uploads:
     @property
     def num_waiting(self) -> int:
         """Number of uploads that have not ended; after an error, also those that may have failed."""
-        return sum(not job.is_done or self._failure is not None for job in self._waiting)
+        return sum(not future.done() or self._failure is not None for future in self._waiting)
 
     def check(self) -> None:
         """Raise the error of an upload, if there is one."""
@@ -77,10 +77,10 @@ class Uploads:
         Raise the error of an upload; if `error` is not None, add a note to it instead.
         """
         try:
-            self._thread.close()
+            self._thread.shutdown()
         except BaseException:
             self._cancel()
-            self._thread.close(cancel=True)
+            self._thread.shutdown(cancel_futures=True)
             raise
         if error is None:
             self.check()

@@ -11,7 +11,7 @@ from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Catalog, Listing, ShardEntry
-from wds_tensorcache.storage.locks import Held, locked_folder, open_regular
+from wds_tensorcache.storage.locks import Flock, is_held
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
 from wds_tensorcache.storage.remote.urls import is_url, join_url, shown
 from wds_tensorcache.writing.destination.remote_catalog import RemoteCatalog
@@ -97,7 +97,7 @@ class LocalFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._marker: Held | None = None
+        self._marker: Flock | None = None
         os.makedirs(path, exist_ok=True)
 
     def _locate(self, name: str) -> str:
@@ -127,9 +127,7 @@ class LocalFolder:
                 continue  # another process has deleted it
 
     def begin(self, write: str) -> None:
-        with locked_folder(self.path):  # otherwise `is_being_written` could lock the new file first
-            self._marker = Held(self._locate(writing_name(write)), os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            self._marker.lock()
+        self._marker = Flock(self._locate(writing_name(write)), os.O_RDWR | os.O_CREAT | os.O_EXCL, wait_s=60)
 
     def finish(self, write: str) -> None:
         self.remove([writing_name(write)])
@@ -141,14 +139,8 @@ class LocalFolder:
 
     def writes(self) -> dict[str, bool]:
         # without locks, as on some network file systems, a write counts as running until its marker is deleted
-        found = {}
-        for name in self.names():
-            write = writing_id(name)
-            file = None if write is None else open_regular(self._locate(name))
-            if write is not None and file is not None:
-                with file:
-                    found[write] = file.lock() is not True
-        return found
+        ids = {name: write for name in self.names() if (write := writing_id(name)) is not None}
+        return {write: is_held(self._locate(name)) for name, write in ids.items()}
 
 
 class RemoteFolder:

@@ -18,7 +18,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import Target, check_cancelled
-from wds_tensorcache.storage.threads import NO_FORK
+from wds_tensorcache.storage.threads import per_process
 
 __all__ = ["ForkedClient"]
 
@@ -37,7 +37,8 @@ class _Process:
         self._control, theirs = socket.socketpair()
         self._idle: list[socket.socket] = []
         command = [sys.executable, "-m", "wds_tensorcache.storage.remote.forked.process", str(theirs.fileno())]
-        with theirs, NO_FORK:  # otherwise Popen waits for the end of a child that another thread forks meanwhile
+        self.pid = os.getpid()  # of the process that started it
+        with theirs:
             self._popen = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
@@ -46,7 +47,7 @@ class _Process:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is not for it
             )
-        atexit.register(self._end, os.getpid())
+        atexit.register(self._end)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket]:
@@ -75,8 +76,8 @@ class _Process:
         for each in self._idle:
             each.close()
 
-    def _end(self, pid: int) -> None:
-        if pid != os.getpid():
+    def _end(self) -> None:
+        if self.pid != os.getpid():
             return
         self.close()
         try:
@@ -87,19 +88,7 @@ class _Process:
 
 
 _process: _Process | None = None
-_lock = threading.Lock()
-
-
-def _renew() -> None:
-    """Let a forked child start its own process."""
-    global _process, _lock
-    if _process is not None:
-        _process.close()
-    _process, _lock = None, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+_lock = per_process(threading.Lock)
 
 
 def _running(target: Target) -> _Process:
@@ -107,7 +96,10 @@ def _running(target: Target) -> _Process:
     if not os.path.basename(sys.executable or "").startswith(("python", "pypy")):
         what = "obstore does not work in a process that was forked after its first use, and Python is embedded here"
         raise target.error(f"{what}; start worker processes by 'forkserver' or 'spawn'")
-    with _lock:
+    with _lock():
+        if _process is not None and _process.pid != os.getpid():
+            _process.close()  # the parent's
+            _process = None
         if _process is None:
             _process = _Process()
         return _process
@@ -115,7 +107,7 @@ def _running(target: Target) -> _Process:
 
 def _forget(process: _Process) -> None:
     global _process
-    with _lock:
+    with _lock():
         if _process is process:
             _process = None
 

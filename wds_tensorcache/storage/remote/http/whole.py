@@ -16,7 +16,7 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.http.transport import Response
 from wds_tensorcache.storage.remote.retry import Attempts, Target, check_cancelled
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
-from wds_tensorcache.storage.threads import NO_FORK, call_when_gone
+from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = ["Opened", "WholeCopies"]
 
@@ -32,9 +32,8 @@ class _Copy:
     """A temporary file without a name; closed with the last reference."""
 
     def __init__(self) -> None:
-        with NO_FORK:
-            self.fd, path = tempfile.mkstemp(prefix="tensorcache-")
-            self._net: Any = call_when_gone(self, partial(os.close, self.fd))
+        self.fd, path = tempfile.mkstemp(prefix="tensorcache-")
+        self._net: Any = call_when_gone(self, partial(os.close, self.fd))
         os.unlink(path)
         self.state: ObjectInfo | None = None
 

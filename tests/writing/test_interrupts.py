@@ -1,0 +1,57 @@
+"""Ctrl-C while shards are written: the finished ones stay, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+
+COUNT = 23
+_BEGIN = """
+import os, signal, sys
+import torch
+import wds_tensorcache as tc
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+def wait(i):
+    if i == 12:
+        print("here", flush=True)
+        signal.pause()
+    return {"x": torch.full((300_000,), i)}
+"""
+_WRITE = """
+with tc.ShardWriter(sys.argv[1] + "/%03d.tar", max_samples=5, resume=True) as writer:
+    for i in range(int(sys.argv[2])):
+        writer.write(f"{i:03d}", wait(i))
+"""
+_BUILD = """
+options = {"batch_size": 2, "max_samples": 5, "fingerprint": {}}
+tc.build(range(int(sys.argv[2])), lambda items: [wait(i) for i in items], sys.argv[1], **options)
+"""
+
+
+@pytest.mark.parametrize("code", [_WRITE, _BUILD], ids=["writer", "build"])
+def test_ctrl_c(tmp_path: Path, code: str) -> None:
+    command = [sys.executable, "-c", _BEGIN + code, str(tmp_path), str(COUNT)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "here\n"
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert "KeyboardInterrupt" in errors
+    assert "Exception ignored" not in errors
+    assert running.returncode == -signal.SIGINT
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert tc.verify(tmp_path).ok
+    with tc.open(tmp_path) as cache:
+        assert len(cache) >= 10
+        for i in range(len(cache)):
+            assert cache[i]["x"].load().unique().tolist() == [i]
