@@ -27,7 +27,7 @@ def test_what_a_tensor_costs(make: Callable[[list[torch.Tensor]], Any]) -> None:
     written, read = [], []
     for count in COUNTS:
         tensors = [torch.full((2,), float(number)) for number in range(count)]
-        # names of their own, so that nothing is known of an earlier sample
+        # under new names, so that nothing is known of an earlier sample
         first, second = ({f"{make.__name__} {count} {n}": make(tensors)} for n in range(2))
         written.append(num_calls(lambda sample=first: tc.encode_sample(sample)) / count)
         members = tc.encode_sample(second, align=8)

@@ -23,7 +23,7 @@ ARRAYS += [f"member.{number}.{column}" for number in range(2) for column in ("ro
 RECORD = Struct("<BBH")  # number in ARRAYS, exponent of the element's width, elements
 KEY_RECORD = Struct("<BBHHHBB")  # container, type of its keys, how many, the first, the step, copies, tuples around it
 _NUMBERS = Struct("<QQQ")
-_MAX_KEYS = 2000  # of an input
+_MAX_KEYS = 1000  # of an input
 
 
 def bound(data: bytes) -> tuple[bytes, bytes, bool]:

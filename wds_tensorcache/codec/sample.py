@@ -25,7 +25,7 @@ from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
-from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
+from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = [
     "EncodedSample",
@@ -259,12 +259,9 @@ def _interpret(
     try:
         sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     except FormatError as exc:
-        if is_damaged(skeleton):
+        if is_damaged(skeleton):  # what it names may be damaged, so `allow=` would be no remedy
             what = "the skeleton is damaged: its digest does not match its bytes"
-            # Leave out the hint to pass `allow=`: the name itself may be damaged, so allowing it would be no remedy.
-            reason = exc.reason if not isinstance(exc, UnsafeSkeletonError) else exc.needs and f"it names {exc.needs!r}"
-            what += f"; {reason}" if reason else ""
-            raise type(exc)(what, offset=exc.offset, kind="damaged") from exc
+            raise FormatError(what, offset=exc.offset, kind="damaged") from exc
         raise
     check_named(layout, met)
     form = layout.form
