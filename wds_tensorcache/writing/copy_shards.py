@@ -20,14 +20,14 @@ from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.dali_index import write_dali_index
-from wds_tensorcache.shards.footer import build_footer, declared_place
+from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import MemberTable, Origins, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.key_table import Keys
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import MANIFEST, Listing, ShardEntry, stored_digest
 from wds_tensorcache.shards.names import check_key, check_suffixes
-from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_tar_header
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, remove_stray, write_atomically
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
@@ -88,7 +88,7 @@ class OldShard:
     def of(cls, path: str, index: ShardIndex, files: Files, prefix: str = "") -> OldShard:
         """Return the shard at a path, which has this index."""
         file = files.get(path)
-        has_footer = declared_place(file.read, file.nbytes, file.nbytes) is not None
+        has_footer = read_trailer(file.read, file.nbytes, file.nbytes) is not None
         return cls(path, index, file.identity, prefix, has_footer)
 
     @cached_property

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wds_tensorcache.errors import InvalidKeyError
-from wds_tensorcache.shards.footer import build_footer, declared_digest
+from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import IndexBuilder
 from wds_tensorcache.shards.names import NamedKey
@@ -88,8 +88,8 @@ class UnfinishedShard:
             self._output.check()
             index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
             tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
-            digest = declared_digest(lambda begin, end: tail[begin:end], len(tail))
-            index = dataclasses.replace(index, digest=digest)
+            trailer = read_trailer(lambda begin, end: tail[begin:end], len(tail))
+            index = dataclasses.replace(index, digest=None if trailer is None else trailer.digest)
             self._output.append([tail], len(tail))
             self._output.finish()
         except BaseException:
