@@ -417,7 +417,7 @@ def test_a_living_call_is_left_alone(tmp_path: Path) -> None:
     values, refused = numbered(30), []
 
     def fn(batch: list[dict[str, Any]]) -> list[Any]:
-        with pytest.raises(FileExistsError, match=f"process {os.getpid()} on .* is writing"):
+        with pytest.raises(FileExistsError, match="another writer is writing"):
             make(values, tmp_path / "1", reuse=tmp_path / "0")
         tc.drop(tmp_path / "0", tmp_path / "2", ["k000"])
         shutil.rmtree(tmp_path / "2")
