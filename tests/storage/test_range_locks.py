@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import importlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.children import finish, run_in_child, start
-from wds_tensorcache.storage import range_locks
+from tests.children import finish, start
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 
 pytestmark = pytest.mark.skipif(not CAN_LOCK_RANGES, reason="only Linux has locks that belong to open files")
@@ -185,13 +181,3 @@ def test_only_existing_files_can_be_opened(path: str, kind: str) -> None:
         os.mkdir(other)
     with pytest.raises(OSError, match=other):
         RangeLocks(other)
-
-
-def test_systems_without_these_locks_say_so() -> None:
-    def work() -> None:
-        del fcntl.F_OFD_SETLK  # as on macOS
-        assert not importlib.reload(range_locks).CAN_LOCK_RANGES
-        sys.modules["fcntl"] = None  # type: ignore[assignment] # importing it raises ImportError, as on Windows
-        assert not importlib.reload(range_locks).CAN_LOCK_RANGES
-
-    assert run_in_child(work) == 0

@@ -114,8 +114,6 @@ def replace(temporary: str, path: str) -> None:
 
 def fsync_folder(folder: str) -> None:
     """Wait until the directory entries of a folder are on disk."""
-    if os.name != "posix":  # other systems cannot open folders
-        return
     descriptor = os.open(folder or ".", os.O_RDONLY)
     try:
         os.fsync(descriptor)

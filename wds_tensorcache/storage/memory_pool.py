@@ -10,7 +10,6 @@ import mmap
 import sys
 from collections import deque
 from functools import lru_cache, partial
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ __all__ = ["Pool"]
 _PRIVATE = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 _MIN_NBYTES = 1 << 16
 _HUGE_NBYTES = 1 << 22  # at least two huge pages
-_FIRST = itemgetter(0)
 
 
 class Pool:
@@ -38,7 +36,7 @@ class Pool:
     def __init__(self, max_idle_nbytes: int = 1 << 30) -> None:
         self.max_idle_nbytes = max_idle_nbytes
         self._idle: dict[int, deque[mmap.mmap]] = {}
-        self._leases: dict[int, tuple[mmap.mmap, Any]] = {}
+        self._leases: dict[int, Any] = {}  # by id of the arena, the handle that returns it
         # total length of all arenas so far; while it is below the limit, the idle arenas cannot exceed the limit
         self._allocated_nbytes = 0
         self._closed = False
@@ -85,10 +83,7 @@ class Pool:
         if arena is None:
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)
-        number = id(arena)
-        popped = filter(None, map(self._leases.pop, [number], [None]))
-        # the arena becomes idle when the array is freed
-        self._leases[number] = arena, call_when_gone(array, partial(idle.extend, map(_FIRST, popped)))
+        self._leases[id(arena)] = call_when_gone(array, partial(_return, arena, self._leases, idle))
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
@@ -107,6 +102,11 @@ class Pool:
 
     def __reduce__(self) -> Any:
         return Pool, (self.max_idle_nbytes,)
+
+
+def _return(arena: mmap.mmap, leases: dict[int, Any], idle: deque[mmap.mmap]) -> None:
+    if leases.pop(id(arena), None) is not None:  # else the pool was closed
+        idle.append(arena)
 
 
 @lru_cache(1 << 12)

@@ -141,12 +141,11 @@ class Output:
                 raise
 
     def _write_all(self, parts: Sequence[memoryview]) -> None:
-        fd, has_writev = self._file.fileno(), hasattr(os, "writev")
+        fd = self._file.fileno()
         begin, nbytes = self._position, sum(map(len, parts))
         # one call writes at most 1,024 buffers and 2 GiB, or less if the disk is almost full
         while parts:
-            count = os.writev(fd, parts[:MAX_BUFFERS]) if has_writev else os.write(fd, parts[0])
-            parts = skip_bytes(parts, count)
+            parts = skip_bytes(parts, os.writev(fd, parts[:MAX_BUFFERS]))
         self._position += nbytes
         if self._fsync:
             start_writeback(fd, begin, nbytes)

@@ -102,8 +102,6 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
             yield folder
             if os.path.isdir(out):
                 shutil.copymode(out, folder)
-                if os.name != "posix":
-                    os.rmdir(out)  # other systems cannot replace an empty folder by a rename
             # Hazard: a new name may reach the disk before the files, so the block must have synced them.
             replace(folder, out)
     except BaseException as exc:
@@ -131,8 +129,5 @@ def _is_of_caches(folder: str) -> bool:
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[bool | None]:
     """Lock a folder that this process writes or deletes; yield False if another process holds it, None without locks."""
-    if os.name != "posix":
-        yield None
-        return
     with Flock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as lock:
         yield lock.is_locked

@@ -51,11 +51,17 @@ class WriterLock:
             file.close()  # its last holder has deleted it just now
         self.is_locked = file.is_locked is True
         self._closing = weakref.finalize(self, _give_back, file, path, os.getpid())
+        if not self.is_locked:
+            self.close()
+            return
         for name in os.listdir(folder):
+            other = os.path.join(folder, name)
             if name.endswith(".lock") and pattern.is_other_world_size(name[1:-5]):
-                if self.is_locked and is_held(os.path.join(folder, name)):
+                if is_held(other):
                     self.close()
-                    _refuse(pattern, os.path.join(folder, name))
+                    _refuse(pattern, other)
+                with contextlib.suppress(OSError):  # of a killed writer
+                    os.unlink(other)
 
     def close(self) -> None:
         """Release the lock, so that other writers can start."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import os
 import re
 import secrets
 import sys
@@ -57,8 +56,7 @@ class PageServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    # elsewhere, two servers could share a port
-    allow_reuse_address = os.name == "posix"
+    allow_reuse_address = True
 
     def __init__(self, survey: Survey, report: dict[str, Any], port: int = 0) -> None:
         super().__init__((_HOST, port), _Handler)

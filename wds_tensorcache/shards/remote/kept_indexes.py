@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,9 @@ def default_folder() -> str | None:
     if chosen:
         return None if chosen.lower() == "off" else os.path.abspath(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the rules of XDG: a relative path is ignored
-        base = os.environ.get("LOCALAPPDATA", "") if sys.platform == "win32" else ""
     try:
-        return os.path.join(base or Path.home() / ".cache", "wds_tensorcache", "indexes")
+        # the rules of XDG: a relative path is ignored
+        return os.path.join(base if os.path.isabs(base) else Path.home() / ".cache", "wds_tensorcache", "indexes")
     except RuntimeError:  # a user without a home
         return None
 
