@@ -94,29 +94,23 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
         with contextlib.suppress(OSError), _locked(stray) as is_ours:
             if is_ours and stray != folder and _is_of_caches(stray):
                 shutil.rmtree(stray, ignore_errors=True)
-    try:
-        os.makedirs(folder, exist_ok=token is not None)
-        with _locked(folder) as is_locked:
-            if token is not None and is_locked is False:
-                raise _InUse(f"another process is writing {out}; wait until it ends, or choose another folder")
+    os.makedirs(folder, exist_ok=token is not None)
+    with _locked(folder) as is_locked:
+        if is_locked is False:
+            raise FileExistsError(f"another process is writing {out}; wait until it ends, or choose another folder")
+        try:
             yield folder
             if os.path.isdir(out):
                 shutil.copymode(out, folder)
             # Hazard: a new name may reach the disk before the files, so the block must have synced them.
             replace(folder, out)
-    except BaseException as exc:
-        is_resumable = token is not None and isinstance(exc, (KeyboardInterrupt, OSError))
-        if isinstance(exc, (FileExistsError, FormatError)):
-            is_resumable = isinstance(exc, _InUse)  # the folder of the other process
-        if not is_resumable:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        except BaseException as exc:
+            is_resumable = token is not None and isinstance(exc, (KeyboardInterrupt, OSError))
+            if not is_resumable or isinstance(exc, (FileExistsError, FormatError)):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
     if fsync:
         fsync_folder(parent)
-
-
-class _InUse(FileExistsError):
-    """Another process holds the lock of the folder."""
 
 
 def _is_of_caches(folder: str) -> bool:

@@ -80,7 +80,7 @@ def drop(
             raise KeyError(f"{old.folder} has no sample {key!r:.100}; there are {_near_keys(old.shards, key)}")
         for path, row in places:
             changes.dropped[path].add(row)
-    old.write_version(out, changes, [], fsync)
+    _write_version(out, old, changes, FinishedShards({}, old.shards.files), None, fsync)
 
 
 def _near_keys(shards: FinishedShards, key: object) -> str:
@@ -96,14 +96,12 @@ class _Changes:
 
     Attributes:
         dropped: Rows of the samples that the version leaves out.
-        replaced: Rows of the samples that the version replaces, and the runs of the new samples.
-        stale: Rows of the samples that must be computed again, and their keys.
+        replaced: Rows of the samples that are computed again, and their keys.
         keys: Keys of all items of the version.
     """
 
     dropped: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    replaced: defaultdict[str, dict[int, Run]] = field(default_factory=lambda: defaultdict(dict))
-    stale: defaultdict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    replaced: defaultdict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     keys: set[str] = field(default_factory=set)
 
 
@@ -113,6 +111,7 @@ class OldCache:
     Attributes:
         folder: Its folder.
         shards: Its shards, by path.
+        urls: Path of each shard in the folder of a version, by path.
 
     Raises:
         FileNotFoundError: The folder does not exist, or has no shards.
@@ -127,59 +126,20 @@ class OldCache:
         if not os.path.isdir(self.folder):
             raise ValueError(f"{self.folder!r} is not a folder; expected the folder of a cache")
         self.shards = load_finished({path: (listed, fingerprint) for path, listed, fingerprint in shards})
-        # path in the folder of a version, by path of the shard
-        self._urls = {path: os.path.relpath(path, self.folder).replace(os.sep, "/") for path in self.shards.indexes}
-
-    def write_version(self, out: str, changes: _Changes, new: Iterable[NewShard], fsync: bool) -> None:
-        """Write a version: the old shards with some changes, then new ones. A rewritten shard has the same kinds of indexes.
-
-        Raises:
-            FormatError: A shard is damaged, or was changed since it was indexed.
-            ValueError: No sample remains.
-        """
-        plan = list[NewShard]()
-        for path, url in self._urls.items():
-            old = OldShard.of(path, self.shards.indexes[path], self.shards.files)
-            runs = list(_remaining(old, changes.dropped[path], changes.replaced[path]))
-            if runs:
-                plan.append(_new_shard(url, old, runs))
-        plan += new
-        if not any(end - begin for part in plan for _, begin, end in part.runs):
-            raise ValueError(f"{self.folder}: no sample would remain, so nothing was written")
-        write_cache(out, plan, self.shards.files, extra=Catalog(self.folder).read().extra, fsync=fsync)
+        self.urls = {path: os.path.relpath(path, self.folder).replace(os.sep, "/") for path in self.shards.indexes}
 
     def next_urls(self, name: str | None) -> Iterator[str]:
         """Yield urls for new shards, numbered after the old ones; without `name`, they are named like the last old shard."""
-        folder, last = os.path.split(list(self._urls.values())[-1])
+        folder, last = os.path.split(list(self.urls.values())[-1])
         match = _LAST_NUMBER(last)
         if name is None and match is not None and "%" not in last:
             name = f"{match[1]}%0{len(match[2])}d{match[3]}"
         pattern = ShardPattern(os.path.join(folder, name or DEFAULT_NAME))
-        names = [os.path.basename(url) for url in self._urls.values() if os.path.dirname(url) == folder]
+        names = [os.path.basename(url) for url in self.urls.values() if os.path.dirname(url) == folder]
         number = max((number for number in map(pattern.number, names) if number is not None), default=-1)
         while True:
             number += 1
             yield pattern.path(number)
-
-
-def _new_shard(url: str, old: OldShard, runs: list[Run]) -> NewShard:
-    """Return a shard with a footer, a sidecar and an `.idx` only if the old shard has one, too."""
-    sidecar, idx = sidecar_path(old.path), dali_index_path(old.path)
-    check_replaceable(idx, sidecar)
-    return NewShard(url, runs, old.has_footer, os.path.exists(sidecar), os.path.exists(idx))
-
-
-def _remaining(old: OldShard, dropped: set[int], replaced: Mapping[int, Run]) -> Iterator[Run]:
-    """Yield the runs of a shard without the dropped samples, and with new runs in place of the replaced ones."""
-    begin, count = 0, len(old.index.keys)
-    for row in sorted({*dropped, *replaced}):
-        if begin < row:
-            yield old, begin, row
-        if row in replaced:
-            yield replaced[row]
-        begin = row + 1
-    if begin < count or not count:
-        yield old, begin, count
 
 
 def build_version(
@@ -212,8 +172,7 @@ def build_version(
         with closing(WriterLock(pattern)):  # from here on, no rank may add samples
             paths = [path for _, path in pattern.shards_by_age()]
             computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
-            new = list(_put_together(old, changes, computed, name))
-            old.write_version(out, changes, new, options.get("fsync", True))
+            _write_version(out, old, changes, computed, name, options.get("fsync", True))
             shutil.rmtree(folder, ignore_errors=True)
         return True
     finally:
@@ -250,6 +209,8 @@ def _compute(
         compute(_stale(items, old, computed, pattern, sink, changes, bar), fn, bar, sink, earlier)
         if items.is_empty:
             raise ValueError(NO_ITEMS)
+    for path, index in old.shards.indexes.items():
+        changes.dropped[path].update(row for row, key in enumerate(index.keys) if key not in changes.keys)
     if items.world_size > 1:
         new = list_build(pattern, known, options)
         refuse_shared(new, pattern, changes.keys, "call build on one process, which computes the missing samples")
@@ -285,7 +246,7 @@ def _stale(
                 if (path, row) != (right or places[0]):
                     changes.dropped[path].add(row)
                 elif right is None:
-                    changes.stale[path][row] = item.key
+                    changes.replaced[path][row] = item.key
             newest = computed.find(item.key)[-1:]
             is_finished = right is not None or any(is_right(computed, place, item) for place in newest)
             if is_finished:
@@ -301,14 +262,35 @@ def _stale(
         yield todo
 
 
-def _put_together(old: OldCache, changes: _Changes, computed: FinishedShards, name: str | None) -> Iterator[NewShard]:
-    """Complete `changes` with the computed samples, and with the old samples that have no item; yield shards of new items."""
+def _write_version(
+    out: str, old: OldCache, changes: _Changes, computed: FinishedShards, name: str | None, fsync: bool
+) -> None:
+    """Write a version.
+
+    Raises:
+        FormatError: A shard is damaged, or was changed since it was indexed.
+        ValueError: No sample remains.
+    """
+    plan = list(_plan(old, changes, computed, name))
+    if not any(end - begin for part in plan for _, begin, end in part.runs):
+        raise ValueError(f"{old.folder}: no sample would remain, so nothing was written")
+    write_cache(out, plan, old.shards.files, extra=Catalog(old.folder).read().extra, fsync=fsync)
+
+
+def _plan(old: OldCache, changes: _Changes, computed: FinishedShards, name: str | None) -> Iterator[NewShard]:
+    """Yield the shards of a version: those of the old cache with the changes, then those with samples of new items."""
     shards = {path: OldShard.of(path, index, computed.files) for path, index in computed.indexes.items()}
-    for path, index in old.shards.indexes.items():
-        changes.dropped[path].update(row for row, key in enumerate(index.keys) if key not in changes.keys)
-        for row, key in changes.stale[path].items():
-            newest, computed_row = computed.find(key)[-1]
-            changes.replaced[path][row] = shards[newest], computed_row, computed_row + 1
+
+    def newest(key: str) -> Run:
+        path, row = computed.find(key)[-1]
+        return shards[path], row, row + 1
+
+    for path, url in old.urls.items():
+        shard = OldShard.of(path, old.shards.indexes[path], old.shards.files)
+        replaced = {row: newest(key) for row, key in changes.replaced[path].items()}
+        runs = list(_remaining(shard, changes.dropped[path], replaced))
+        if runs:
+            yield _new_shard(url, shard, runs)
     urls = old.next_urls(name)
     for path, shard in shards.items():
         skipped = {
@@ -319,3 +301,23 @@ def _put_together(old: OldCache, changes: _Changes, computed: FinishedShards, na
         runs = list(_remaining(shard, skipped, {}))
         if runs:
             yield _new_shard(next(urls), shard, runs)
+
+
+def _new_shard(url: str, old: OldShard, runs: list[Run]) -> NewShard:
+    """Return a shard with a footer, a sidecar and an `.idx` only if the old shard has one, too."""
+    sidecar, idx = sidecar_path(old.path), dali_index_path(old.path)
+    check_replaceable(idx, sidecar)
+    return NewShard(url, runs, old.has_footer, os.path.exists(sidecar), os.path.exists(idx))
+
+
+def _remaining(old: OldShard, dropped: set[int], replaced: Mapping[int, Run]) -> Iterator[Run]:
+    """Yield the runs of a shard without the dropped samples, and with new runs in place of the replaced ones."""
+    begin, count = 0, len(old.index.keys)
+    for row in sorted({*dropped, *replaced}):
+        if begin < row:
+            yield old, begin, row
+        if row in replaced:
+            yield replaced[row]
+        begin = row + 1
+    if begin < count or not count:
+        yield old, begin, count
