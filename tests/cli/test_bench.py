@@ -43,6 +43,7 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.long
 def test_rates(cache: Path) -> None:
     report = json_of("bench", cache, *QUICK, "--batch-size", 4, "--threads", 3)
     with tc.open(cache) as opened:
@@ -92,6 +93,7 @@ def test_several_dtypes(tmp_path: Path) -> None:
     assert (report["num_samples"], report["num_used"]) == (12, 8)
 
 
+@pytest.mark.long
 def test_samples_of_one_byte(tmp_path: Path) -> None:
     """A copy of one byte would have 64 million targets, which take gigabytes."""
     with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:

@@ -161,6 +161,7 @@ def start_all(values: dict[str, int], out: Path, world_size: int, **options: Any
 
 
 @pytest.mark.parametrize("has_locks", [True, False], ids=["locks", "no-locks"])
+@pytest.mark.long
 def test_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
     """Real processes that begin at once, really killed; other numbers of them resume, at last until the version is there."""
     if not has_locks:

@@ -271,6 +271,7 @@ def test_drop_killed_at_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.long
 def test_killed_at_random(tmp_path: Path, seed: int) -> None:
     """Three generations in a row, each killed until it is there."""
     chance, before = random.Random(seed), tmp_path / "0"
