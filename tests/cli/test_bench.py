@@ -43,7 +43,6 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.long
 def test_rates(cache: Path) -> None:
     report = json_of("bench", cache, *QUICK, "--batch-size", 4, "--threads", 3)
     with tc.open(cache) as opened:
