@@ -61,6 +61,7 @@ def test_the_index_is_a_real_one() -> None:
     assert parsed.nbytes == index.nbytes
 
 
+@pytest.mark.long
 def test_the_memory_of_an_open_shard(tmp_path: Path) -> None:
     sizes = {}
     with HttpServer(tmp_path) as server:

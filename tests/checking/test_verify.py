@@ -45,6 +45,7 @@ def test_whole_shards(tmp_path: Path) -> None:
         assert faults(source) == []
 
 
+@pytest.mark.long
 def test_every_byte_of_a_shard(tmp_path: Path) -> None:
     """Not noticed: padding of members, contents without a digest, and the end of a checksum's field, which readers skip."""
     path = write(tmp_path, 1)

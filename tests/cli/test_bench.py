@@ -92,6 +92,7 @@ def test_several_dtypes(tmp_path: Path) -> None:
     assert (report["num_samples"], report["num_used"]) == (12, 8)
 
 
+@pytest.mark.long
 def test_samples_of_one_byte(tmp_path: Path) -> None:
     """A copy of one byte would have 64 million targets, which take gigabytes."""
     with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:

@@ -157,6 +157,7 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.long
 def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, kind: str) -> None:
     """The worker that is spawned only then; what spawned ones read of whole shards is tested below."""
     write_numbers(tmp_path, 0, 12)

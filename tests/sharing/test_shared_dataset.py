@@ -93,6 +93,7 @@ def test_a_batch_loads_other_samples_before_it_waits_for_another_load(directory:
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.long
 def test_workers_of_a_data_loader_share(counted: Counted, directory: Path, context: str) -> None:
     with tc.SharedDataset(counted, "loader", directory=directory) as shared:
         loader = DataLoader(
@@ -503,6 +504,7 @@ def test_an_error_of_the_dataset_reaches_the_caller_and_the_next_access_loads_ag
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.long
 def test_workers_share_a_dataset_that_the_main_script_defines(tmp_path: Path, directory: Path, context: str) -> None:
     script = tmp_path / "main.py"
     script.write_text(

@@ -13,6 +13,7 @@ import wds_tensorcache as tc
 from tests.training.loaders import COUNT, modes, only_numbers, write_numbers
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata looks at all of torch
 ]

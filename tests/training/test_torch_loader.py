@@ -112,6 +112,7 @@ OTHERS = itertools.cycle(
 @pytest.mark.parametrize(
     ("mode", "num_workers"), [("all", 0), ("all", 1), ("all", 2), ("all", 3), ("buckets", 2), ("blocks", 1)]
 )
+@pytest.mark.long
 def test_resumed_at_every_step_by_others(cache: Any, mode: str, num_workers: int) -> None:
     """With other numbers of workers, batch sizes and ranks: each sample once, in this epoch and the next one."""
     options = modes(cache, cache)[mode] | {"collate": only_numbers}
@@ -391,6 +392,7 @@ print("interrupts", num_interrupts, sorted(seen) == list(range(len(cache))), flu
 
 
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.long
 def test_interrupts(folder: str, persistent: bool) -> None:
     """Real signals in a real process: it continues from the state, and each sample comes once."""
     code = [sys.executable, "-W", "ignore", "-c", SCRIPT, folder, str(persistent)]
