@@ -79,7 +79,6 @@ WORK: dict[str, Callable[[Path], Any]] = {
     "output": by_output,
     "writer": by_writer,
     "index": lambda folder: tc.write_index(folder / "000000.tar", footer=True),
-    "repair": lambda folder: tc.repair(folder / "000000.tar", folder / "out"),
 }
 
 

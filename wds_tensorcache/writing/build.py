@@ -234,10 +234,6 @@ def _check_shared(
 
     Earlier shards may contain some, if all ranks now have another batch size, or if items with keys have moved. Then the
     earlier shards of this rank, too, contain samples of other ranks, or samples of all items are there in the end.
-
-    Args:
-        earlier, new: Indexes, by path, of the shards that were finished before this call, and during it.
-        seen: Keys of the items of this rank.
     """
     remedy = f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
     refuse_shared(new, pattern, seen, remedy)
