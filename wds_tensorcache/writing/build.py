@@ -234,16 +234,14 @@ def _check_shared(
 
     Earlier shards may contain some, if all ranks now have another batch size, or if items with keys have moved. Then the
     earlier shards of this rank, too, contain samples of other ranks, or samples of all items are there in the end.
-
-    Args:
-        earlier, new: Indexes, by path, of the shards that were finished before this call, and during it.
-        seen: Keys of the items of this rank.
     """
     remedy = f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
     refuse_shared(new, pattern, seen, remedy)
     own_earlier = [index for path, index in earlier.items() if pattern.covers(os.path.basename(path))]
+    if not seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
+        return
     keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
-    if len(keys) < items.num_all and seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
+    if len(keys) < items.num_all:
         others = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
         remedy = "call build here once more with rank=0, world_size=1, which computes the missing samples"
         refuse_shared(others, pattern, seen, remedy)

@@ -130,14 +130,7 @@ def is_comparable(items: Items, finished: FinishedShards, place: tuple[str, int]
 
 
 def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
-    """Raise ValueError if shards of other ranks contain samples of this rank's items.
-
-    Args:
-        shards: Indexes of shards of all ranks, by path.
-        pattern: Pattern of this rank.
-        keys: Keys of the items of this rank.
-        remedy: Advice to the caller.
-    """
+    """Raise ValueError if `shards` of other ranks contain samples with `keys` of this rank, whose shards match `pattern`."""
     for path, index in shards.items():
         if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
             raise ValueError(

@@ -180,17 +180,10 @@ def write_cache(
     fsync: bool = True,
     show: Callable[[int], object] = lambda num_samples: None,
 ) -> CopyReport:
-    """Write new shards and their manifest into a hidden folder, and rename it to `out`.
+    """Write new shards and their manifest into a hidden folder, and rename it to `out`, a path that `check_new` returned.
 
-    The same call after an interruption takes over the shards that are complete in the hidden folder.
-
-    Args:
-        out: A path that `check_new` returned.
-        shards: Shards in the order in which readers number samples.
-        files: The opened old shards.
-        extra: Further values for the manifest.
-        fsync: Wait for the disk before the folder appears.
-        show: Function that shows the number of samples copied so far.
+    The same call after an interruption takes over the shards that are complete in the hidden folder. `show` gets the number
+    of samples copied so far.
 
     Raises:
         FormatError: An old shard is damaged, does not match its index, or was changed since it was indexed.
