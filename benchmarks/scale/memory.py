@@ -13,8 +13,8 @@ from benchmarks.workloads import WORKLOADS
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
-from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = [

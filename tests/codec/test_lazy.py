@@ -77,7 +77,7 @@ def test_realize_reads_neighbors_at_once() -> None:
         "bools": lazy(140, 142, torch.bool),
         "b": [lazy(3, 40), first],
         "again": first,
-        "e": lazy(40, 40),
+        "e": lazy(9, 9),
     }
     real = tc.realize(sample)
     assert source.reads == [(0, 142), (100_142, 100_144)]

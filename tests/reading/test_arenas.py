@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -68,24 +69,15 @@ def test_results_are_private_and_writable(small: str) -> None:
 
 def test_arenas_come_back_after_errors(tmp_path: Any) -> None:
     folder = write(tmp_path, [torch.full((100_000,), float(i)) for i in range(12)], max_samples=12)
-    for threads, damaged in ((1, 11), (4, 11), (4, 0)):
+    for threads in (1, 4):
         with tc.open(folder, num_threads=threads) as cache:
-            shard = cache._store.shards[0]
-            begin = shard.columns.tensors_begin.item(damaged)
-            with open(shard.path, "r+b") as file:
-                file.seek(begin - 512)
-                name = file.read(100)
-                file.seek(begin - 512)
-                file.write(bytes(100))
-                file.flush()
-                message = ""
-                try:  # pytest.raises keeps frames
-                    cache.read_batch(range(12))
-                except tc.FormatError as exc:
-                    message = str(exc)
-                assert f"{damaged:03d}.safetensors" in message
-                file.seek(begin - 512)
-                file.write(name)
+            os.utime(cache._store.shards[0].path)
+            message = ""
+            try:  # pytest.raises keeps frames
+                cache.read_batch(range(12))
+            except tc.FormatError as exc:
+                message = str(exc)
+            assert "the shard was changed" in message
             assert cache._store.pool.num_leases == 0
 
 

@@ -18,7 +18,7 @@ from wds_tensorcache.shards import footer
 from wds_tensorcache.shards.index import CacheColumns, MemberColumns, ShardIndex, narrow
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.key_table import Keys
-from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.storage.files import ShardFile
 
 EVERYTHING = ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")

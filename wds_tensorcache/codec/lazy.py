@@ -163,10 +163,11 @@ class PendingLoads:
         reference, source = lazy._reference, lazy._source
         begin = reference.begin
         buffer = source.allocate(reference.end - begin)
-        reads = self._reads.get(id(source))
-        if reads is None:
-            self._reads[id(source)] = reads = source, []
-        reads[1].append((begin, buffer))
+        if len(buffer):
+            reads = self._reads.get(id(source))
+            if reads is None:
+                self._reads[id(source)] = reads = source, []
+            reads[1].append((begin, buffer))
         value = lazy.view_memory(buffer, reference.dtype, reference.shape)
         if reference.dtype is torch.bool or type(lazy) is LazyArray:
             self._unchecked.append((lazy.check, value))

@@ -120,22 +120,24 @@ def open(
         for path, fingerprint in made.items():
             if expect is not None:
                 check_fingerprint(path, fingerprint, as_fingerprint(expect))
-        shards = []
+        shards, local_nbytes = [], 0
         for path, *_ in found:
             listed = lists[path]
             count = listed.caches.get(name, 0) if listed.caches is not None else None
-            listed = listed._replace(caches=None, left_out=None)  # dicts that a shard does not need take memory
+            status = listed.status
+            # objects that a shard does not need take memory
+            listed = listed._replace(caches=None, left_out=None, status=None)
             shards.append(Shard(path, name, files, pool, table, count, None, listed, find_index=find_index))
             if path in known:
                 shards[-1].take_index(known[path])
             if not shards[-1].is_remote:
-                files.expect(shards[-1].path, listed.manifest)
+                local_nbytes += files.expect(shards[-1].path, listed.manifest, status)
         return TensorCache(
             Store(
                 shards,
                 files,
                 pool,
-                _choose_io(io, [path for path, *_ in found], node_cache),
+                _choose_io(io, [path for path, *_ in found], local_nbytes, node_cache),
                 num_threads or min(4, num_cores()),
                 common_fields(made.values()),
                 next((listed.left_out for listed in lists.values() if listed.left_out is not None), None),
@@ -192,27 +194,27 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     return there[0] if name is None else name
 
 
-def _choose_io(io: str, paths: Sequence[str], node_cache: NodeCache | None) -> Io:
+def _choose_io(io: str, paths: Sequence[str], local_nbytes: int, node_cache: NodeCache | None) -> Io:
     local = [path for path in paths if not is_url(path)]
     kept = f", kept in {node_cache.folder.path!r}" if node_cache is not None else ""
     if not local:
         origins = sorted({origin_of(path) for path in paths})
         return Io("remote", f"ranged requests to {list_names(origins)}{kept}")
-    chosen = _choose_local_io(io, local)
+    chosen = _choose_local_io(io, local[0], local_nbytes)
     if len(local) == len(paths):
         return chosen
     return Io(chosen.method, f"{chosen.reason}; {len(paths) - len(local)} remote shards by ranged requests{kept}")
 
 
-def _choose_local_io(io: str, paths: Sequence[str]) -> Io:
+def _choose_local_io(io: str, path: str, nbytes: int) -> Io:
     if io != "auto":
         return Io(io, "chosen by the caller")
     if not CAN_COPY:
         return Io("pread", "copies from maps are not safe: this system has neither read leases nor process_vm_readv")
-    kind, is_network = file_system(paths[0])
+    kind, is_network = file_system(path)
     if is_network:
         return Io("pread", f"{kind} is a network file system: reading through a memory map would wait for each page")
-    nbytes, memory = sum(os.path.getsize(path) for path in paths), memory_nbytes()
+    memory = memory_nbytes()
     if memory is not None and nbytes > memory:
         return Io("pread", f"{nbytes:,} bytes of shards do not fit into {memory:,} bytes of memory")
     reason = f"on {kind or 'a local file system'}: maps for small samples in the page cache, else preadv"

@@ -20,13 +20,12 @@ from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
-from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
-from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import dali_index_path
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ListedCounts, check_listed, other_count
+from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.remote.find_index import FindIndex
-from wds_tensorcache.shards.sidecar import check_sidecar, open_sidecar
 from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import read_ranges
@@ -34,7 +33,7 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
 from wds_tensorcache.storage.remote.urls import is_url
 
-__all__ = ["FileRange", "Shard", "Variant", "load_index"]
+__all__ = ["FileRange", "Shard", "Variant"]
 
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
@@ -44,23 +43,6 @@ _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
 _MAX_VARIANTS = 64
 _BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, as in a preamble
 Variant: TypeAlias = "tuple[frozenset[str], Form, int]"
-
-
-def load_index(file: ShardFile) -> ShardIndex:
-    """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan. All three are equal.
-
-    Raises:
-        FormatError: The file is not a shard, or is damaged.
-    """
-    try:
-        index = read_footer(file.read, file.nbytes)
-        if index is None and (sidecar := open_sidecar(file.path)) is not None:
-            index = parse_footer(sidecar.read(0, sidecar.nbytes), file.nbytes)
-            if index is not None:
-                check_sidecar(index, file.read, file.nbytes)
-        return scan_shard(file.read, file.nbytes) if index is None else index
-    except TensorCacheError as exc:
-        raise exc.at(file.path) from exc
 
 
 def _variants_of(index: ShardIndex, columns: CacheColumns) -> tuple[Variant, ...]:
@@ -217,6 +199,11 @@ class Shard:
     def file(self) -> ShardFile:
         """The open file of the shard, opened again if needed."""
         return self.files.get(self.path)
+
+    @property
+    def suffixes(self) -> tuple[str, str]:
+        """Suffixes of the two members of each sample, without the first dot: skeleton and tensors."""
+        return member_suffix(self.name, SKELETON), member_suffix(self.name, TENSORS)
 
     def sample_row(self, row: int) -> int:
         """Return a sample's number among all samples of the shard, including those without this cache."""
@@ -394,7 +381,7 @@ _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
 class _OpenFile(Protocol):
-    """What a `FileRange` needs of a shard."""
+    """A shard, as far as a `FileRange` needs it."""
 
     @property
     def path(self) -> str: ...

@@ -364,8 +364,10 @@ class Files:
             remedy += ", or let `tensorcache repair` (tc.repair) write the remaining shards into another folder"
         return MissingShardError(f"{what}; {remedy}").at(path)
 
-    def expect(self, path: str, manifest: str | None = None) -> None:
-        """Record the file now at `path`, so that `get` with `fixed` refuses any other, and the manifest that lists it.
+    def expect(self, path: str, manifest: str | None = None, status: os.stat_result | None = None) -> int:
+        """Record the file now at `path`, so that `get` with `fixed` refuses any other; return its length.
+
+        `manifest` is the manifest that lists the file; `status` is that of the file, if it is known.
 
         Raises:
             OSError: The file cannot be found; MissingShardError if it does not exist.
@@ -373,7 +375,7 @@ class Files:
         if manifest is not None:
             self._manifests[path] = manifest
         try:
-            self._identities.setdefault(path, _identity(os.stat(path)))
+            return self._identities.setdefault(path, _identity(status or os.stat(path)))[1]
         except FileNotFoundError as exc:
             raise self.missing(path) from exc
 
