@@ -105,12 +105,6 @@ class ShardFile:
         if found != self.identity:
             raise FormatError("the shard was changed while it was open; open it again").at(self.path)
 
-    def check_is(self, fd: int) -> None:
-        """Raise FormatError unless descriptor `fd` refers to this file, and the file is unchanged since it was opened."""
-        self.check_unchanged()
-        if _identity(os.fstat(fd)) != self.identity:
-            raise FormatError("another file has replaced this one since it was opened; try again").at(self.path)
-
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
         """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError if the file is too short."""
         if _HAS_PREADV and len(buffers) == 1 and os.preadv(self.fd, buffers, begin) == len(buffers[0]):
