@@ -29,7 +29,7 @@ __all__ = [
     "write_listing",
 ]
 
-NOTES_NBYTES = 2  # of a sample in a `Shard`: whether it was checked, and the number of its template
+NOTES_NBYTES = 1  # of a sample in a `Shard`: the number of its template
 KEY_TABLE_NBYTES = 8  # of a sample, unless the keys ascend from shard to shard
 BUCKET_NBYTES = 8  # of a sample, with `bucket_by`, `filter`, or a shuffled view: its number as int64
 # Of a shard in an open cache whose index was not read, without the manifest; measured with tracemalloc on Python 3.11, and

@@ -120,7 +120,7 @@ def uses(cache: Any) -> list[Callable[[int], Any]]:
 @pytest.mark.parametrize("io", ["auto", "mmap", "pread"])
 @pytest.mark.parametrize("what", LIES)
 def test_a_forged_footer_serves_bytes_of_its_shard_at_most(tmp_path: Path, what: str, io: str) -> None:
-    """Whoever can forge the footer can forge the samples; so values may be wrong, but no read fails in another way."""
+    """The author of a footer could as well forge the samples; so values may be wrong, but no read fails in another way."""
     path = write(tmp_path / "x.tar", text=True)
     forge(path, LIES[what])
     with contextlib.suppress(tc.TensorCacheError), tc.open(path, io=io) as cache:

@@ -12,9 +12,11 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_safetensors_header, form_of, parse_header, parse_json
+from wds_tensorcache.codec.header import build_safetensors_header, parse_header
+from wds_tensorcache.codec.layout import form_of
 from wds_tensorcache.codec.preamble import sign_header, tensors_digest
 from wds_tensorcache.codec.reference import parse_reference
+from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex
 from wds_tensorcache.shards.key_table import Keys
@@ -98,7 +100,7 @@ class Trailer(NamedTuple):
 def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> Trailer | None:
     """Return the trailer at the end of a shard or sidecar of `nbytes` bytes, whose index may be stale or damaged.
 
-    Returns None if the last bytes are no trailer, or do not declare a shard of `shard_nbytes` bytes, unless this is None.
+    Returns None if the last bytes are not a trailer, or do not declare a shard of `shard_nbytes` bytes, unless this is None.
     """
     tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):

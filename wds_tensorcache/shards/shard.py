@@ -381,7 +381,7 @@ _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
 class _OpenFile(Protocol):
-    """What a `FileRange` needs of a shard."""
+    """A shard, as far as a `FileRange` needs it."""
 
     @property
     def path(self) -> str: ...

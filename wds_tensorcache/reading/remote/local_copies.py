@@ -80,9 +80,9 @@ def find_local_copies(
         skeletons: Positions of remote samples whose skeletons are needed, too.
     """
     rows, files, now_s = layouts.rows, dict[int, BlockFile](), time.monotonic()
-    # of each file that may lack blocks: shard, positions of its samples, their rows, and bytes present at its beginning
+    # of each file that may lack blocks: positions of its samples, and bytes present at its beginning
     partial = []
-    for number, at, some in rows.by_shard:
+    for number, at, _ in rows.by_shard:
         known = store.whole_copies.get(number)
         local = None if known is None else known()
         if local is not None:
@@ -92,9 +92,9 @@ def find_local_copies(
             local = remote.cache.find_local(remote, now_s) if isinstance(remote, CachedFile) else None
             if local is None:
                 return None
-            present, shard = local.leading_nbytes(), store.shards[number]
-            if present < shard.index.end:  # what follows the samples is not needed
-                partial.append((shard, at, some, present))
+            present = local.leading_nbytes()
+            if present < store.shards[number].index.end:  # what follows the samples is not needed
+                partial.append((at, present))
             else:
                 store.whole_copies[number] = weakref.ref(local)
         else:
@@ -108,7 +108,7 @@ def find_local_copies(
     copies = LocalCopies(files, small, numbers, begins, ends - begins)
     if partial:
         first_nbytes = np.full(len(rows), _NO_LIMIT)
-        for _, at, _, present in partial:
+        for at, present in partial:
             first_nbytes[at] = present
         is_absent = is_far & (rows.begin + columns.exact_run_table.ends[layouts.which] > first_nbytes)
         is_absent[small] |= ends > first_nbytes[small]
