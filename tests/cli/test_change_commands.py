@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
@@ -12,7 +11,6 @@ import signal
 import tarfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -307,24 +305,6 @@ def test_interrupted(tmp_path: Path, source: Path) -> None:
     assert json_of(*arguments)["num_shards_resumed"] >= 5
     assert tc.verify(tmp_path / "out").ok
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
-
-
-def test_interrupted_again_and_again(tmp_path: Path, source: Path) -> None:
-    """Ctrl-C held down: status 130 and no traceback, however many arrive while the command ends."""
-    for number in range(5):
-        parent = tmp_path / str(number)
-        parent.mkdir()
-        process, output = start("reshard", source, parent / "out", "--max-samples", 1)
-        wait_for_shards(parent, 1)
-        with ThreadPoolExecutor(1) as pool:
-            status = pool.submit(process.wait)
-            while not status.done():
-                with contextlib.suppress(ProcessLookupError):
-                    process.interrupt()
-                time.sleep(0.0003)
-        said = output.read().decode()
-        output.__exit__()
-        assert (status.result(), "Traceback" in said) == (130, False), said
 
 
 def test_other_arguments_do_not_resume(tmp_path: Path, source: Path) -> None:

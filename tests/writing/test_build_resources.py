@@ -112,39 +112,6 @@ def test_batches_stay_the_same_ones(
         compare(tmp_path / "x", tmp_path / "whole")
 
 
-def test_a_second_interrupt(tmp_path: Path) -> None:
-    """While the first one waits for the thread that writes: the shard, which may be incomplete, is dropped."""
-    is_writing, is_interrupted = threading.Event(), threading.Event()
-
-    def encoder(members: dict[str, Any]) -> dict[str, Any]:
-        is_writing.set()
-        is_interrupted.wait(10)
-        time.sleep(0.1)
-        return {name: value.encode() for name, value in members.items()}
-
-    def interrupt_again() -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        is_interrupted.set()
-
-    def interrupted(items: list[Any]) -> Any:
-        if is_writing.wait(0.1):
-            threading.Timer(0.1, interrupt_again).start()
-            raise KeyboardInterrupt
-        return double(items)
-
-    # a shell ignores SIGINT in what it starts in the background, such as these tests
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            build(Numbers(), tmp_path, interrupted, digest=digest, encoder=encoder, max_samples=100)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    for thread in threading.enumerate():
-        if thread.name.startswith("tensorcache-build"):
-            thread.join()
-    assert os.listdir(tmp_path) == []
-
-
 def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:
     def items(numbers: Any) -> list[dict[str, Any]]:
         return [{"__key__": f"{number:09d}", "value": number} for number in numbers]
