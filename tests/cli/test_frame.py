@@ -7,7 +7,6 @@ import os
 import random
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -78,23 +77,6 @@ def test_the_console_script(cache: Path, tmp_path: Path) -> None:
     assert [process.returncode for process in running] == [141, 2]
     assert errors[0] == b""
     assert errors[1].endswith(b"tensorcache: nowhere does not exist\n")
-
-
-@pytest.mark.parametrize("milliseconds", [60, 120, 250, 400, 700, 1000, 1400])
-@pytest.mark.long
-def test_an_interrupted_start(tmp_path: Path, cache: Path, milliseconds: int) -> None:
-    """Ctrl-C while torch is imported: no traceback. Before about 50 ms, the interpreter itself is starting."""
-    script, environment = _script(tmp_path), {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [str(script), "stats", str(cache)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        with open(f"/proc/{process.pid}/maps", encoding="utf-8") as maps:
-            while "site-packages" not in maps.read() and process.poll() is None:
-                maps.seek(0)  # until the first modules of packages are imported
-        time.sleep(milliseconds / 1000)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) in ((130, b"interrupted\n"), (0, b""))
 
 
 def test_python_without_click(tmp_path: Path) -> None:

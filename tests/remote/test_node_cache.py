@@ -194,44 +194,6 @@ def test_the_limit_holds_over_all_processes(objects: Objects, path: Path) -> Non
     assert requested > 8 * 40  # blocks were evicted and fetched again
 
 
-def test_interrupts_leave_nothing_locked_or_wrong(objects: Objects, path: Path) -> None:
-    objects.latency_s = 0.001
-    added = [objects.add(f"{number}.tar", 40 * BLOCK) for number in range(3)]
-    random = np.random.default_rng(5)
-
-    def work() -> None:
-        cache = open_node_cache(path, 70 * BLOCK, objects.fetch)
-        files = [cached(cache, each) for each in added]
-        num_descriptors = None
-        for number in range(60):
-            signal.setitimer(signal.ITIMER_REAL, float(random.uniform(0.0002, 0.02)))
-            try:
-                read_random(cache, objects, files, number, 1000)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            if number == 10:
-                num_descriptors = len(os.listdir("/proc/self/fd"))
-        # an interrupt may come between a system call and the next line, so that a few descriptors stay open
-        assert num_descriptors is not None
-        assert len(os.listdir("/proc/self/fd")) < num_descriptors + 10
-        read_random(cache, objects, files, 1, 5)
-        objects.requests()
-        # no lock remains: another process fetches all blocks
-        assert children.run_in_child(lambda: read_whole(open_node_cache(path, None, objects.fetch)), 60) == 0
-
-    def read_whole(cache: NodeCache) -> None:
-        for each in added:
-            assert cached(cache, each).read(0, each[1]) == objects.content(each[0])
-
-    def begin() -> None:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        work()
-
-    assert children.run_in_child(begin) == 0
-
-
 def test_a_stopped_process_does_not_stop_others(objects: Objects, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     added = objects.add("a.tar", 8 * BLOCK)
     slow = Objects(objects.folder, latency_s=600)

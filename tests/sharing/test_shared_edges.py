@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -67,40 +66,6 @@ def test_the_limit_holds_for_small_samples(directory: Path, seed: int) -> None:
             assert on_disk(directory / f"wds_tensorcache-{os.geteuid()}" / "small") <= shared.stats().nbytes <= 100_000
         for index in range(299, -1, -1):
             assert_same(samples[index], shared[index])
-
-
-def test_interrupted_writers_leave_no_bytes_above_the_limit(directory: Path) -> None:
-    numels = [500_000 + 8_000 * i for i in range(150)]  # each one is too large for the segment of the one before
-    samples = [{"x": torch.full((numel,), i, dtype=torch.uint8)} for i, numel in enumerate(numels)]
-    limit, chance = 4_000_000, random.Random(0)
-
-    is_armed = [False]
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_armed[0]:
-            raise KeyboardInterrupt
-
-    def work() -> None:
-        signal.signal(signal.SIGALRM, interrupt)
-        with tc.SharedDataset(samples, "cut", directory=directory, max_nbytes=limit, eviction="lru") as shared:
-            [folder] = (directory / f"wds_tensorcache-{os.geteuid()}").iterdir()
-            num_interrupts = 0
-            for index in range(150):
-                try:
-                    is_armed[0] = True
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.001))
-                    shared[index]
-                    is_armed[0] = False
-                except KeyboardInterrupt:
-                    num_interrupts += 1
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            assert num_interrupts > 10
-            for index in range(6):  # the next writers free what interrupted ones had reserved
-                assert int(shared[index]["x"][-1]) == index
-            assert on_disk(folder) <= limit
-
-    assert run_in_child(work) == 0
-    wait_until_empty(directory)
 
 
 class Waiting(Numbers):

@@ -16,7 +16,6 @@ from click.shell_completion import CompletionItem, shell_complete
 
 from wds_tensorcache import __version__
 from wds_tensorcache.cli.completing.quick import complete_quickly
-from wds_tensorcache.cli.interrupts import delayed_interrupts
 from wds_tensorcache.cli.output import plain
 from wds_tensorcache.errors import TensorCacheError, unknown_name
 
@@ -59,8 +58,7 @@ class _Commands(click.Group):
         if name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[name].place.partition(":")
-        with delayed_interrupts():
-            found: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
+        found: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
         return found
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

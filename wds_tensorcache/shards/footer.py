@@ -12,11 +12,9 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_safetensors_header, parse_header
-from wds_tensorcache.codec.layout import form_of
+from wds_tensorcache.codec.header import build_safetensors_header, form_of, parse_header, parse_json
 from wds_tensorcache.codec.preamble import sign_header, tensors_digest
 from wds_tensorcache.codec.reference import parse_reference
-from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex
 from wds_tensorcache.shards.key_table import Keys
