@@ -108,7 +108,7 @@ class BaseLoader(ABC):
 
     def _end_after(self, exc: BaseException, running: _Batches) -> None:
         """End an iteration after an error or an interrupt."""
-        running.close(wait=isinstance(exc, Exception))  # a user who interrupts does not wait for slow reads
+        running.close(wait=isinstance(exc, Exception))  # after Ctrl-C, slow reads end later
 
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that have not begun.
