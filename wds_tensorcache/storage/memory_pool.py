@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import weakref
 from collections import deque
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-
-from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = ["Pool"]
 
@@ -83,7 +82,7 @@ class Pool:
         if arena is None:
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)
-        self._leases[id(arena)] = call_when_gone(array, partial(_return, arena, self._leases, idle))
+        self._leases[id(arena)] = weakref.ref(array, partial(_return, arena, self._leases, idle))
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
@@ -104,7 +103,8 @@ class Pool:
         return Pool, (self.max_idle_nbytes,)
 
 
-def _return(arena: mmap.mmap, leases: dict[int, Any], idle: deque[mmap.mmap]) -> None:
+# it may run inside the garbage collector, in any thread, so it takes no lock
+def _return(arena: mmap.mmap, leases: dict[int, Any], idle: deque[mmap.mmap], _: Any) -> None:
     if leases.pop(id(arena), None) is not None:  # else the pool was closed
         idle.append(arena)
 

@@ -23,7 +23,7 @@ class WriterLock:
     a shard never replaces another one. A read-only folder, and a file system without locks, is not locked.
 
     Attributes:
-        is_locked: Whether no other process can have the lock.
+        is_locked: True if no other process can have the lock; False without locks.
 
     Raises:
         FileExistsError: Another writer has the lock, or is a rank of the same build with another number of ranks.
@@ -37,7 +37,7 @@ class WriterLock:
         self.is_locked = False
         while True:
             try:
-                file = Flock(path, os.O_RDWR | os.O_CREAT, _WAIT_S)
+                file = Flock(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), _WAIT_S)
             except OSError as exc:
                 if exc.errno in _FORBIDDEN:
                     return
