@@ -17,7 +17,7 @@ from benchmarks.scale.tables import tables
 from benchmarks.scale.traffic import WAYS, Way, node_hits
 from tests.remote.servers.http_server import HttpServer
 from wds_tensorcache.shards.footer import build_footer, parse_footer
-from wds_tensorcache.training.steps import Course, Permuted, Position
+from wds_tensorcache.training.plan import Plan, Position, Stream
 from wds_tensorcache.training.weights import Weights
 
 PAGE = Path(__file__).parent.parent / "benchmarks" / "scale.md"
@@ -35,17 +35,18 @@ def test_the_page_has_the_tables() -> None:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_samples_are_those_of_a_loader(way: Way) -> None:
     for rank in (0, RANKS_PER_NODE - 1):
-        course = Course(
-            [Permuted(way.order)],
-            Weights(None, None, way.num_samples, 0),
-            BATCH,
-            way.first_rank + rank,
-            way.world_size,
-            "drop",
-            0,
-            True,
+        plan = Plan(
+            [range(way.num_samples)],
+            [Stream(way.order)],
+            Weights([], None, {}, [], 0),
+            batch_size=BATCH,
+            rank=way.first_rank + rank,
+            world_size=way.world_size,
+            last_batch="drop",
+            seed=0,
+            settings={"shuffle": True},
         )
-        step, after = course.step(Position(0, (2 * BATCH * way.world_size,), 2 * BATCH * way.world_size, 2))
+        step, after = plan.step(Position(0, (2 * BATCH * way.world_size,), 2 * BATCH * way.world_size, 2))
         assert np.array_equal(step.indices, way.indices(0, 2)[rank])
         assert after.step == 3
 

@@ -46,11 +46,10 @@ from wds_tensorcache.sharing.samples import SharedStats
 from wds_tensorcache.training.buckets import ByLength, by_length
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
-from wds_tensorcache.training.stats import LoaderStats, StageStats, WaitStats
+from wds_tensorcache.training.plan import RowCounts, Step
+from wds_tensorcache.training.stats import LoaderStats
 from wds_tensorcache.training.step_sampler import StepSampler
-from wds_tensorcache.training.steps import RowCounts, Step
-from wds_tensorcache.training.transforms.drop_text import DropText, drop_text
-from wds_tensorcache.training.transforms.moments import SampleMoments, sample_moments
+from wds_tensorcache.training.transforms import DropText, SampleMoments, drop_text, sample_moments
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.index_shard import write_index
 from wds_tensorcache.writing.reshard import CopyReport, merge, reshard
@@ -96,7 +95,6 @@ __all__ = [
     "SharedInfo",
     "SharedStats",
     "Skipped",
-    "StageStats",
     "StaleCacheError",
     "Step",
     "StepDataset",
@@ -110,7 +108,6 @@ __all__ = [
     "TorchLoader",
     "UnsafeSkeletonError",
     "ValueDescription",
-    "WaitStats",
     "build",
     "build_ray",
     "by_length",

@@ -105,6 +105,7 @@ end()
 
 TRANSFORMERS = """
 from transformers import Trainer, TrainingArguments
+from wds_tensorcache.integrations.accelerate import SkippableLoader
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -117,6 +118,8 @@ class Model(torch.nn.Module):
 
 class Ours(Trainer):
     def get_train_dataloader(self):
+        if kind == "Loader":
+            return SkippableLoader(loader())
         return super().get_train_dataloader() if kind == "read_batch" else loader()
 
 for kind in sys.argv[2:]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
-from tests.training.draws import CHOOSE, COUNT, TRANSFORMS, Row, loaders, nested, rows_of, run, steps_of, write
+from tests.training.draws import CHOOSE, COUNT, Row, loaders, nested, rows_of, run, steps_of, write
 from tests.training.loaders import modes
 
 
@@ -37,22 +37,6 @@ def cache(folders: tuple[str, str]) -> Iterator[Any]:
 def more(folders: tuple[str, str]) -> Iterator[Any]:
     with tc.open(folders[1]) as opened:
         yield opened
-
-
-@pytest.mark.parametrize("mode", ["all", "blocks", "buckets", "weights", "mix"])
-def test_resumed_at_every_step_on_other_ranks(cache: Any, more: Any, mode: str) -> None:
-    options = modes(cache, more)[mode]
-    count = 2 * len(loaders(1, 4, **options)[0])
-    whole = run(loaders(1, 4, **options), count)
-    for taken in range(1, count, 1 if mode == "all" else 3):
-        first = loaders(2, 2, **options)
-        head = run(first, taken)
-        state = json.loads(json.dumps(first[0].state_dict()))
-        for world_size in (1, 2, 4) if mode == "all" else (4,):
-            second = loaders(world_size, 4 // world_size, **options)
-            for loader in second:
-                loader.load_state_dict(state)
-            assert head + run(second, count - taken) == whole
 
 
 @settings(max_examples=25)
@@ -119,20 +103,6 @@ def test_golden_seeds() -> None:
 
 
 GOLDEN_SEEDS = [7566806008162208080, 449455428235106963, 5805045986879929920]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_torch_loader(cache: Any, num_workers: int) -> None:
-    options: dict[str, Any] = {"cache": cache, "shuffle": True, "seed": 4}
-    (loader,) = loaders(1, 6, **options)
-    expected = run([loader], len(loader))
-    made = tc.torch_loader(
-        batch_size=6, num_workers=num_workers, choose=CHOOSE, collate={"y": "list"}, transform=TRANSFORMS, **options
-    )
-    assert [(info.epoch, row) for batch, info in made.with_info() for row in rows_of(batch, info)] == expected
-    sampler = tc.StepSampler(batch_size=6, **options)
-    dataset = tc.StepDataset(sampler, choose=CHOOSE, collate={"y": "list"}, transform=TRANSFORMS, with_info=True)
-    assert [(step.epoch, row) for step in sampler for row in rows_of(*dataset[step])] == expected
 
 
 def test_strings_are_drawn(tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.children import limit_descriptors, run_in_child
@@ -62,52 +60,6 @@ def test_blocks_are_near_each_other(cache: Any) -> None:
     whole = [shards[begin : begin + 5] for begin in range(0, COUNT, 5)]
     assert all(len(set(window)) <= 2 for window in whole)
     assert shards != sorted(shards)
-
-
-@pytest.mark.parametrize(
-    "mode", ["all", "in order", "blocks", "buckets", "weights", "mix", "mix+buckets", "mix+weights+buckets"]
-)
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_resumed_at_every_step(cache: Any, more: Any, mode: str, world_size: int) -> None:
-    options = modes(cache, more)[mode] | {"batch_size": 2, "world_size": world_size}
-    count = 2 * len(ranks(**options)[0]) + 1
-    whole = steps(ranks(**options), count)
-    for taken in range(count):
-        first, second = ranks(**options), ranks(**options)
-        head = steps(first, taken) if taken else []
-        states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
-        assert all(state == states[0] for state in states)
-        for loader in second:
-            loader.load_state_dict(states[0])
-        assert head + steps(second, count - taken) == whole
-
-
-@settings(max_examples=50)
-@given(
-    st.sampled_from(["all", "in order", "blocks", "buckets"]),
-    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=5),
-)
-def test_resumed_by_other_ranks_and_batch_sizes(folder: str, mode: str, runs: list[tuple[int, int, int]]) -> None:
-    """Whatever ranks and batch sizes continue, each sample comes once; without buckets in the epoch's one sequence."""
-    with tc.open(folder) as cache:
-        options = modes(cache, cache)[mode]
-        whole = [n for step in steps(ranks(**options, batch_size=1, world_size=1), 2 * COUNT) for n in step]
-        state, seen = None, []
-        for world_size, batch_size, count in [*runs, (1, 1, 3 * COUNT)]:
-            loaders = ranks(**options, batch_size=batch_size, world_size=world_size)
-            for loader in loaders:
-                if state is not None:
-                    loader.load_state_dict(state)
-            for _ in range(count):
-                seen += [number for step in steps(loaders, 1) for number in step]
-                state = loaders[0].state_dict()
-                for loader in loaders:
-                    loader.load_state_dict(state)  # the next step continues
-                if len(seen) >= 2 * COUNT:
-                    break
-        assert sorted(seen[:COUNT]) == sorted(seen[COUNT : 2 * COUNT]) == list(range(COUNT))
-        if mode != "buckets":
-            assert seen[: 2 * COUNT] == whole
 
 
 @pytest.mark.parametrize("mode", ["all", "buckets", "weights", "mix"])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,30 +78,6 @@ def test_pause_ends_when_all_batches_ahead_are_read(view: Any) -> None:
         assert len(read) == 4 + number
     loader.close()
     loader.pause()
-
-
-def test_pause_covers_batches_that_new_weights_discard(view: Any) -> None:
-    """A thread still reads a batch when new weights discard it."""
-    began: list[int] = []
-    ended: list[int] = []
-    is_slow = threading.Event()
-
-    def collate(samples: list[Any]) -> int:
-        began.append(len(samples))
-        if len(began) == 2:
-            is_slow.set()
-            time.sleep(0.5)
-        ended.append(len(samples))
-        return len(samples)
-
-    loader = tc.Loader(view, 1, collate=collate, weights=np.ones(len(view)), prefetch_batches=2)
-    batches = iter(loader)
-    next(batches)
-    is_slow.wait()
-    loader.set_weights(np.ones(len(view)), strict=True)
-    next(batches)
-    loader.pause()
-    assert len(began) == len(ended)
 
 
 @dataclasses.dataclass(slots=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.interrupts import LOOPS
 
 COUNT = 40
 
@@ -113,40 +109,6 @@ def test_closing_while_another_thread_waits(cache: Any) -> None:
     assert loader.state_dict()["position"]["used"] == 0
 
 
-@pytest.mark.parametrize("threads", [0, 1, 3])
-def test_closing_from_another_thread_at_any_moment(cache: Any, threads: int) -> None:
-    """The iterating thread sees the end of the iteration and no error; the position is that of the batches it was given."""
-    chance, errors = random.Random(threads), list[BaseException]()
-    loader = tc.Loader(cache, 4, num_threads=threads)
-    for _ in range(100):
-        begun, wait_s, first = threading.Event(), chance.uniform(0, 0.001), chance.randrange(9)
-
-        def close(begun: threading.Event = begun, wait_s: float = wait_s) -> None:
-            begun.wait(60)
-            time.sleep(wait_s)
-            try:
-                loader.close()
-                loader.close()
-            except BaseException as exc:
-                errors.append(exc)
-
-        closing = threading.Thread(target=close)
-        closing.start()
-        last = None
-        for number, (_, info) in enumerate(loader.with_info()):
-            last = info
-            if number == first:
-                begun.set()
-        begun.set()
-        closing.join(60)
-        assert not closing.is_alive()
-        assert last is not None
-        at = loader.state_dict()["position"]
-        assert at["step"] == last.step + 1
-    assert not errors
-    assert len(list(loader)) == 10
-
-
 def test_iterating_in_two_threads(cache: Any) -> None:
     """Is refused, or they get different batches."""
     iterator, found = iter(tc.Loader(cache, 1).with_info()), list[Any]()
@@ -155,7 +117,7 @@ def test_iterating_in_two_threads(cache: Any) -> None:
         while True:
             try:
                 found.append(next(iterator)[1].step)
-            except RuntimeError as exc:
+            except (RuntimeError, ValueError) as exc:  # "generator already executing"
                 found.append(exc)
             except StopIteration:
                 return
@@ -185,41 +147,17 @@ def test_closing_more_often_than_needed(cache: Any) -> None:
     assert loader.state_dict()["position"]["used"] == 4
 
 
-@pytest.fixture(scope="module")
-def interrupted() -> dict[str, str]:
-    """Run all loops in one process; return the line of output of each."""
-    names = [name for name in sorted(LOOPS) if name != "dali" or importlib.util.find_spec("nvidia.dali")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.interrupts", "25", *names],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert sorted(found) == names
-    return found
-
-
-@pytest.mark.parametrize("name", sorted(LOOPS))
-def test_interrupts(name: str, interrupted: dict[str, str]) -> None:
-    """At random moments, really sent; `python -m tests.interrupts 1000` does it as often as one likes."""
-    if name not in interrupted:
-        pytest.skip("DALI is missing: pip install nvidia-dali-cuda120")
-    assert "'KeyboardInterrupt': 25" in interrupted[name]
-    for wrong in ("Error", "threads left", "unraisable"):
-        assert wrong not in interrupted[name]
-
-
 def test_a_fork_in_an_iteration(cache: Any) -> None:
-    iterator = iter(tc.Loader(cache, 4))
+    loader = tc.Loader(cache, 4)
+    iterator = iter(loader)
     next(iterator)
     child = os.fork()
     if child == 0:
         try:
             next(iterator)
         except RuntimeError as exc:
-            os._exit("process that began it" in str(exc))
+            # a new iteration has its own threads
+            os._exit("process that began it" in str(exc) and len(list(loader)) == 10)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert len(list(iterator)) == 9

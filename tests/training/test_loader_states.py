@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import base64
 import json
+import tracemalloc
+import zlib
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.training.loaders import COUNT, modes
-from wds_tensorcache.training.weights import Drawn
 
 POSITIONS: list[dict[str, Any]] = [
     {"counts": [1, 2]},
@@ -65,25 +66,44 @@ def test_what_is_no_state(cache: Any, state: dict[str, Any]) -> None:
     for name in ("dataset", "settings", "position", "weights"):
         with pytest.raises(ValueError, match=f"is damaged: it lacks {name}"):
             loader.load_state_dict({key: value for key, value in state.items() if key != name})
-    for weights in (None, 5, [[0, "!"]], [[0, "AAAA"]], [["a", ""]], [[0]]):
-        with pytest.raises(ValueError, match="the state has"):
+    for weights in (5, [], {"caches": None, "samples": {}}):
+        with pytest.raises(ValueError, match="the state has weights, unlike this loader"):
             loader.load_state_dict(state | {"weights": weights})
     with pytest.raises(ValueError, match="a position that"):
         loader.load_state_dict(state | {"position": 3})
 
 
-@pytest.mark.parametrize("values", [[-1.0] * COUNT, [0.0] * COUNT, [float("nan")] * COUNT, [1.0]], ids=str)
-def test_weights_that_are_none(cache: Any, values: list[float]) -> None:
-    loader = tc.Loader(cache, 4, weights=np.ones(COUNT), collate="list")
+def packed(values: Any) -> str:
+    return base64.b64encode(zlib.compress(np.array(values, "<f8").tobytes())).decode()
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        None,
+        {},
+        {"0": 5},
+        {"0": "!"},
+        {"0": "AAAA"},
+        {"0": packed([-1.0] * COUNT)},
+        {"0": packed([0.0] * COUNT)},
+        {"0": packed([float("nan")] * COUNT)},
+        {"0": packed([1.0])},
+        {"1": packed([1.0] * COUNT)},
+        {"0": packed(np.ones(10_000_000))},  # 80 MB in a state of 78 KB
+    ],
+    ids=lambda samples: f"{samples!r:.30}",
+)
+def test_weights_that_are_none(cache: Any, samples: Any) -> None:
+    loader = tc.Loader(cache, 4, weights=np.arange(COUNT), collate="list")
     state = loader.state_dict()
-    other = copy.deepcopy(state)
-    good = tc.Loader(cache, 4, weights=np.arange(COUNT)).state_dict()["weights"]
-    loader._plan._weights._changes = [(0, Drawn(np.array(values), 0))]  # no public way makes such a state
-    other["weights"] = loader.state_dict()["weights"]
-    loader.load_state_dict(state)
-    for weights in (other["weights"], [*good, *good]):
-        with pytest.raises(ValueError, match=r"weights of|weights from steps"):
-            loader.load_state_dict(state | {"weights": weights})
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="the state has no"):
+        loader.load_state_dict(state | {"weights": {"caches": None, "samples": samples}})
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    with pytest.raises(ValueError, match="the state has no weights"):
+        loader.load_state_dict(state | {"weights": None})
     assert loader.state_dict() == state
 
 
@@ -152,15 +172,6 @@ def test_the_last_epoch(cache: Any, options: dict[str, Any]) -> None:
         resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
         assert resumed.epoch == 1 << 31
     assert len(next(iter(resumed))["i"]) == 4
-
-
-@pytest.mark.parametrize("step", [float("inf"), float("nan"), "x", None])
-def test_weights_from_a_step_that_is_none(cache: Any, step: Any) -> None:
-    loader = tc.Loader(cache, 4, weights=np.ones(COUNT))
-    state = loader.state_dict()
-    state["weights"][0][0] = step
-    with pytest.raises(ValueError, match="the state has no valid weights"):
-        loader.load_state_dict(state)
 
 
 def test_buckets_that_equal_nothing(cache: Any) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,7 +29,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tc.TensorCache]:
                 "mean": torch.zeros(3 + i % 4, 2),
                 "std": torch.ones(3 + i % 4, 2),
             }
-            sink.write(f"{i:02d}", {"cond": {"text": text}, "array": np.ones((3 + i % 4, 3)), **moments})
+            sink.write(f"{i:02d}", {"cond": {"text": text}, **moments})
     with tc.open(folder) as opened:
         yield opened
 
@@ -119,13 +118,6 @@ def test_numbers_keep_the_shapes(cache: Any, value: Any) -> None:
     before = info.mask("cond.text").tolist()
     tc.drop_text(1, {"cond.text": value})(batch, info)
     assert info.mask("cond.text").tolist() == before
-
-
-def test_arrays(cache: Any) -> None:
-    for collate in ("list", "pad"):
-        batch, info = cache.read_batch(range(4), collate=collate, return_info=True)
-        tc.drop_text(1, {"array": np.ones((1, 3))})(batch, info)
-        assert info.mask("array").tolist() == [[True] + [False] * (5 if collate == "pad" else 0)] * 4
 
 
 def test_moments(cache: Any) -> None:

@@ -13,8 +13,8 @@ import torch
 import wds_tensorcache as tc
 from tests.stalls import GPU, no_hidden_waits, stall
 from wds_tensorcache.reading.transfer import copying_stream
-from wds_tensorcache.training.transforms import normal as normal_module
-from wds_tensorcache.training.transforms.normal import normal
+from wds_tensorcache.training import normal as normal_module
+from wds_tensorcache.training.normal import normal
 
 pytestmark = GPU
 DEVICE = "cuda"

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from wds_tensorcache.training.base_loader import BaseLoader
+from wds_tensorcache.training.loader import BaseLoader
 
 __all__ = ["ResumeLoaders"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.reading.choices.alternatives import Choose
-from wds_tensorcache.training.base_loader import BaseLoader, Read
-from wds_tensorcache.training.stats import Clock, WaitStats
-from wds_tensorcache.training.step_reader import Transform, as_transforms, transformed
-from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
-from wds_tensorcache.training.steps import Step
+from wds_tensorcache.training.loader import BaseLoader, Read
+from wds_tensorcache.training.make_plan import StepOptions
+from wds_tensorcache.training.plan import Step
+from wds_tensorcache.training.stats import LoaderStats
+from wds_tensorcache.training.step_reader import Transform, apply_transforms, as_transforms
+from wds_tensorcache.training.step_sampler import StepSampler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,7 +60,7 @@ class StepDataset(Dataset[Any]):
         with_info: bool = False,
     ) -> None:
         reader = sampler._reader(choose)
-        collate = collate_for(sampler._caches, collate, pad_value, reader.chosen_names)
+        collate = collate_for(sampler._plan.caches, collate, pad_value, reader.chosen_names)
         self.sampler: StepSampler | None = sampler
         # worker processes share the cores, so each reads without threads
         self._reader = reader.single_threaded()
@@ -78,7 +80,7 @@ class StepDataset(Dataset[Any]):
         if not self._with_info and not self._transforms:
             return batch
         info = self._reader.info(step, collate=self._options["collate"])
-        batch = transformed(batch, info, self._transforms)
+        batch = apply_transforms(batch, info, self._transforms)
         if not self._with_info:
             return batch
         # a transform may have changed the mask of the first record
@@ -170,14 +172,14 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         """
         if not isinstance(dataset, StepDataset) or dataset.sampler is None:
             raise TypeError(f"dataset={dataset!r:.200}, expected a StepDataset")
-        self._plan, self._collate, self._clock = dataset.sampler, dataset._options["collate"], Clock()
-        self._reader = self._plan._reader(dataset._reader.alternatives)
+        self._sampler, self._collate, self._stats = dataset.sampler, dataset._options["collate"], LoaderStats()
+        self._reader = self._sampler._reader(dataset._reader.alternatives)
         # workers do not send which transforms have changed shapes, for example in a function that calls `drop_text`
-        self._edits = [each for each in dataset._transforms if hasattr(each, "edit_shapes")]
-        batch_sampler = self._plan if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
+        self._edits = [transform for transform in dataset._transforms if hasattr(transform, "edit_shapes")]
+        batch_sampler = self._sampler if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
         # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.
-        vars(self)["sampler"] = self._plan  # a DistributedSampler
+        vars(self)["sampler"] = self._sampler  # a DistributedSampler
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -195,10 +197,10 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     def __iter__(self) -> Any:
         return self._begin(with_info=False)
 
-    def _read_batches(self, pools: Any, *, with_info: bool) -> Iterator[Read]:
+    def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
         return self._accelerated(self._read_steps()) if self._is_prepared else self._read_steps()
 
-    def _accelerated(self, steps: Iterator[Read]) -> Iterator[Read]:
+    def _accelerated(self, reads: Generator[Read, None, None]) -> Generator[Read, None, None]:
         """Yield the batches on accelerate's device, and mark the last one, with which accelerate uses all gradients."""
         from accelerate.state import GradientState, PartialState
         from accelerate.utils import send_to_device
@@ -206,49 +208,41 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         device, gradients = PartialState().device, GradientState()
         gradients._add_dataloader(self)
         try:
-            for batch, (_, edits), step, after in steps:
-                self.end_of_dataloader = after.epoch != step.epoch
-                found = [send_to_device(batch, device)]
-                del batch
-                yield found.pop(), (torch.from_numpy(step.is_padding).to(device), edits), step, after
+            for read in reads:
+                self.end_of_dataloader = read.after.epoch != read.step.epoch
+                read.batch[0] = send_to_device(read.batch[0], device)
+                yield read._replace(is_padding=torch.from_numpy(read.step.is_padding).to(device))
         finally:
+            reads.close()
             self.end_of_dataloader = False
             gradients._remove_dataloader(self)
 
-    def _read_steps(self) -> Iterator[Read]:
-        plan, num_ahead = self._plan, self.num_workers * (self.prefetch_factor or 0)
-        plan._leader = self._running
-        self._planned = plan._position.step + num_ahead
-        batches: Any = DataLoader.__iter__(self)
-        while True:
-            try:
-                found = [next(batches)]
-            except StopIteration:
-                return
-            except Exception as caught:
-                # Hazard: a frame of torch in the traceback refers to the error. This cycle would keep the workers alive
-                # until a forked child collects it and tries to end them. The worker's traceback is in the error's text.
-                batches, exc = None, caught.with_traceback(None) if self.num_workers else caught
-                if self.num_workers and isinstance(exc, (TensorCacheError, OSError)):
-                    # torch re-creates the error from its text alone; reading again raises it with kind, offset and errno
-                    self.dataset[plan._course.step(plan._position)[0]]
-                raise exc from None
-            step, after = plan._course.step(plan._position)
-            self._planned = after.step + num_ahead
-            # no reference here keeps the batch alive
-            yield found.pop(), (None, self._edits), step, plan._settled(after)
-
-    def stats(self) -> WaitStats:
-        """Return how long training has waited for the batches of this loader.
-
-        The times of reading and of transforms stay in the worker processes, and torch does not tell when a batch was ready.
-        `tc.Loader.stats` has all of them.
-        """
-        return self._clock.waits()
-
-    def _end_after(self, exc: BaseException, running: Any) -> None:
-        super()._end_after(exc, running)
-        self._iterator = None  # torch's iterator, which owns the persistent workers
+    def _read_steps(self) -> Generator[Read, None, None]:
+        scheduled = self._scheduled = self._sampler._scheduled = deque()
+        try:
+            batches: Any = DataLoader.__iter__(self)
+            while True:
+                try:
+                    batch = [next(batches)]
+                except StopIteration:
+                    return
+                except BaseException as caught:
+                    self._iterator = None  # torch's iterator, which owns the persistent workers
+                    if not isinstance(caught, Exception):
+                        raise
+                    # Hazard: a frame of torch in the traceback refers to the error. This cycle would keep the workers alive
+                    # until a forked child collects it and tries to end them. The worker's traceback is in the error's text.
+                    batches, exc = None, caught.with_traceback(None) if self.num_workers else caught
+                    if self.num_workers and isinstance(exc, (TensorCacheError, OSError)):
+                        # torch re-creates the error from its text alone; reading again raises it with kind, offset and errno
+                        self.dataset[scheduled[0][0]]
+                    raise exc from None
+                step, after, _ = scheduled.popleft()
+                yield Read(batch, None, self._edits, None, step, after)
+        finally:
+            if self._sampler._scheduled is scheduled:
+                self._sampler._scheduled = None
+            scheduled.clear()
 
     def close(self) -> None:
         """End the iteration and the worker processes; the position is kept, and the caches stay open."""

@@ -1,4 +1,4 @@
-"""Groups of samples, and the streams made of them: buckets for `bucket_by`, and blocks of one shard for `shuffle="blocks"`."""
+"""Groups of samples: buckets for `bucket_by`, and blocks of one shard for `shuffle="blocks"`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.lookup.positions import shard_runs, take
 from wds_tensorcache.reading.schema import Entry, shapes_of
-from wds_tensorcache.reading.seeds import stream_seed
-from wds_tensorcache.training.order import BlockOrder, EpochOrder
-from wds_tensorcache.training.steps import Permuted
 
-__all__ = ["ByLength", "block_sizes", "buckets_of", "by_length", "make_streams"]
+__all__ = ["ByLength", "block_sizes", "buckets_of", "by_length"]
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -119,31 +116,3 @@ def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
     if not isinstance(cache, TensorCache):  # in memory: every order takes the same time
         return [len(cache if members is None else members)]
     return shard_runs(cache._store, cache._where if members is None else take(cache._where, members))
-
-
-def make_streams(
-    caches: Sequence[Any],
-    names: Iterable[str] | None,
-    bucket_by: Any,
-    repeats: Sequence[int],
-    shuffle: bool | str,
-    window: int,
-    seed: int,
-) -> list[Permuted]:
-    """Return the streams of caches; `names` are those of `mix`, and the other arguments those of `StepSampler`."""
-    streams: list[Permuted] = []
-    for source, (name, cache) in enumerate(zip([None] * len(caches) if names is None else names, caches, strict=True)):
-        buckets: dict[Any, Any] = {None: None} if bucket_by is None else buckets_of(cache, bucket_by)
-        for label, members in buckets.items():
-            order: Any
-            own_seed = stream_seed(seed, "order", len(streams))
-            if shuffle == "blocks":
-                order = BlockOrder(block_sizes(cache, members), window=window, seed=own_seed)
-            else:
-                count = len(cache if members is None else members)
-                order = EpochOrder(count, shuffle=bool(shuffle), seed=own_seed)
-            full_name = label
-            if names is not None:
-                full_name = name if bucket_by is None else (name, label)
-            streams.append(Permuted(order, members, name=full_name, source=source, repeats=repeats[source]))
-    return streams

@@ -1,38 +1,46 @@
-"""Batches for training, read ahead by threads."""
+"""Batches for training, read ahead by threads; and the state that a checkpoint saves."""
 
 from __future__ import annotations
 
-import weakref
+import atexit
+import os
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from threading import current_thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
 from wds_tensorcache.arguments import as_int, check_options
 from wds_tensorcache.codec.lazy import check_device
+from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.batch.batch_memory import SPENT, to_device
 from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.reading.choices.alternatives import Choose
 from wds_tensorcache.reading.remote.batches_ahead import NUM_THREADS, BatchesAhead, remote_url
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
 from wds_tensorcache.storage.remote.fetch import MADE
-from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
-from wds_tensorcache.training.base_loader import BaseLoader, Read
-from wds_tensorcache.training.skipping import LoaderBatches, LoaderPositions
-from wds_tensorcache.training.stats import Clock, LoaderStats, Timing
-from wds_tensorcache.training.step_reader import Transform, as_transforms, transformed
-from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
-from wds_tensorcache.training.steps import Position, Step
+from wds_tensorcache.training.make_plan import StepOptions
+from wds_tensorcache.training.plan import Position, RowCounts, Step
+from wds_tensorcache.training.state import build_state, load_state
+from wds_tensorcache.training.stats import LoaderStats, Timing
+from wds_tensorcache.training.step_reader import StepReader, Transform, apply_transforms, as_transforms
+from wds_tensorcache.training.step_sampler import StepSampler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Loader"]
+__all__ = ["BaseLoader", "Loader", "Read"]
 
-_Waiting = deque[tuple[Step, Position, "Job[Any] | None"]]
 _NUM_THREADS = _PREFETCH_BATCHES = 2
+_THREAD_NAME = "tensorcache-loader"
+_LEFT_WAITS_S = 1.0  # how long an abandoned loop waits for its threads: a server may not answer for minutes
 _REMEDIES = {  # by names of arguments of torch's DataLoader
     "drop_last": "last_batch='drop'",
     "num_workers": "num_threads=, since threads read the batches, or tc.torch_loader",
@@ -40,6 +48,217 @@ _REMEDIES = {  # by names of arguments of torch's DataLoader
     "collate_fn": "collate=",
     "choices": "choose=",
 }
+
+
+class Read(NamedTuple):
+    """A batch that was read.
+
+    Attributes:
+        batch: A list with the batch, from which the loop takes it, so that nothing else keeps its memory.
+        is_padding: Mask of the padding on the loader's device; None for the CPU.
+        edits: Transforms that have changed shapes.
+        timing: Times of its stages; None if they are unknown.
+        step: Step of the batch.
+        after: Position after the step.
+    """
+
+    batch: list[Any]
+    is_padding: torch.Tensor | None
+    edits: Sequence[Any]
+    timing: Timing | None
+    step: Step
+    after: Position
+
+
+class BaseLoader(ABC):
+    """Base class of the loaders: iterations over the steps of a `StepSampler`, whose position follows the batches returned.
+
+    A loader with another batch size, or another number of ranks or workers, can load the state, and continues with the
+    samples that were not used.
+    """
+
+    _sampler: StepSampler
+    _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
+    _reader: StepReader
+    _stats: LoaderStats
+    _num_iterations = 0
+    _is_open = False  # the last iteration was not closed
+    _reads: Generator[Read, None, None] | None = None
+    _scheduled: deque[tuple[Step, Position, Future[Any] | None]] | None = (
+        None  # steps whose batches were not returned yet
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_is_open": False, "_reads": None, "_scheduled": None}  # a copy has no iteration
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch, which is equal on all ranks."""
+        return len(self._sampler)
+
+    def __repr__(self) -> str:
+        shown = f"{type(self).__name__}{repr(self._sampler).removeprefix('StepSampler')}"
+        return shown + (f"\n  {self._stats}" if self._stats.num_batches else "")
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._sampler.epoch
+
+    @property
+    def num_batches_left(self) -> int:
+        """Number of batches from the next one to the end of its epoch, equal on all ranks.
+
+        After the last batch of an epoch, it is the number of batches of the next epoch. After a state that was saved with
+        another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's size.
+        """
+        self._sampler._find_rank()
+        return self._sampler._plan.num_steps(self._sampler._position)
+
+    def count_rows(self) -> RowCounts:
+        """Return how many rows the batches of an epoch have over all ranks, and how many are padded, repeated or dropped."""
+        return self._sampler.count_rows()
+
+    def stats(self) -> LoaderStats:
+        """Return how long training and the loader have waited for each other, with times and bytes of each stage."""
+        return replace(self._stats)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`.
+
+        This ends the current iteration, unless it is at the beginning of that epoch. An iteration from which no batch was
+        requested yet begins that epoch.
+        """
+        self._sampler.set_epoch(epoch)
+
+    def with_info(self) -> Iterable[tuple[Any, BatchInfo]]:
+        """Return an iterable of pairs `(batch, BatchInfo)`; each iteration over it is an epoch."""
+        return _WithInfo(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch; after `load_state_dict`, continue the state's epoch. This ends the current iteration."""
+        return self._begin(with_info=False)
+
+    def _begin(self, *, with_info: bool) -> Iterator[Any]:
+        BaseLoader.close(self)  # a TorchLoader keeps its persistent workers
+        self._num_iterations += 1
+        self._is_open = True
+        return self._iterate(self._num_iterations, os.getpid(), with_info=with_info)
+
+    def _iterate(self, iteration: int, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
+        """Yield the rest of an epoch, which begins when the first batch is requested: Lightning calls `set_epoch` after `iter`.
+
+        Any thread may close the iteration, also while another thread waits here.
+        """
+        sampler, given_at, num_moves = self._sampler, None, -1
+        reads: Generator[Read, None, None] | None = None
+        try:
+            while True:
+                asked_at = perf_counter()
+                if self._num_iterations != iteration:
+                    raise RuntimeError("another iteration of this loader has begun, which ended this iteration")
+                if os.getpid() != pid:
+                    raise RuntimeError(
+                        "this iteration's threads are in the process that began it; begin an iteration here"
+                    )
+                if not self._is_open or (reads is not None and num_moves != sampler._num_moves):
+                    return
+                if reads is None:
+                    # until a batch is returned, another iteration would also begin here
+                    sampler._move(sampler._beginning(), is_resumed=True)
+                    num_moves = sampler._num_moves
+                    reads = self._reads = self._read_batches(with_info)
+                try:
+                    read = next(reads, None)
+                    if read is not None and with_info:
+                        info = self._reader.info(read.step, read.is_padding, self._collate, read.edits)
+                        read.batch[0] = read.batch[0], info
+                        del info
+                except Exception:
+                    if self._is_open and self._num_iterations == iteration:
+                        raise
+                    return  # another thread has closed the iteration, in which reading fails
+                if read is None or not self._is_open or self._num_iterations != iteration:
+                    return
+                given_at = self._stats._count(asked_at, given_at, read.timing)
+                # the state counts exactly the batches that the caller received
+                sampler._is_resumed = False
+                sampler._position = read.after
+                yield read.batch.pop()
+        finally:
+            if reads is not None:
+                try:  # noqa: SIM105  # at the end of the interpreter, names of modules are gone
+                    reads.close()
+                except ValueError:  # it is executing: another thread closes it
+                    pass
+
+    @abstractmethod
+    def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
+        """Yield the batches of the rest of an epoch, starting at the sampler's position; keep `_scheduled`."""
+
+    def set_weights(self, weights: Any) -> int:
+        """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that are not scheduled yet.
+
+        `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with such weights.
+
+        A step is scheduled when the loader reads its batch ahead. A state has the weights at the time of `state_dict`, so a
+        run that resumes before the first step with new weights uses them at once.
+
+        Returns:
+            Number of the first step with the new weights.
+
+        Raises:
+            ValueError: The loader has no weights, or the new weights do not match it.
+        """
+        self._sampler._plan.weights.change(weights)
+        return self._scheduled[-1][1].step if self._scheduled else self._sampler._position.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch returned, as a dict for JSON, equal on all ranks.
+
+        It contains the loader's weights, if it has any.
+
+        Raises:
+            RuntimeError: Another data loader has begun to iterate over this loader's sampler, so only that data loader has
+                the state.
+        """
+        if self._sampler._is_elsewhere:
+            raise RuntimeError(
+                "another data loader iterates over this loader's sampler: save that data loader's state. If accelerate's "
+                "skip_first_batches made it, it has none: to resume, load this loader's state instead of skipping batches"
+            )
+        return build_state(self._sampler._plan, self._sampler._position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last batch of a state, with this loader's batch size and number of ranks.
+
+        The loader takes over the state's weights; call `set_weights` afterwards to change them.
+
+        Raises:
+            ValueError: The state is damaged, or belongs to a loader with other samples, seed, shuffle or mix.
+        """
+        plan = self._sampler._plan
+        # a larger step may not fit into the rest of the epoch
+        self._sampler._move(plan.settle(load_state(plan, state)), is_resumed=True)
+
+    def close(self) -> None:
+        """End the iteration and its threads. The position is kept, and the caches stay open."""
+        self._is_open = False
+        reads, self._reads = self._reads, None
+        if reads is not None:
+            # of a generator that is executing: `next` in another thread ends it, or the code from which this was called
+            with suppress(ValueError):
+                reads.close()
+
+
+class _WithInfo:
+    def __init__(self, loader: BaseLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader._begin(with_info=True)
 
 
 class Loader(BaseLoader):
@@ -57,8 +276,7 @@ class Loader(BaseLoader):
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The
-            default is 2. If shards are at urls, it is 16, since their threads wait for requests most of the time. After
-            eight batches in a row that needed no request, as from a node's cache, it is 2 until a batch needs one.
+            default is 2. If shards are at urls, it is 16, since their threads wait for requests most of the time.
         prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4, and
             grows while training waits for requests, up to 32 batches or 1 GiB, if the server's latency and rate require
             that. After eight batches in a row that needed no request, it is 2, and may grow again.
@@ -72,8 +290,12 @@ class Loader(BaseLoader):
     Memory: `prefetch_batches + 1` batches, besides those that the caller keeps. On a GPU, a batch keeps its memory until the
         work that was queued on it has ended; if the CPU runs several steps ahead of the GPU, that is as many more batches.
     Threads/fork/pickle: one thread iterates, any thread may call `close`; only in the process that made the loader.
-        Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch.
+        Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch. A forked child
+        begins its own iterations.
     """
+
+    batch_sampler = None  # Lightning asks for it
+    _pool: ThreadPoolExecutor | None = None  # of the current iteration
 
     def __init__(
         self,
@@ -95,63 +317,60 @@ class Loader(BaseLoader):
         ahead = _PREFETCH_BATCHES if prefetch_batches is None else as_int("prefetch_batches", prefetch_batches)
         if min(threads, ahead) < 0:
             raise ValueError(f"num_threads={threads}, prefetch_batches={ahead}: expected 0 or more")
-        self._plan = StepSampler(cache, batch_size, **steps)
-        url = remote_url(self._plan._caches)
+        self._sampler = StepSampler(cache, batch_size, **steps)
+        caches = self._sampler._plan.caches
+        url = remote_url(caches)
         self._ahead = BatchesAhead(url, None if prefetch_batches is None else ahead)
-        # at urls, the second pool reads while no batch needs requests
-        self._pool_sizes = (NUM_THREADS, threads) if num_threads is None and url is not None else (threads,)
-        self._reader = self._plan._reader(choose)
-        collate = collate_for(self._plan._caches, collate, pad_value, self._reader.chosen_names)
+        self._num_threads = NUM_THREADS if num_threads is None and url is not None else threads
+        self._reader = self._sampler._reader(choose)
+        collate = collate_for(caches, collate, pad_value, self._reader.chosen_names)
         self._transforms = as_transforms(transform)
         # each thread of the loader reads whole batches, so reading one batch needs no further threads
         self._thread_reader = self._reader.single_threaded()
         self._device, self._collate = device, collate
         self._read_options = {"device": device, "pin_memory": pin_memory, "collate": collate, "pad_value": pad_value}
-        self._is_flushed = False
-        self._waiting: Callable[[], _Waiting | None] = lambda: None  # weak reference to the batches that are read ahead
-        self._clock = Clock()
+        self._stats = LoaderStats()
 
-    def _read_batches(self, pools: Sequence[ThreadPool | None], *, with_info: bool) -> Iterator[Read]:
-        plan, waiting = self._plan, _Waiting()
-        self._waiting = weakref.ref(waiting)
+    def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
+        plan, planned, pid = self._sampler._plan, self._sampler._position, os.getpid()
         check_device(self._device)
         device = Transfer(self._device).device  # threads have another current GPU
         runs_functions = bool(self._transforms) or callable(self._read_options["collate"])
         if runs_functions and device is not None and device.type == "cuda":
             # they may use tensors that were made before the loop
             copying_stream(device).wait_stream(torch.cuda.current_stream(device))
-        planned = plan._position
+        pool = self._pool = ThreadPoolExecutor(self._num_threads, _THREAD_NAME) if self._num_threads else None
+        scheduled = self._scheduled = deque()
+        _STARTED.add(self)
         epoch = planned.epoch
-        while True:
-            if self._is_flushed:
-                # `pause` does not know these jobs any more, so those that already run end here
-                wait_for([job for *_, job in waiting if job is not None and not job.cancel()])
-                waiting.clear()
-                planned, self._is_flushed = plan._position, False
-            pool = pools[-1] if self._ahead.is_local else pools[0]
-            while len(waiting) <= self._ahead.count and planned.epoch == epoch:
-                step, after = plan._course.step(planned)
-                planned = plan._settled(after)
-                job = None if pool is None else pool.submit(self._read, step, device, with_info)
-                waiting.append((step, planned, job))
-                self._planned = planned.step
-            if not waiting:
-                return
-            step, after, job = waiting.popleft()
-            has_waited = job is not None and not job.is_done
-            try:
-                transfer, *found = self._read(step, device, with_info) if job is None else job.result()
-            except Cancelled:
-                return
-            del job
-            transfer.hand_over()
-            timing = found.pop()
-            self._clock.take(timing)
-            self._ahead.note(timing.nbytes, has_waited=has_waited, has_requested=timing.num_requests > 0)
-            yield (*map(found.pop, (0, 0)), step, after)  # without a reference that would keep the batch alive
+        try:
+            while True:
+                num_ahead = 0 if pool is None else self._ahead.count
+                while len(scheduled) <= num_ahead and planned.epoch == epoch:
+                    step, after = plan.step(planned)
+                    planned = plan.settle(after)
+                    job = None if pool is None else pool.submit(self._read, step, device, with_info)
+                    scheduled.append((step, planned, job))
+                if not scheduled:
+                    return
+                step, after, job = scheduled.popleft()
+                has_waited = job is not None and not job.done()
+                transfer, batch, is_padding, edits, timing = (
+                    self._read(step, device, with_info) if job is None else job.result()
+                )
+                del job
+                transfer.hand_over()
+                self._ahead.note(timing.nbytes, has_waited=has_waited, has_requested=timing.num_requests > 0)
+                yield Read(batch, is_padding, edits, timing, step, after)
+        finally:
+            if pool is not None and os.getpid() == pid:
+                _end(pool, [job for *_, job in scheduled if job is not None])
+            scheduled.clear()
 
-    def _read(self, step: Step, device: torch.device | None, with_info: bool) -> tuple[Transfer, Any, Any, Timing]:
-        """Return a batch, and what its `BatchInfo` needs; see `Read`. The caller of `next` must call `hand_over`."""
+    def _read(
+        self, step: Step, device: torch.device | None, with_info: bool
+    ) -> tuple[Transfer, list[Any], Any, list[Any], Timing]:
+        """Return a batch, and what its `BatchInfo` needs. The thread that iterates must call `hand_over`."""
         began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, MADE.num_requests
         transfer = Transfer(device)
         with transfer.copying():
@@ -163,61 +382,34 @@ class Loader(BaseLoader):
             if self._transforms:
                 # training gets another mask, because a transform may write into its own
                 info = self._thread_reader.info(step, is_padding.clone(), self._collate)
-                batch, edits = transformed(batch, info, self._transforms), info._edits
+                batch, edits = apply_transforms(batch, info, self._transforms), info._edits
                 done = perf_counter()
             if self._transforms or callable(self._read_options["collate"]):
                 transfer.add(batch)
         transfer_s = SPENT.transfer_s - transfer_s
         num_requests = MADE.num_requests - num_requests
         timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, num_requests, done)
-        return transfer, batch, (is_padding, edits), timing
+        return transfer, [batch], is_padding, edits, timing
 
     @property
     def sampler(self) -> StepSampler:
         """The sampler of this loader's steps. Lightning calls its `set_epoch` when an epoch begins."""
-        return self._plan
-
-    def stats(self) -> LoaderStats:
-        """Return how long training and the loader have waited for each other, with times and bytes of each stage."""
-        return self._clock.stats()
+        return self._sampler
 
     def pause(self) -> None:
         """Pause the threads until the next batch is requested, after waiting until they have read all batches ahead.
 
         Call this before work that other threads disturb, such as the capture of a CUDA graph.
         """
-        wait_for([job for *_, job in list(self._waiting() or ()) if job is not None])
+        wait([job for *_, job in self._scheduled or () if job is not None])
 
-    def set_weights(self, weights: Any, *, strict: bool = False) -> int:
-        """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), and return the first step with the new weights.
-
-        Args:
-            weights: New weights; `{"a": […]}` for the samples in a cache of the mix.
-            strict: Apply the weights to the next batch, and discard batches that were read ahead.
-
-        Raises:
-            ValueError: The loader has no weights, or the new weights do not match it.
-        """
-        step = self._change_weights(weights, 0) if strict else super().set_weights(weights)
-        self._is_flushed |= strict
-        return step
-
-    prefetch_factor = None  # of a DataLoader that skips batches
-
-    @property
-    def batch_sampler(self) -> LoaderPositions:
-        """The positions of the batches, for trainers that skip batches to resume, as accelerate's `skip_first_batches` does."""
-        return LoaderPositions(self)
-
-    @property
-    def dataset(self) -> LoaderBatches:
-        """The batches by position, for trainers that skip batches to resume."""
-        return LoaderBatches(self)
-
-    @staticmethod
-    def collate_fn(batch: Any) -> Any:
-        """Return the batch, which is collated already."""
-        return batch
+    def close(self) -> None:
+        """End the iteration and its threads. The position is kept, and the caches stay open."""
+        self._is_open = False  # before reading fails in another thread
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=not _is_reader(), cancel_futures=True)
+        super().close()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -229,3 +421,26 @@ class Loader(BaseLoader):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _end(pool: ThreadPoolExecutor, jobs: Sequence[Future[Any]]) -> None:
+    """End the threads of an iteration; wait for those that read a batch, but not long."""
+    running = [job for job in jobs if not job.cancel()]
+    pool.shutdown(wait=False)
+    if not _is_reader() and not wait(running, _LEFT_WAITS_S).not_done:
+        pool.shutdown()
+
+
+# Hazard: when the interpreter has cleared its modules, a suspended generator cannot end its threads
+_STARTED: WeakSet[Loader] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for loader in list(_STARTED):
+        loader.close()
+
+
+def _is_reader() -> bool:
+    """Return whether this thread reads batches; it cannot wait for itself."""
+    return current_thread().name.startswith(_THREAD_NAME)

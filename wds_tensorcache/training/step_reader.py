@@ -14,9 +14,9 @@ from wds_tensorcache.reading.choices.alternatives import Alternatives
 from wds_tensorcache.reading.choices.chooser import Randomness
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema
 from wds_tensorcache.reading.seeds import stream_seed
-from wds_tensorcache.training.steps import Step
+from wds_tensorcache.training.plan import Step
 
-__all__ = ["StepReader", "Transform", "as_transforms", "transformed"]
+__all__ = ["StepReader", "Transform", "apply_transforms", "as_transforms"]
 
 Transform: TypeAlias = "Callable[[Any, BatchInfo], Any]"
 
@@ -57,12 +57,12 @@ class StepReader:
 
     def schema(self) -> dict[str, TensorSchema]:
         """Return the properties of the batches' tensors, by name."""
-        found: dict[str, TensorSchema] = {}
+        merged: dict[str, TensorSchema] = {}
         for cache in self._caches:
             schema = cache.schema
             schema = schema if self.alternatives is None else self.alternatives.schema_of(schema)
-            found |= {name: merge_schema(found.get(name), tensor) for name, tensor in schema.items()}
-        return found
+            merged |= {name: merge_schema(merged.get(name), tensor) for name, tensor in schema.items()}
+        return merged
 
     def read(self, step: Step, options: dict[str, Any]) -> Any:
         """Return the batch of a step; `options` are those of `Cache.read_batch`.
@@ -134,17 +134,17 @@ def as_transforms(transform: Any) -> tuple[Transform, ...]:
     """
     if transform is None or callable(transform):
         return () if transform is None else (transform,)
-    found = tuple(transform) if isinstance(transform, Sequence) else (transform,)
-    for each in found:
-        if not callable(each):
+    transforms = tuple(transform) if isinstance(transform, Sequence) else (transform,)
+    for function in transforms:
+        if not callable(function):
             raise TypeError(
                 f"transform={transform!r:.200}, expected a function of a batch and its BatchInfo, or a list of them"
             )
-    return found
+    return transforms
 
 
-def transformed(batch: Any, info: BatchInfo, transforms: Sequence[Transform]) -> Any:
-    """Return a batch after all transforms, in order.
+def apply_transforms(batch: Any, info: BatchInfo, transforms: Sequence[Transform]) -> Any:
+    """Apply all transforms to a batch, in order.
 
     Raises:
         TensorCacheError: A transform raised it; a note names the transform and the step.

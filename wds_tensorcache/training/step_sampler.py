@@ -1,46 +1,28 @@
-"""The sampler of training steps: it determines the samples of each step on this rank, and where training resumes."""
+"""The sampler of training steps: a plan with the current position, from which training resumes."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.ranks import find_rank, is_distributed
-from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.choices.alternatives import Alternatives
-from wds_tensorcache.reading.seeds import stream_seed
-from wds_tensorcache.training.buckets import ByLength, make_streams
-from wds_tensorcache.training.state import identity_of, order_digest, position_from, state_of
+from wds_tensorcache.training.buckets import ByLength
+from wds_tensorcache.training.make_plan import make_plan
+from wds_tensorcache.training.plan import MAX_EPOCHS, Position, RowCounts, Step
+from wds_tensorcache.training.state import build_state, load_state
 from wds_tensorcache.training.step_reader import StepReader
-from wds_tensorcache.training.steps import MAX_BATCH, MAX_EPOCHS, MAX_STEP, Course, Position, RowCounts, Step
-from wds_tensorcache.training.weights import Weights, caches_of, repeats_of, sample_weights_of, weights_of
 
-__all__ = ["StepOptions", "StepSampler"]
+__all__ = ["StepSampler"]
 
-LAST_BATCH = ("short", "pad", "wrap", "drop")
 _NUM_SHOWN = 8  # caches of `mix` that a repr shows
-
-
-class StepOptions(TypedDict, total=False):
-    """Options of `StepSampler` that every loader takes."""
-
-    shuffle: bool | str
-    seed: int
-    rank: int | None
-    world_size: int | None
-    group: Any
-    last_batch: str
-    weights: Any
-    mix: Mapping[str, Any] | None
-    repeats: int | Mapping[str, int] | None
-    bucket_by: Any
-    window: int
 
 
 class StepSampler(DistributedSampler[Step]):
@@ -53,10 +35,9 @@ class StepSampler(DistributedSampler[Step]):
         loader = StatefulDataLoader(tc.StepDataset(sampler), batch_size=None, sampler=sampler, num_workers=4)
 
     Each iteration begins the next epoch, even if the previous iteration was abandoned. torchdata's `StatefulDataLoader`
-    resumes exactly if it has as many workers as before; with `snapshot_every_n_steps` above 1, only if `batch_size *
-    world_size` is also the same. A state that was saved after the last batch of an epoch makes the first loop empty, unless
-    `set_epoch` has requested a different epoch, which then begins. torch's plain `DataLoader` saves no state: use
-    `tc.torch_loader`.
+    resumes exactly if it has as many workers as before, and its default `snapshot_every_n_steps=1`. A state that was saved
+    after the last batch of an epoch makes the first loop empty, unless `set_epoch` has requested a different epoch, which then
+    begins. torch's plain `DataLoader` saves no state: use `tc.torch_loader`.
 
     Args:
         cache: Cache from `tc.open` or `tc.join`; None with `mix`.
@@ -114,115 +95,72 @@ class StepSampler(DistributedSampler[Step]):
         bucket_by: Any = None,
         window: int = 4096,
     ) -> None:
-        if (cache is None) == (mix is None):
-            raise ValueError("expected either a cache, or mix= with several caches")
-        batch_size, seed, window = as_int("batch_size", batch_size), as_int("seed", seed), as_int("window", window)
-        if not 1 <= batch_size <= MAX_BATCH:
-            raise ValueError(f"batch_size={batch_size}, expected at least 1, and at most {MAX_BATCH:,}")
-        if last_batch not in LAST_BATCH:
-            raise ValueError(f"last_batch={last_batch!r}, expected one of {', '.join(LAST_BATCH)}")
-        if shuffle not in (True, False, "blocks"):
-            raise ValueError(f"shuffle={shuffle!r}, expected True, False or 'blocks'")
-        shuffle = shuffle if isinstance(shuffle, str) else bool(shuffle)
         # a trainer may initialize torch.distributed later
         self._is_rank_open = rank is None and group is None and not is_distributed()
         rank, world_size = find_rank(rank, world_size, group, is_final=not self._is_rank_open)
-        if batch_size * world_size > MAX_STEP:
-            raise ValueError(f"world_size={world_size}, expected at most {MAX_STEP // batch_size:,}")
-        self._caches: list[Any] = [cache] if mix is None else caches_of(mix)
-        for each in self._caches:
-            if not isinstance(each, Cache):
-                raise ValueError(f"{each!r:.200} is not a cache; open it with tc.open")
-            if not len(each):
-                raise ValueError("the cache has no samples: did a filter or a slice leave none?")
-        self._seed = seed
-        of_samples = sample_weights_of(weights, mix) if mix is not None else {}
-        if mix is not None:
-            weights = weights_of(mix)
-        if weights is not None and repeats is not None:
-            raise ValueError(
-                "repeats and weights are mutually exclusive: leave out the weights, as in mix={'a': cache, 'b': other}"
-            )
-        passes = repeats_of(repeats, mix)
-        self._streams = make_streams(self._caches, mix, bucket_by, passes, shuffle, window, seed)
-        self._names: list[Any] = [stream.name for stream in self._streams]
-        names, samples = None if mix is None else list(mix), {}
-        for name, values in of_samples.items():
-            source = (names or []).index(name)
-            count, buckets = len(self._caches[source]), self._buckets_of(source)
-            samples[name] = Weights(values, None, count, stream_seed(seed, "draws", source), buckets)
-        self._weights = Weights(
-            weights, names, len(self._caches[0]), stream_seed(seed, "draws"), self._buckets_of(0), samples
+        self._plan = make_plan(
+            cache,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            last_batch=last_batch,
+            weights=weights,
+            mix=mix,
+            repeats=repeats,
+            bucket_by=bucket_by,
+            window=window,
         )
-        self._course = Course(
-            self._streams, self._weights, batch_size, rank, world_size, last_batch, seed, bool(shuffle)
-        )
-        modes = {
-            "weights": weights is not None and (mix is None or bool(samples)),
-            "mix": mix is not None,
-            "buckets": bucket_by is not None,
-        }
-        mode = "+".join(name for name, is_used in modes.items() if is_used) or "all"
-        self._settings: dict[str, Any] = {
-            "seed": seed,
-            "shuffle": shuffle,
-            "mode": mode,
-            "streams": list(map(str, self._names)),
-            "order": order_digest(self._streams),
-        }
-        if samples:
-            self._settings["weighted"] = sorted(samples)
-        if repeats is not None or (mix is not None and weights is None):
-            self._settings["repeats"] = passes
-        self._count, self._batch_size = sum(map(len, self._streams)), batch_size
         self._check_steps()
-        self._shown_options = f"{shuffle=}, {seed=}, {last_batch=}"
+        settings, samples = self._plan.settings, self._plan.weights.samples
+        self._shown_options = f"shuffle={settings['shuffle']!r}, {seed=}, {last_batch=}"
         if bucket_by is not None:
-            self._shown_options += f", {len(self._streams):,} buckets by {_shown_key(bucket_by)}"
-        if mode.startswith("weights"):
-            self._shown_options += ", drawn by weights" + (f" in {sorted(samples)!r:.200}" if samples else "")
-        if "repeats" in self._settings:
+            self._shown_options += f", {len(self._plan.streams):,} buckets by {_shown_key(bucket_by)}"
+        if samples:
+            self._shown_options += ", drawn by weights" + (
+                f" in {settings['weighted']!r:.200}" if mix is not None else ""
+            )
+        if "repeats" in settings:
+            passes = settings["repeats"]
             self._shown_options += (
                 f", repeats={passes[0] if mix is None else dict(zip(mix, passes, strict=True))!r:.200}"
             )
-        self._identity: dict[str, str] | None = None
-        self._position = Position(0, (0,) * len(self._streams))
+        self._position = self._plan.start
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
         self._requested_epoch: int | None = None  # the epoch that set_epoch requested since the last iteration began
         self._num_moves = 0  # the number of times that the position was set other than by a batch
-        self._leader: Any = None  # weak reference to the iteration of a TorchLoader, which moves the position itself
+        self._scheduled: deque[Any] | None = (
+            None  # a TorchLoader's: it moves the position itself, and gets the steps here
+        )
         self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
         self._has_warned = False  # of samples that set_epoch left out
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_leader": None}
-
-    def _buckets_of(self, source: int) -> list[Any]:
-        """Return the sample indices of each bucket of a cache; empty without buckets."""
-        return [each.members for each in self._streams if each.source == source and each.members is not None]
+        return vars(self) | {"_scheduled": None}
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, which is equal on all ranks."""
         self._find_rank()
-        return self._course.num_steps()
+        return self._plan.num_steps()
 
     def _find_rank(self) -> None:
         """Take over the rank from torch.distributed, if it was initialized after this sampler was made."""
         if not self._is_rank_open:
             return
-        course, is_final = self._course, is_distributed()
+        plan, is_final = self._plan, is_distributed()
         rank, world_size = find_rank(None, None)
-        if (rank, world_size) != (course.rank, course.world_size):
-            course.set_rank(rank, world_size)
-            self._position = self._settled(self._position)  # a larger step may not fit into the rest of the epoch
+        if (rank, world_size) != (plan.rank, plan.world_size):
+            plan.set_rank(rank, world_size)
+            self._position = plan.settle(self._position)  # a larger step may not fit into the rest of the epoch
         self._check_steps()  # until it passes, each use raises its error
         self._is_rank_open = not is_final
 
     def _check_steps(self) -> None:
-        """Raise ValueError if an epoch has no steps."""
-        if not self._course.num_steps():
+        plan = self._plan
+        if not plan.num_steps():
             raise ValueError(
-                f"{self._count} samples do not fill one step of {self._batch_size} on {self._course.world_size} ranks; "
+                f"{plan.num_samples} samples do not fill one step of {plan.batch_size} on {plan.world_size} ranks; "
                 "use last_batch='short'"
             )
 
@@ -232,26 +170,21 @@ class StepSampler(DistributedSampler[Step]):
 
     def __repr__(self) -> str:
         """Return a summary: samples, steps, ranks, order, and the epoch and step of the next batch."""
-        mix = f", {self._shown_mix()}" if self._weights.are_of_caches else ""
+        mix = f", {self._shown_mix()}" if self._plan.weights.caches is not None else ""
         return f"{type(self).__name__}({self._shown}{mix}, epoch={self.epoch}, step={self._position.step})"
 
     def _shown_mix(self) -> str:
         """Return the share of each cache of `mix` at the next step, for example `mix of 'a' (70%), 'b' (30%)`."""
-        weights = self._weights.values(self._position.step)
-        shares = weights / weights.max()  # prevents an infinite sum
-        parts = [
-            f"{name!r:.80} ({100 * share:.3g}%)"
-            for name, share in zip(self._weights.names, shares / shares.sum(), strict=True)
-        ]
+        parts = [f"{name!r:.80} ({100 * share:.3g}%)" for name, share in self._plan.weights.shares().items()]
         shown, num_more = parts[:_NUM_SHOWN], len(parts) - _NUM_SHOWN
         return f"mix of {', '.join(shown)}" + f" and {num_more:,} more" * (num_more > 0)
 
     @property
     def _shown(self) -> str:
-        course = self._course
-        shown = f"{self._count:,} samples, batch_size={self._batch_size}, {course.num_steps():,} steps per epoch"
-        shown += f", rank={course.rank}, world_size={course.world_size}, {self._shown_options}"
-        return shown + course.count_rows()._costs()
+        plan = self._plan
+        shown = f"{plan.num_samples:,} samples, batch_size={plan.batch_size}, {plan.num_steps():,} steps per epoch"
+        shown += f", rank={plan.rank}, world_size={plan.world_size}, {self._shown_options}"
+        return shown + plan.count_rows()._costs()
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -261,7 +194,7 @@ class StepSampler(DistributedSampler[Step]):
     def count_rows(self) -> RowCounts:
         """Return how many rows the batches of an epoch have over all ranks, and how many are padded, repeated or dropped."""
         self._find_rank()
-        return self._course.count_rows()
+        return self._plan.count_rows()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
@@ -280,18 +213,18 @@ class StepSampler(DistributedSampler[Step]):
         before, loop = self._position, _lightning_loop()
         is_there = epoch == before.epoch and (self._is_resumed or not before.used)
         if not is_there:
-            if self._weights.are_of_caches and epoch and not any(before.counts):
+            if self._plan.weights.caches is not None and epoch and not any(before.counts):
                 warnings.warn(
                     f"epoch {epoch} begins with the first samples of each cache, because this loader has used none yet, and "
                     "epochs of a mix with weights continue each other; to resume training, load the loader's state",
                     stacklevel=user_level(),
                 )
-            self._move(replace(self._course.next_epoch(before), epoch=epoch))
+            self._move(replace(self._plan.next_epoch(before), epoch=epoch))
         is_training = hasattr(loop, "epoch_loop")
         if is_training:
             self._check_counters(loop)
-        is_left = before.used and epoch > before.epoch and not self._weights.are_used
-        num_left = sum(self._course._remaining(before)) if is_left else 0
+        is_left = before.used and epoch > before.epoch and not self._plan.weights.are_used
+        num_left = sum(self._plan.remaining(before)) if is_left else 0
         # Lightning's validation may be limited, and its sanity check always is
         if num_left and not self._has_warned and (loop is None or is_training):
             self._has_warned = True
@@ -305,7 +238,7 @@ class StepSampler(DistributedSampler[Step]):
     def _check_counters(self, loop: Any) -> None:
         """Raise RuntimeError if Lightning resumes in the middle of an epoch, but after other batches than this sampler."""
         batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
-        number, used = batches.current.ready, self._course.num_steps() - self._course.num_steps(self._position)
+        number, used = batches.current.ready, self._plan.num_steps() - self._plan.num_steps(self._position)
         # a checkpoint of the last batch's hooks continues its epoch if that has more batches with another batch size
         is_over = batches.is_last_batch and (batches.current.completed == number or number >= loop.max_batches)
         is_resuming = getattr(loop, "_loaded_from_state_dict", False) and number and not is_over
@@ -326,36 +259,19 @@ class StepSampler(DistributedSampler[Step]):
         """Return the position at which the next iteration begins."""
         self._find_rank()
         is_abandoned = self._position.used and not self._is_resumed
-        return self._course.next_epoch(self._position) if is_abandoned else self._position
-
-    def _settled(self, at: Position) -> Position:
-        """Return `at` itself, or the start of the next epoch if the epoch of `at` is over."""
-        return self._course.next_epoch(at) if self._course.is_over(at) else at
+        return self._plan.next_epoch(self._position) if is_abandoned else self._position
 
     def _step(self, epoch: int, number: int) -> Step:
         """Return a step of an epoch; for samplers without mix and buckets."""
         self._find_rank()
-        used = number * self._course.step_size
-        return self._course.step(Position(epoch, (used,), used))[0]
+        used = number * self._plan.step_size
+        return self._plan.step(Position(epoch, (used,), used))[0]
 
     def _reader(self, choose: Any = None) -> StepReader:
         """Return a reader of this sampler's steps, with the alternatives `choose`; see `Alternatives.check` for errors."""
-        alternatives = Alternatives.for_caches(choose, self._caches)
-        return StepReader(self._caches, self._names, self._seed, alternatives)
-
-    def _state(self, at: Position) -> dict[str, Any]:
-        return state_of(at, self._settings, self._identify(), self._weights.state(at.step))
-
-    def _load(self, state: Mapping[str, Any]) -> Position:
-        """Load the weights of a state, and return the state's position. If this raises ValueError, it changes nothing."""
-        position = position_from(state, self._settings, self._identify(), self._course, self._caches)
-        self._weights.load(state["weights"])
-        return position
-
-    def _identify(self) -> dict[str, str]:
-        if self._identity is None:
-            self._identity = identity_of(self._caches, self._streams)
-        return self._identity
+        plan = self._plan
+        names = [stream.name for stream in plan.streams]
+        return StepReader(plan.caches, names, plan.seed, Alternatives.for_caches(choose, plan.caches))
 
 
 def _lightning_loop() -> Any:
@@ -383,63 +299,60 @@ class _StepIterator(Iterator[Step]):
 
     def __init__(self, sampler: StepSampler) -> None:
         self._sampler = sampler
-        self._is_led = False
+        self._scheduled: deque[Any] | None = None
         self._at: Position | None = None  # None before the first step
         self._num_moves = -1
-        self._count = 0
-        # `_count` at the last state_dict; None unless the first state_dict was before the first step
-        self._last_saved: int | None = None
-        self._every = 1
+        self._num_steps = 0
+        self._num_saved: int | None = (
+            None  # steps at the last state_dict; None unless the first was before the first step
+        )
 
     def __next__(self) -> Step:
-        sampler = self._sampler
+        sampler, plan = self._sampler, self._sampler._plan
         if self._at is None:
-            self._at = sampler._beginning()
-            leader = sampler._leader and sampler._leader()
-            self._is_led = leader is not None and not leader.is_closed
+            self._at, self._scheduled = sampler._beginning(), sampler._scheduled
             self._leave()
-        if sampler._course.is_over(self._at):
+        if plan.is_over(self._at):
             if self._num_moves == sampler._num_moves:
                 self._leave()
             raise StopIteration
-        step, self._at = sampler._course.step(self._at)
-        self._count += 1
+        step, self._at = plan.step(self._at)
+        if self._scheduled is not None:
+            self._scheduled.append((step, plan.settle(self._at), None))
+        self._num_steps += 1
         return step
 
     def _leave(self) -> None:
         """Make the sampler's next iteration begin the next epoch."""
-        if not self._is_led and self._at is not None:
-            self._sampler._move(self._sampler._course.next_epoch(self._at), is_elsewhere=True)
+        if self._scheduled is None and self._at is not None:
+            self._sampler._move(self._sampler._plan.next_epoch(self._at), is_elsewhere=True)
             self._sampler._requested_epoch = None
         self._num_moves = self._sampler._num_moves
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step, like `tc.Loader.state_dict`; after an epoch, return the state at its end."""
+        """Return the state after the last step, like `tc.Loader.state_dict`; after an epoch, return the state at its end.
+
+        Raises:
+            ValueError: torchdata has `snapshot_every_n_steps` above 1.
+        """
         # with workers, torchdata calls this before the first step, and then at each snapshot
-        if self._last_saved is not None and self._count > self._last_saved:
-            self._every = self._count - self._last_saved
-        if self._count == 0 or self._last_saved is not None:
-            self._last_saved = self._count
-        state = self._sampler._state(self._sampler._beginning() if self._at is None else self._at)
-        return state | {"step_size": self._sampler._course.step_size, "every": self._every}
+        if self._num_saved is not None and self._num_steps > self._num_saved + 1:
+            # Hazard: torchdata would skip the batches after a snapshot by their number, whatever the batch size is then
+            raise ValueError("a StepSampler resumes only with snapshot_every_n_steps=1, which is torchdata's default")
+        if self._num_steps == 0 or self._num_saved is not None:
+            self._num_saved = self._num_steps
+        return build_state(self._sampler._plan, self._sampler._beginning() if self._at is None else self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last step of a state."""
-        sampler, course = self._sampler, self._sampler._course
-        position, every = sampler._load(state), state.get("every", 1)
-        # after a snapshot, torchdata counts the batches that it returns; on resuming, it skips as many steps
-        if every != 1 and state.get("step_size") != course.step_size:
-            raise ValueError(
-                f"the state was saved every {every} steps of {state.get('step_size')} samples, but a step now has "
-                f"{course.step_size}, so steps do not match the batches returned after the last snapshot; use "
-                "snapshot_every_n_steps=1, or tc.torch_loader"
-            )
-        self._at, requested = position, sampler._requested_epoch
+        sampler, plan = self._sampler, self._sampler._plan
+        self._at = position = load_state(plan, state)
+        requested = sampler._requested_epoch
         if requested is None or requested == position.epoch:
             self._leave()
             return
-        begin = replace(course.next_epoch(position), epoch=requested)
-        if course.is_over(position):  # no step of the state's epoch remains
+        begin = replace(plan.next_epoch(position), epoch=requested)
+        if plan.is_over(position):  # no step of the state's epoch remains
             sampler._move(begin, is_elsewhere=True)
         else:
             self._at = begin

@@ -1,10 +1,9 @@
-"""Weights of samples or of mixed caches, the steps at which weights change, and the caches of a mix."""
+"""The current weights of samples and of mixed caches, and samples drawn in proportion to them."""
 
 from __future__ import annotations
 
 import base64
 import zlib
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,239 +11,199 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.order import uniform
 
-__all__ = ["MAX_REPEATS", "Drawn", "Weights", "caches_of", "repeats_of", "sample_weights_of", "weights_of"]
+__all__ = ["Drawn", "SampleWeights", "Weights"]
 
 Array = np.ndarray[Any, Any]
-MAX_REPEATS = 1 << 30
 
 
 class Drawn:
-    """A stream of samples drawn with replacement, in proportion to their weights.
+    """A sequence of indices drawn with replacement, in proportion to their weights."""
 
-    Attributes:
-        weights: Weights of the samples, float64.
-        buckets: Sample indices of each bucket; empty without buckets.
-    """
-
-    def __init__(self, weights: Array, seed: int, buckets: Sequence[Array] = ()) -> None:
-        self.weights = weights
-        self.buckets = buckets
-        self._seed = seed
+    def __init__(self, weights: Array, seed: int) -> None:
+        self._weights, self._seed = weights, seed
 
     @cached_property
-    def parts(self) -> list[Drawn]:
-        """The stream of each bucket, whose samples are numbered within the bucket."""
-        return [
-            Drawn(self.weights[members], stream_seed(self._seed, "bucket", number))
-            for number, members in enumerate(self.buckets)
-        ]
+    def _sums(self) -> Array:
+        return np.cumsum(self._weights / self._weights.max())  # dividing by the maximum prevents an infinite sum
+
+    @cached_property
+    def _last(self) -> int:
+        # the last index with a weight above 0, which bounds the draw in case of rounding
+        return int(np.flatnonzero(self._weights)[-1])
+
+    def indices(self, epoch: int, positions: Array) -> Array:
+        """Return the indices drawn at positions of an epoch."""
+        drawn = np.searchsorted(self._sums, uniform(self._seed, epoch, positions) * self._sums[-1], "right")
+        kept: Array = np.minimum(drawn, self._last)
+        return kept
+
+
+class SampleWeights:
+    """The weights of the samples of one cache.
+
+    Attributes:
+        values: Weights of the samples, float64.
+        buckets: Sample indices of each bucket; None for all samples.
+        seeds: Seed of the draws in each bucket.
+    """
+
+    def __init__(self, weights: Any, count: int, buckets: Sequence[Array | None], seeds: Sequence[int]) -> None:
+        self.values = as_weights(weights, count)
+        self.buckets, self.seeds = buckets, seeds
 
     @cached_property
     def sums(self) -> Array:
         """The sum of the weights of each bucket, up to a factor."""
-        weights = self.weights / self.weights.max()
-        return np.array([weights[members].sum() for members in self.buckets])
+        weights = self.values / self.values.max()
+        return np.array([self._in(weights, members).sum() for members in self.buckets])
 
     @cached_property
-    def _sums(self) -> Array:
-        return np.cumsum(self.weights / self.weights.max())  # dividing by the maximum prevents an infinite sum
+    def _drawn(self) -> list[Drawn]:
+        pairs = zip(self.buckets, self.seeds, strict=True)
+        return [Drawn(self._in(self.values, members), seed) for members, seed in pairs]
 
-    @cached_property
-    def _last(self) -> int:
-        # the last sample with a weight above 0, which bounds the draw in case of rounding
-        return int(np.flatnonzero(self.weights)[-1])
+    def _in(self, weights: Array, members: Array | None) -> Array:
+        return weights if members is None else weights[members]
 
-    @cached_property
-    def packed(self) -> str:
-        """The weights as compressed text, for the state in a checkpoint."""
-        return base64.b64encode(zlib.compress(self.weights.astype("<f8").tobytes(), 1)).decode()
+    def draw(self, bucket: int, epoch: int, positions: Array) -> Array:
+        """Return the indices of the samples drawn from a bucket at positions of an epoch."""
+        indices, members = self._drawn[bucket].indices(epoch, positions), self.buckets[bucket]
+        return indices if members is None else np.take(members, indices)
 
-    def indices(self, epoch: int, positions: Array) -> Array:
-        """Return the samples drawn at positions of an epoch."""
-        found = np.searchsorted(self._sums, uniform(self._seed, epoch, positions) * self._sums[-1], "right")
-        kept: Array = np.minimum(found, self._last)
-        return kept
+    def changed(self, weights: Any) -> SampleWeights:
+        """Return other weights of the same samples, from which the same random numbers draw."""
+        return SampleWeights(weights, len(self.values), self.buckets, self.seeds)
 
 
 class Weights:
-    """The weights at each step: one for each sample, or one for each cache of `mix`, or none.
+    """The current weights of a plan. A change applies to all steps that are computed after it.
 
     Attributes:
-        are_used: False without weights.
-        are_of_caches: True for weights of the caches of `mix`.
-        names: Names of the caches; empty without `mix`.
-        samples: Weights of the samples in some caches of `mix`, by name.
+        caches: Weight of each cache of `mix`, float64; None if they have none.
+        samples: Weights of the samples in some caches, by the number of the cache.
     """
 
     def __init__(
-        self,
-        weights: Any,
-        names: Sequence[str] | None,
-        count: int,
-        seed: int,
-        buckets: Sequence[Array] = (),
-        samples: Mapping[str, Weights] | None = None,
+        self, names: Sequence[str], caches: Any, samples: Mapping[int, Any], streams: Sequence[Any], seed: int
     ) -> None:
-        """Make the weights of `count` samples in buckets, or of the caches `names`; none if `weights` is None."""
-        self.are_used = weights is not None
-        self.are_of_caches = names is not None and self.are_used
-        self.names = list(names or ())
-        self.samples = dict(samples or {})
-        self._count = count if names is None else len(names)
-        self._seed = seed
-        self._buckets = buckets if self.are_used and names is None else ()
-        self._changes: list[tuple[int, Drawn]] = []  # in the order of the steps
-        if self.are_used:
-            self.change(0, weights)
+        """Make weights of the caches `names` of a mix, and of the samples in some caches."""
+        self._names = list(names)
+        self.caches = None if caches is None else self._cache_weights(caches)
+        self.samples: dict[int, SampleWeights] = {}
+        for source, weights in samples.items():
+            numbers = [number for number, stream in enumerate(streams) if stream.source == source]
+            buckets, seeds = [], []
+            for number in numbers:
+                buckets.append(streams[number].members)
+                seeds.append(stream_seed(seed, "draws", number))
+            count = sum(len(streams[number]) for number in numbers)
+            self.samples[source] = SampleWeights(weights, count, buckets, seeds)
 
-    def of_samples(self, source: int) -> Weights | None:
-        """Return the weights of the samples in a cache; None if its samples have none."""
-        if self.are_of_caches:
-            return self.samples.get(self.names[source])
-        return self if self.are_used else None
+    @property
+    def are_used(self) -> bool:
+        """True if there are any weights."""
+        return self.caches is not None or bool(self.samples)
 
-    def change(self, step: int, weights: Any, current: int = 0) -> None:
-        """Set the weights from `step` on, in place of later changes; forget weights that ended before the step `current`.
+    def shares(self) -> dict[str, float]:
+        """Return the share of each cache of `mix` in the steps."""
+        assert self.caches is not None
+        shares = self.caches / self.caches.max()  # prevents an infinite sum
+        return dict(zip(self._names, (shares / shares.sum()).tolist(), strict=True))
 
-        With `mix`, these are the weights of all caches, or lists of the weights of samples for some caches.
+    def change(self, weights: Any) -> None:
+        """Replace the weights: with `mix`, those of all caches, or of the samples in some caches, as lists by name.
+
+        Raises:
+            ValueError: There are no weights, or the new ones do not match them; nothing is changed then.
         """
         if not self.are_used:
             raise ValueError("the loader was made without weights= and without weights in mix=")
-        changed: dict[Weights, Any] = {self: weights}
-        if self.names and isinstance(weights, Mapping) and weights and set(weights) <= set(self.samples):
-            lists = {self.samples[name]: each for name, each in weights.items() if _is_list(each)}
-            changed = lists if len(lists) == len(weights) else changed
-        # check all lists before changing any
-        for each, drawn in [(each, each._drawn(values)) for each, values in changed.items()]:
-            kept = [change for change in each._from(current) if change[0] < step]
-            each._changes = [*kept, (step, drawn)]
+        by_name = {self._names[source]: source for source in self.samples} if self.caches is not None else {}
+        if self.caches is None:
+            self._change_samples({0: weights})
+        elif (
+            isinstance(weights, Mapping)
+            and weights
+            and set(weights) <= set(by_name)
+            and all(map(_is_list, weights.values()))
+        ):
+            self._change_samples({by_name[name]: values for name, values in weights.items()})
+        else:
+            self.caches = self._cache_weights(weights)
 
-    def _drawn(self, weights: Any) -> Drawn:
-        if self.names:
-            is_dict = isinstance(weights, Mapping) and set(weights) == set(self.names)
-            if not is_dict or any(map(_is_list, weights.values())):
-                lists = f", or lists of weights of samples for {list_names(self.samples)}" if self.samples else ""
-                raise ValueError(f"weights={weights!r:.200}, expected a dict with {list_names(self.names)}{lists}")
-            weights = [weights[name] for name in self.names]
-        try:
-            values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().numpy().copy()
-        except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
-            raise ValueError(f"weights={weights!r:.200}: expected {self._count} numbers") from exc
-        return self._checked(values)
+    def _change_samples(self, weights: Mapping[int, Any]) -> None:
+        self.samples |= {source: self.samples[source].changed(values) for source, values in weights.items()}
 
-    def _checked(self, values: Array) -> Drawn:
-        if values.shape != (self._count,) or not np.isfinite(values).all() or (values < 0).any() or not values.any():
-            raise ValueError(
-                f"weights of shape {list(values.shape)}: expected {self._count} numbers, all finite, none negative, not all 0"
-            )
-        return Drawn(values, self._seed, self._buckets)
+    def _cache_weights(self, weights: Any) -> Array:
+        is_dict = isinstance(weights, Mapping) and set(weights) == set(self._names)
+        if not is_dict or any(map(_is_list, weights.values())):
+            weighted = [self._names[source] for source in getattr(self, "samples", ())]
+            lists = f", or lists of weights of samples for {list_names(weighted)}" if weighted else ""
+            raise ValueError(f"weights={weights!r:.200}, expected a dict with {list_names(self._names)}{lists}")
+        return as_weights([weights[name] for name in self._names], len(self._names))
 
-    def _from(self, step: int) -> list[tuple[int, Drawn]]:
-        """Return the weights at a step, and all later changes, each with its first step."""
-        at = bisect_right(self._changes, step, key=lambda change: change[0])
-        return self._changes[max(0, at - 1) :]
-
-    def values(self, step: int) -> Array:
-        """Return the weights at a step."""
-        return self._from(step)[0][1].weights
-
-    def drawn(self, step: int, bucket: int) -> Drawn:
-        """Return the drawn samples of a bucket at a step, or of the whole cache if it has no buckets."""
-        drawn = self._from(step)[0][1]
-        return drawn.parts[bucket] if self._buckets else drawn
-
-    def sums(self, step: int) -> Array:
-        """Return the sum of the weights of each bucket at a step, up to a factor."""
-        return self._from(step)[0][1].sums
-
-    def state(self, step: int) -> Any:
-        """Return the weights at a step and all later changes, for JSON; with weights of samples in a mix, a dict of these."""
-        found = [[at, drawn.packed] for at, drawn in self._from(step)]
-        if not self.samples:
-            return found
-        return {"mix": found, "samples": {name: each.state(step) for name, each in self.samples.items()}}
+    def state(self) -> Any:
+        """Return the weights for JSON; None if there are none."""
+        if not self.are_used:
+            return None
+        caches = None if self.caches is None else _pack(self.caches)
+        return {
+            "caches": caches,
+            "samples": {str(source): _pack(weights.values) for source, weights in self.samples.items()},
+        }
 
     def load(self, state: Any) -> None:
-        """Replace the weights by the weights of a state; if these do not match, raise ValueError and change nothing."""
-        try:
-            states = {self: state}
-            if self.samples:
-                states = {self: state["mix"]} | {each: state["samples"][name] for name, each in self.samples.items()}
-        except (TypeError, KeyError) as exc:
-            raise ValueError(f"the state has no weights of samples of {list_names(self.samples)}") from exc
-        for each, changes in [(each, each._parsed(found)) for each, found in states.items()]:
-            each._changes = changes
+        """Replace the weights by those of a state; if these do not match, raise ValueError and change nothing."""
+        if state is None and not self.are_used:
+            return
+        if state is None or not self.are_used:
+            raise ValueError(f"the state has {'no weights' if state is None else 'weights'}, unlike this loader")
+        is_dict = isinstance(state, Mapping) and isinstance(state.get("samples"), Mapping)
+        if not is_dict or set(state["samples"]) != set(map(str, self.samples)):
+            raise ValueError("the state has no weights of the samples that this loader draws by weights")
+        if (state.get("caches") is None) != (self.caches is None):
+            raise ValueError("the state has no weights of the caches of mix, or this loader has none")
+        caches = None if self.caches is None else _unpack(state["caches"], len(self._names))
+        samples = {
+            source: weights.changed(_unpack(state["samples"][str(source)], len(weights.values)))
+            for source, weights in self.samples.items()
+        }
+        self.caches, self.samples = caches, samples
 
-    def _parsed(self, state: Any) -> list[tuple[int, Drawn]]:
-        try:
-            found = [(int(at), np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8")) for at, text in state]
-        except (TypeError, ValueError, OverflowError, zlib.error) as exc:
-            raise ValueError(f"the state has no valid weights: {exc}") from exc
-        if bool(found) != self.are_used:
-            raise ValueError(f"the state has {'weights' if found else 'no weights'}, unlike this loader")
-        steps = [at for at, _ in found]
-        if steps != sorted(set(steps)):
-            raise ValueError(f"the state has weights from steps {steps} on, expected ascending steps")
-        return [(at, self._checked(values)) for at, values in found]
+
+def as_weights(weights: Any, count: int) -> Array:
+    """Return weights as float64 `[count]`, a copy.
+
+    Raises:
+        ValueError: They are not `count` numbers that are finite and not negative, or all are 0.
+    """
+    try:
+        values: Array = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().numpy().copy()
+    except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
+        raise ValueError(f"weights={weights!r:.200}: expected {count} numbers") from exc
+    if values.shape != (count,) or not np.isfinite(values).all() or (values < 0).any() or not values.any():
+        raise ValueError(
+            f"weights of shape {list(values.shape)}: expected {count} numbers, all finite, none negative, not all 0"
+        )
+    return values
 
 
 def _is_list(weights: Any) -> bool:
     return isinstance(weights, Sequence) or getattr(weights, "ndim", 0) > 0
 
 
-def caches_of(mix: Any) -> list[Any]:
-    """Return the caches of a `mix=` argument: its values, or the first item of each pair."""
-    given = list(mix.values()) if isinstance(mix, Mapping) else []
-    if given and all(isinstance(each, Cache) for each in given):
-        return given
-    if not given or not all(isinstance(each, tuple) and len(each) == 2 for each in given):
-        raise ValueError(
-            f"mix={mix!r:.200}, expected {{'a': (cache, 0.7), 'b': (other, 0.3)}} with weights, or {{'a': cache, 'b': other}}"
-        )
-    return [cache for cache, _ in given]
+def _pack(values: Array) -> str:
+    return base64.b64encode(zlib.compress(values.astype("<f8").tobytes(), 1)).decode()
 
 
-def weights_of(mix: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the weights in a `mix=` argument; None if it has none."""
-    if any(isinstance(each, Cache) for each in mix.values()):
-        return None
-    return {name: weight for name, (_, weight) in mix.items()}
-
-
-def sample_weights_of(weights: Any, mix: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights of samples in some caches of `mix`, from an argument `weights=`; empty if it is None.
-
-    Raises:
-        ValueError: `weights` is not such a dict, or the caches themselves have no weights.
-    """
-    if weights is None:
-        return {}
-    if not isinstance(weights, Mapping) or not weights or not set(weights) <= set(mix):
-        raise ValueError(
-            f"weights={weights!r:.200}, expected a dict with some of {list_names(mix)}: weights of the samples in these caches "
-            "of mix; to weight the samples of several caches together, open them as one cache with tc.open([…])"
-        )
-    if weights_of(mix) is None:
-        raise ValueError("weights of samples in a mix need a weight of each cache, too: mix={'a': (cache, 0.7), …}")
-    return dict(weights)
-
-
-def repeats_of(repeats: Any, mix: Mapping[str, Any] | None) -> list[int]:
-    """Return the number of passes over each cache in an epoch, from a `repeats=` argument."""
-    names = [None] if mix is None else list(mix)
-    given = {} if repeats is None else repeats if mix is not None else {None: repeats}
-    if not isinstance(given, Mapping) or not set(given) <= set(names) or isinstance(given.get(None), Mapping):
-        expected = "a number" if mix is None else f"a dict with some of {list_names(names)}"
-        raise ValueError(f"repeats={repeats!r:.200}, expected {expected}")
-    found = [as_int("repeats" if name is None else f"repeats[{name!r}]", given.get(name, 1)) for name in names]
-    if min(found) < 1:
-        raise ValueError(f"repeats={repeats!r:.200}, expected at least 1; leave out samples with cache.filter")
-    if max(found) > MAX_REPEATS:
-        raise ValueError(f"repeats={repeats!r:.200}, expected at most {MAX_REPEATS:,}")
-    return found
+def _unpack(text: Any, count: int) -> Array:
+    try:
+        # Hazard: a state from a stranger may expand to any size
+        raw = zlib.decompressobj().decompress(base64.b64decode(text), 8 * count + 1)
+        return as_weights(np.frombuffer(raw, "<f8").copy(), count)
+    except (TypeError, ValueError, zlib.error) as exc:
+        raise ValueError(f"the state has no valid weights: {exc}") from exc

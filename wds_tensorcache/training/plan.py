@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.weights import Drawn, Weights
 
-__all__ = ["MAX_BATCH", "MAX_EPOCHS", "MAX_STEP", "Course", "Permuted", "Position", "RowCounts", "Step"]
+__all__ = ["MAX_BATCH", "MAX_EPOCHS", "MAX_STEP", "Plan", "Position", "RowCounts", "Step", "Stream"]
 
 Array = np.ndarray[Any, Any]
 # with these limits and MAX_REPEATS, no position and no number of a pass over a dataset is beyond int64
@@ -19,6 +22,7 @@ MAX_EPOCHS = 1 << 31  # for `set_epoch`; training may continue up to twice as ma
 MAX_BATCH = 1 << 31  # samples of one rank
 MAX_STEP = 1 << 62  # samples of all ranks
 _WINDOW = 4096
+_KEYS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Position:
 
     Attributes:
         epoch: Epoch of the next step, from 0.
-        counts: Number of used samples of each stream (see `Course`): in this epoch, or in all epochs
+        counts: Number of used samples of each stream (see `Plan`): in this epoch, or in all epochs
             with a weighted `mix`.
         used: Number of samples used in this epoch.
         step: Number of steps so far, in all epochs.
@@ -48,7 +52,7 @@ class Step:
     Attributes:
         number: Number of preceding steps, in all epochs.
         epoch: Epoch of the step.
-        stream: Number of the stream (see `Course`) of the samples.
+        stream: Number of the stream (see `Plan`) of the samples.
         indices: Sample indices in the cache, int64 `[B]`.
         is_padding: True for each sample that is padding, bool `[B]`.
         source: Number of the samples' cache in `mix`; 0 without `mix`.
@@ -103,8 +107,8 @@ class RowCounts:
         return text
 
 
-class Permuted:
-    """A stream of the samples `members` of one cache, or of all its samples, in passes over all of them.
+class Stream:
+    """The samples `members` of one cache, or all its samples, in passes over all of them.
 
     Each pass has every sample once; if samples are shuffled, in a new order.
 
@@ -120,7 +124,7 @@ class Permuted:
     ) -> None:
         self._order = order
         self.members, self.name, self.source, self.repeats = members, name, source, repeats
-        self._windows: dict[tuple[int, int], Array] = {}  # the last two windows, by pass and number
+        self._window: tuple[int, int, Array] = -1, -1, np.empty(0, np.int64)  # pass, number and sample indices
 
     def __len__(self) -> int:
         return int(self._order.count)
@@ -131,11 +135,11 @@ class Permuted:
         if highest < len(self):
             return self._indices_in(first, positions, highest)
         passes, positions = np.divmod(positions, len(self))
-        found = np.empty_like(positions)
+        indices = np.empty_like(positions)
         for number in np.unique(passes).tolist():
-            some = positions[passes == number]
-            found[passes == number] = self._indices_in(first + number, some, some.max())
-        return found
+            part = positions[passes == number]
+            indices[passes == number] = self._indices_in(first + number, part, part.max())
+        return indices
 
     def _indices_in(self, number: int, positions: Array, highest: int) -> Array:
         """Return the sample indices at positions of a pass. The whole window around them is computed at once, and kept."""
@@ -143,25 +147,24 @@ class Permuted:
         begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, len(self))
         if positions.min() < begin or highest >= end:
             return self._compute(number, positions)
-        known = self._windows.get((number, window))
-        if known is None:
-            known = self._compute(number, np.arange(begin, end))
-            # two windows: torch_loader computes a step for a worker, and again when its batch is returned
-            self._windows = dict([*self._windows.items(), ((number, window), known)][-2:])
-        found: Array = known[positions - begin]
-        return found
+        kept = self._window  # once, because another thread may replace it
+        if kept[:2] != (number, window):
+            kept = self._window = number, window, self._compute(number, np.arange(begin, end))
+        indices: Array = kept[2][positions - begin]
+        return indices
 
+    @property
     def identity(self) -> list[Any]:
-        """Return what determines the order besides seed and `shuffle`."""
+        """All that determines the order besides seed and `shuffle`: counts, blocks and windows, and the samples of a bucket."""
         return [*self._order.identity, [] if self.members is None else self.members]
 
     def _compute(self, number: int, positions: Array) -> Array:
-        found: Array = self._order(number, positions)
-        return found if self.members is None else np.take(self.members, found)
+        indices: Array = self._order(number, positions)
+        return indices if self.members is None else np.take(self.members, indices)
 
 
-class Course:
-    """The steps of all epochs, each with samples of one stream; see `StepSampler` for the arguments.
+class Plan:
+    """The steps of all epochs: `step` gives the samples of each step and the position after it. Made by `make_plan`.
 
     A stream is a cache, or one bucket of a cache. The next step's stream is drawn:
 
@@ -173,62 +176,103 @@ class Course:
       have weights, too, the bucket is drawn in proportion to their sums, and the samples are drawn.
 
     With weights, an epoch has as many samples as all streams together, rounded to whole steps.
+
+    Attributes:
+        caches: The caches; `Step.source` is the number of one of them.
+        streams: The streams; `Step.stream` is the number of one of them.
+        weights: The current weights, which all steps use.
+        settings: Settings that a loader needs to load a state of this plan, for JSON.
     """
 
     def __init__(
         self,
-        streams: Sequence[Permuted],
+        caches: Sequence[Any],
+        streams: Sequence[Stream],
         weights: Weights,
+        *,
         batch_size: int,
         rank: int,
         world_size: int,
         last_batch: str,
         seed: int,
-        is_shuffled: bool,
+        settings: dict[str, Any],
     ) -> None:
-        self._streams, self._weights = streams, weights
+        self.caches, self.streams, self.weights = list(caches), list(streams), weights
+        self.batch_size, self.seed = batch_size, seed
+        self._last_batch = last_batch
+        self._draws_seed = stream_seed(seed, "streams")
+        self._is_shuffled = bool(settings["shuffle"])
         self._lengths = [len(stream) * stream.repeats for stream in streams]  # in samples of an epoch
-        self._num_samples = sum(self._lengths)
         self._streams_of = [
             [number for number, stream in enumerate(streams) if stream.source == source]
-            for source in range(streams[-1].source + 1)
+            for source in range(len(caches))
         ]
-        self._batch_size = batch_size
-        self._last_batch = last_batch
-        self._seed = stream_seed(seed, "streams")
-        self._is_shuffled = is_shuffled
+        self.settings = settings | {"order": self._order_digest()}
         self.set_rank(rank, world_size)
 
     def set_rank(self, rank: int, world_size: int) -> None:
         """Change the rank of this process and the number of ranks; positions stay valid."""
         self.rank, self.world_size = rank, world_size
-        self.step_size = self._batch_size * world_size
-        self._rows = rank + world_size * np.arange(self._batch_size)  # selects this rank's samples of a step
+        self.step_size = self.batch_size * world_size
+        self._rows = rank + world_size * np.arange(self.batch_size)  # selects this rank's samples of a step
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of all caches, not counting repeats."""
+        return sum(map(len, self.streams))
+
+    @cached_property
+    def dataset(self) -> str:
+        """The samples' identity in a state: their number, and a hash of their keys in order."""
+        digest = xxhash.xxh3_128()
+        for cache in self.caches:
+            digest.update(b"%d," % len(cache))
+            keys = iter(cache.keys())
+            while part := list(islice(keys, _KEYS_AT_ONCE)):
+                digest.update("\0".join([*part, ""]).encode("utf-8", "surrogateescape"))
+        return f"{sum(map(len, self.caches))} samples, keys {digest.hexdigest()}"
+
+    def _order_digest(self) -> str:
+        digest = xxhash.xxh3_64()
+        for stream in self.streams:
+            for part in stream.identity:
+                digest.update(np.ascontiguousarray(part, np.int64).tobytes() + b";")
+        return digest.hexdigest()
+
+    @property
+    def start(self) -> Position:
+        """The position before the first step."""
+        return Position(0, (0,) * len(self.streams))
 
     def has(self, at: Position) -> bool:
-        """Return whether a position is possible in this course."""
-        if len(at.counts) != len(self._streams) or at.began > at.step:
+        """Return whether a position is possible in this plan."""
+        if len(at.counts) != len(self.streams) or at.began > at.step:
             return False
-        return self._weights.are_of_caches or sum(at.counts) == at.used
+        return self.weights.caches is not None or sum(at.counts) == at.used
 
     def next_epoch(self, at: Position) -> Position:
         """Return the start of the next epoch."""
-        counts = at.counts if self._weights.are_of_caches else (0,) * len(at.counts)
+        counts = at.counts if self.weights.caches is not None else (0,) * len(at.counts)
         return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
+
+    def settle(self, at: Position) -> Position:
+        """Return `at` itself, or the start of the next epoch if the epoch of `at` is over."""
+        return self.next_epoch(at) if self.is_over(at) else at
 
     def num_steps(self, at: Position | None = None) -> int:
         """Return the number of steps in an epoch, or in the rest of a position's epoch."""
         extra = 0 if self._last_batch == "drop" else self.step_size - 1
-        remaining = self._remaining(Position(0, (0,) * len(self._streams)) if at is None else at)
-        return sum((count + extra) // self.step_size for count in remaining)
+        return sum((count + extra) // self.step_size for count in self.remaining(self.start if at is None else at))
 
     def count_rows(self) -> RowCounts:
         """Return the numbers of rows in an epoch."""
-        if self._weights.are_used:
-            return RowCounts(self._num_samples, self.num_steps() * self.step_size)
-        sources = {stream.name: self._rows_of(len(stream) * stream.repeats) for stream in self._streams}
+        if self.weights.are_used:
+            return RowCounts(sum(self._lengths), self.num_steps() * self.step_size)
+        sources = {
+            stream.name: self._rows_of(length) for stream, length in zip(self.streams, self._lengths, strict=True)
+        }
         counts = {
-            name: sum(getattr(each, name) for each in sources.values())
+            name: sum(getattr(rows, name) for rows in sources.values())
             for name in ("num_samples", "num_rows", "num_padding", "num_repeated", "num_dropped")
         }
         return RowCounts(**counts, sources=sources if len(sources) > 1 else {})
@@ -247,28 +291,27 @@ class Course:
 
     def is_over(self, at: Position) -> bool:
         """Return whether no step of the position's epoch remains."""
-        return not any(self._remaining(at))
+        return not any(self.remaining(at))
 
-    def _remaining(self, at: Position) -> list[int]:
+    def remaining(self, at: Position) -> list[int]:
         """Return how many samples of the epoch remain in each stream, or with weights in all together; 0 if dropped."""
         least = self.step_size if self._last_batch == "drop" else 1
-        if self._weights.are_used:
-            counts = [self._num_samples - at.used]
+        if self.weights.are_used:
+            counts = [sum(self._lengths) - at.used]
         else:
             counts = [length - count for length, count in zip(self._lengths, at.counts, strict=True)]
         return [count if count >= least else 0 for count in counts]
 
     def step(self, at: Position) -> tuple[Step, Position]:
         """Return the step at a position, and the position after it; the epoch must not be over."""
+        is_mixed = self.weights.caches is not None
         number, count, rows = self._next_stream(at), self.step_size, self._rows
-        stream, begin = self._streams[number], at.counts[number]
-        positions, epoch = begin + rows, 0 if self._weights.are_of_caches else at.epoch
-        weights = self._weights.of_samples(stream.source)
+        stream, begin = self.streams[number], at.counts[number]
+        positions, epoch = begin + rows, 0 if is_mixed else at.epoch
+        weights = self.weights.samples.get(stream.source)
         if weights is not None:
-            bucket = number - self._streams_of[stream.source][0]
-            drawn = weights.drawn(at.step, bucket).indices(epoch, positions)
-            indices = drawn if stream.members is None else np.take(stream.members, drawn)
-        elif self._weights.are_of_caches or (remaining := self._lengths[number] - begin) >= count:
+            indices = weights.draw(number - self._streams_of[stream.source][0], epoch, positions)
+        elif is_mixed or (remaining := self._lengths[number] - begin) >= count:
             indices = stream.indices(epoch, positions)
         else:
             count = remaining
@@ -278,7 +321,7 @@ class Course:
             positions = np.where(rows < count, begin + rows, filler)
             indices = stream.indices(epoch, positions)
         # samples that occur in several passes of an epoch have other seeds and choices in each
-        has_passes = self._weights.are_of_caches or (stream.repeats > 1 and weights is None)
+        has_passes = is_mixed or (stream.repeats > 1 and weights is None)
         epochs = epoch * stream.repeats + positions // len(stream) if has_passes else None
         is_padding = (rows >= count) & (self._last_batch != "wrap")
         counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
@@ -287,17 +330,18 @@ class Course:
 
     def _next_stream(self, at: Position) -> int:
         """Return the number of the stream of the step at a position."""
-        if len(self._streams) == 1:
+        if len(self.streams) == 1:
             return 0
-        if not self._weights.are_used:
-            return self._draw_stream(self._remaining(at), at.epoch if self._is_shuffled else 0, at.used)
-        if not self._weights.are_of_caches:
-            return self._draw_stream(self._weights.sums(at.step), at.epoch, at.used)
-        source = self._draw_stream(self._weights.values(at.step), 0, at.step)
-        numbers, weights = self._streams_of[source], self._weights.of_samples(source)
-        if weights is not None:
-            return numbers[self._draw_stream(weights.sums(at.step), 1, at.step) if len(numbers) > 1 else 0]
-        counts, lengths = [at.counts[number] for number in numbers], [len(self._streams[number]) for number in numbers]
+        caches, samples = self.weights.caches, self.weights.samples
+        if not self.weights.are_used:
+            return self._draw_stream(self.remaining(at), at.epoch if self._is_shuffled else 0, at.used)
+        if caches is None:
+            return self._draw_stream(samples[0].sums, at.epoch, at.used)
+        source = self._draw_stream(caches, 0, at.step)
+        numbers = self._streams_of[source]
+        if source in samples:
+            return numbers[self._draw_stream(samples[source].sums, 1, at.step)]
+        counts, lengths = [at.counts[number] for number in numbers], [len(self.streams[number]) for number in numbers]
         begun = 1 + min(count // length for count, length in zip(counts, lengths, strict=True))
         missing = [max(0, begun * length - count) for count, length in zip(counts, lengths, strict=True)]
         return numbers[self._draw_stream(missing, 1, at.step)]
@@ -306,5 +350,5 @@ class Course:
         """Return the number of a stream, drawn in proportion to the weights."""
         if len(weights) == 1:
             return 0
-        drawn = Drawn(np.array(weights, np.float64), self._seed)
+        drawn = Drawn(np.array(weights, np.float64), self._draws_seed)
         return int(drawn.indices(epoch, np.array([position])).item(0))

@@ -1,0 +1,90 @@
+"""The adapter for trainers that resume by skipping batches: accelerate's `skip_first_batches`, and Hugging Face's Trainer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from wds_tensorcache.training.loader import Loader
+from wds_tensorcache.training.plan import Position
+
+__all__ = ["SkippableLoader"]
+
+
+class SkippableLoader:
+    """A `tc.Loader` whose batches a trainer can skip without reading them.
+
+        def get_train_dataloader(self):
+            return SkippableLoader(tc.Loader(cache, self.args.per_device_train_batch_size, shuffle=True))
+
+    `accelerate.skip_first_batches` asks a data loader for its batch sampler, here one of positions, and for its dataset, here
+    the batches at these positions. A `tc.torch_loader` needs no adapter.
+
+    Threads/fork/pickle: as for `tc.Loader`.
+    """
+
+    sampler = prefetch_factor = None
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batch_sampler, self.dataset = _Positions(loader), _Batches(loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration begin the given epoch; trainers call it."""
+        self.loader.set_epoch(epoch)
+
+    @staticmethod
+    def collate_fn(batch: Any) -> Any:
+        """Return the batch, which is collated already."""
+        return batch
+
+
+class _Positions:
+    """The positions of a loader's batches in the epoch of its next batch.
+
+    The steps of the epoch that a loaded state has used come first, as None, because trainers count from the epoch's beginning.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Position | None]:
+        plan, at = self._loader.sampler._plan, self._loader.sampler._beginning()
+        yield from itertools.repeat(None, at.step - at.began)
+        while not plan.is_over(at):
+            yield at
+            _, at = plan.step(at)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.set_epoch(epoch)
+
+
+class _Batches(Dataset[Any]):
+    """The batches of a loader by position. The first one moves the loader to its position."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._running: Iterator[Any] | None = None
+
+    def __getitem__(self, at: Position | None) -> Any:
+        sampler = self._loader.sampler
+        if at is None:
+            raise ValueError("the loaded state has used more batches of the epoch than the trainer skips")
+        if self._running is None or at.step == at.began or sampler._position != at:
+            sampler._move(at, is_resumed=True)
+            self._running = iter(self._loader)
+        return next(self._running)
+
+    __getitems__ = __getitem__  # torch calls this for each item of a batch sampler

@@ -1,1 +1,0 @@
-"""Transforms for loaders whose randomness comes only from the seeds of the samples, so that it resumes exactly."""
