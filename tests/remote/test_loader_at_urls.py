@@ -61,12 +61,12 @@ def test_a_loader_reads_further_ahead_while_training_waits(server: HttpServer, f
     with tc.open(f"{server.url}/cache") as cache, tc.Loader(cache.select("latent"), 2, shuffle=True) as loader:
         first = [info.keys for _, info in loader.with_info()]
         assert loader._ahead.count == 32
-        assert loader._pool_sizes == (16, 2)
+        assert loader._num_threads == 16
         local = tc.Loader(tc.open(folder).select("latent"), 2, shuffle=True)
         assert [info.keys for _, info in local.with_info()] == first
-        assert (local._ahead.count, local._pool_sizes) == (2, (2,))
+        assert (local._ahead.count, local._num_threads) == (2, 2)
         chosen = tc.Loader(cache, 2, num_threads=3, prefetch_batches=5)
-        assert (chosen._ahead.count, chosen._pool_sizes) == (5, (3,))
+        assert (chosen._ahead.count, chosen._num_threads) == (5, 3)
         alone = tc.Loader(cache.select("latent"), 2, num_threads=0)
         assert len(list(alone)) == 30
         assert alone._ahead.count == 4

@@ -201,15 +201,10 @@ def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
         (tc.Loader(cache, 4, shuffle="blocks"), tc.Loader(resharded, 4, shuffle="blocks")),
         (tc.Loader(cache, 4, bucket_by=by(0)), tc.Loader(cache, 4, bucket_by=by(1))),
     ):
-        with pytest.raises(ValueError, match="the state belongs to a loader with order="):
+        with pytest.raises(
+            ValueError, match="the state belongs to a loader with order=.*: its buckets, shards or window have changed"
+        ):
             other.load_state_dict(one.state_dict())
-    one, other = (
-        tc.Loader(cache, 4, bucket_by=lambda entry, size=size: min(11, int(entry.key) // size)) for size in (1, 2)
-    )
-    with pytest.raises(
-        ValueError, match=r"(?s)order=.*\nand 4 other buckets\nto begin an epoch with the buckets as they"
-    ):
-        other.load_state_dict(one.state_dict())
     tc.Loader(resharded, 4).load_state_dict(tc.Loader(cache, 4).state_dict())  # the same samples in the same order
     resharded.close()
 

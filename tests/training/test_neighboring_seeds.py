@@ -1,4 +1,4 @@
-"""Every stream of a loader has random numbers of its own: those of no other stream, and of no loader with another seed."""
+"""Every stream of a loader has its own random numbers: those of no other stream, and of no loader with another seed."""
 
 from __future__ import annotations
 

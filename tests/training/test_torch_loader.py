@@ -259,21 +259,21 @@ def test_closing(cache: Any, persistent: bool) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_weights_that_change(cache: Any, num_workers: int) -> None:
-    """From the first step that no worker was asked for; states in between have both."""
-    each = np.eye(COUNT)
-    made = tc.torch_loader(cache, 1, num_workers=num_workers, weights=each[1], collate="list")
+    """From the first step that no worker was asked for; a state has the new weights at once."""
+    rows = np.eye(COUNT)
+    made = tc.torch_loader(cache, 1, num_workers=num_workers, weights=rows[1], collate="list")
     seen, states = [], []
     for number, (_, info) in enumerate(made.with_info()):
         seen.append(info.indices.item())
         if number == 2:
-            at = made.set_weights(each[7])
+            at = made.set_weights(rows[7])
         states.append(state_of(made))
-    assert seen == [1] * at + [7] * (COUNT - at)
     assert at == (3 if num_workers == 0 else 7)
+    assert seen == [1] * at + [7] * (COUNT - at)
     for number in (2, 5, 9):
-        again = tc.Loader(cache, 1, weights=each[1], collate="list")
+        again = tc.Loader(cache, 1, weights=rows[1], collate="list")
         again.load_state_dict(states[number])
-        assert [info.indices.item() for _, info in again.with_info()] == seen[number + 1 :]
+        assert [info.indices.item() for _, info in again.with_info()] == [7] * (COUNT - 1 - number)
 
 
 # --- processes ---

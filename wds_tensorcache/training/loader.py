@@ -276,8 +276,7 @@ class Loader(BaseLoader):
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The
-            default is 2. If shards are at urls, it is 16, since their threads wait for requests most of the time. After
-            eight batches in a row that needed no request, as from a node's cache, it is 2 until a batch needs one.
+            default is 2. If shards are at urls, it is 16, since their threads wait for requests most of the time.
         prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4, and
             grows while training waits for requests, up to 32 batches or 1 GiB, if the server's latency and rate require
             that. After eight batches in a row that needed no request, it is 2, and may grow again.
@@ -292,9 +291,10 @@ class Loader(BaseLoader):
         work that was queued on it has ended; if the CPU runs several steps ahead of the GPU, that is as many more batches.
     Threads/fork/pickle: one thread iterates, any thread may call `close`; only in the process that made the loader.
         Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch. A forked child
-        begins iterations of its own.
+        begins its own iterations.
     """
 
+    batch_sampler = None  # Lightning asks for it
     _pool: ThreadPoolExecutor | None = None  # of the current iteration
 
     def __init__(

@@ -155,7 +155,7 @@ class Stream:
 
     @property
     def identity(self) -> list[Any]:
-        """What determines the order besides seed and `shuffle`: counts, blocks and windows, and the samples of a bucket."""
+        """All that determines the order besides seed and `shuffle`: counts, blocks and windows, and the samples of a bucket."""
         return [*self._order.identity, [] if self.members is None else self.members]
 
     def _compute(self, number: int, positions: Array) -> Array:
@@ -181,7 +181,7 @@ class Plan:
         caches: The caches; `Step.source` is the number of one of them.
         streams: The streams; `Step.stream` is the number of one of them.
         weights: The current weights, which all steps use.
-        settings: What must be equal in a loader that loads a state, for JSON.
+        settings: Settings that a loader needs to load a state of this plan, for JSON.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Plan:
 
     @cached_property
     def dataset(self) -> str:
-        """What identifies the samples in a state: their number, and a hash of their keys in order."""
+        """The samples' identity in a state: their number, and a hash of their keys in order."""
         digest = xxhash.xxh3_128()
         for cache in self.caches:
             digest.update(b"%d," % len(cache))

@@ -49,9 +49,9 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> Position:
     for name in {**plan.settings, **state["settings"]}:
         saved, value = state["settings"].get(name), plan.settings.get(name)
         if saved != value:
-            moved = "; samples have moved to other buckets or shards" if name in ("streams", "order") else ""
+            changed = ": its buckets, shards or window have changed" if name in ("streams", "order") else ""
             raise ValueError(
-                f"the state belongs to a loader with {name}={saved!r:.200}, but this one has {name}={value!r:.200}{moved}"
+                f"the state belongs to a loader with {name}={saved!r:.200}, but this one has {name}={value!r:.200}{changed}"
             )
     position = _parse_position(plan, state["position"])
     plan.weights.load(state["weights"])

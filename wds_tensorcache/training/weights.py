@@ -105,7 +105,7 @@ class Weights:
 
     @property
     def are_used(self) -> bool:
-        """Whether there are any weights."""
+        """True if there are any weights."""
         return self.caches is not None or bool(self.samples)
 
     def shares(self) -> dict[str, float]:
