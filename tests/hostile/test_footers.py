@@ -116,7 +116,7 @@ def uses(cache: Any) -> list[Callable[[int], Any]]:
     return [lambda i: is_right(cache[i], i), tensors, batch, member, lambda i: is_right(cache[f"k{i}"], i)]
 
 
-@pytest.mark.parametrize("io", ["auto", "mmap", "pread"])
+@pytest.mark.parametrize("io", ["auto", "pread"])
 @pytest.mark.parametrize("what", LIES)
 def test_right_or_refused(tmp_path: Path, what: str, io: str) -> None:
     path = write(tmp_path / "x.tar", text=True)
