@@ -85,7 +85,7 @@ def test_between_two_batches(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_is_restored_is_refused(tmp_path: Path) -> None:
-    """Its bytes are the same, but they were others for a while."""
+    """Its bytes are the same again, but they were different for a while."""
     content = write(tmp_path / "x.tar", 64)
     with tc.open(tmp_path / "x.tar") as cache:
         cache.read_batch(range(9))

@@ -53,7 +53,7 @@ def open(
             it. If you list a shard twice, or a folder contains it under two names, its samples occur twice.
         cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the one without a name; by default
             the only one. Samples that lack this cache are left out.
-        io: `"auto"` copies batches out of memory maps of local shards, and reads all others. A shard that was truncated or
+        io: `"auto"` copies batches out of memory maps of local shards, and reads all other shards. A shard that was truncated or
             changed is refused before and after each copy; but **truncating a shard in place in the moment of a copy kills
             the process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which raise an error.
         num_threads: Number of threads that read a batch; by default the number of cores, but at most four.

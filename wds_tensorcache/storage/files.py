@@ -109,7 +109,7 @@ class ShardFile:
 
     Args:
         path: Path of the file.
-        may_map: Whether `address` may map the file.
+        may_map: False if `address` must not map the file.
         manifest: The manifest that lists the file, for messages.
 
     Raises:
@@ -301,7 +301,7 @@ class Files:
     the cache through which they are read.
 
     Args:
-        may_map: Whether batches may be copied out of memory maps.
+        may_map: False if batches must not be copied out of memory maps.
         max_open: The most descriptors of local shards that the process keeps, for all caches; None leaves the limit as it is.
 
     Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and with `fixed` expects them

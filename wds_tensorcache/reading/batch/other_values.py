@@ -124,7 +124,7 @@ class Decoded:
         return [i for i in unlike if i not in known]
 
     def _find_kept(self, template: Template) -> list[Any]:
-        """Return the values of each sample that this template gave before; None for all others."""
+        """Return the kept values of each sample that this template gave, or None."""
         rows, store = self._request.rows, self._request.store
         found: list[Any] = [None] * len(self)
         if rows.shards is not store.shards:
