@@ -18,7 +18,6 @@ from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
 from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.shards.dali_index import seems_current, write_dali_index
 from wds_tensorcache.shards.index_paths import dali_index_path
-from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 
 __all__ = ["PackedMembers"]
 
@@ -52,8 +51,7 @@ class PackedMembers:
         self._begins: dict[int, tuple[list[int], list[int]]] = {}
         self.paths = [shard.path for shard in self._shards]
         self._heads = {path.encode("utf-8", "surrogateescape"): number for number, path in enumerate(self.paths)}
-        name = self._shards[0].name
-        self.skeleton_suffix, self.suffix = member_suffix(name, SKELETON), member_suffix(name, TENSORS)
+        self.skeleton_suffix, self.suffix = self._shards[0].suffixes
 
     def are_regular(self) -> bool:
         """Return whether all tensor members have the same size, a multiple of 16 bytes, so that batches need no padding."""

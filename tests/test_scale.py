@@ -16,7 +16,7 @@ from benchmarks.scale.setting import BATCH, PER_SHARD, RANKS_PER_NODE
 from benchmarks.scale.tables import tables
 from benchmarks.scale.traffic import WAYS, Way, node_hits
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.shards.footer import build_footer, parse_footer
+from wds_tensorcache.shards.footer import build_footer, parse_index
 from wds_tensorcache.training.steps import Course, Permuted, Position
 from wds_tensorcache.training.weights import Weights
 
@@ -55,7 +55,7 @@ def test_the_index_is_a_real_one() -> None:
     assert len(index.keys) == PER_SHARD
     footer = build_footer(index)
     body = footer[len(footer) - len(footer.lstrip(b"\0")) :]
-    parsed = parse_footer(body, shards().nbytes)
+    parsed = parse_index(body, shards().nbytes)
     assert parsed is not None
     assert parsed.nbytes == index.nbytes
 

@@ -25,8 +25,8 @@ import wds_tensorcache as tc
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.key_table import Keys
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
-from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["STEPS", "key_of", "numbers_read", "sample_of", "write_shards"]

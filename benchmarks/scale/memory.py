@@ -13,8 +13,8 @@ from benchmarks.workloads import WORKLOADS
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
-from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "write_listing",
 ]
 
-NOTES_NBYTES = 2  # of a sample in a `Shard`: whether it was checked, and the number of its template
+NOTES_NBYTES = 1  # of a sample in a `Shard`: the number of its template
 KEY_TABLE_NBYTES = 8  # of a sample, unless the keys ascend from shard to shard
 BUCKET_NBYTES = 8  # of a sample, with `bucket_by`, `filter`, or a shuffled view: its number as int64
 # Of a shard in an open cache whose index was not read, without the manifest; measured with tracemalloc on Python 3.11, and

@@ -14,7 +14,7 @@ from tests.codec.second_shards import build_trailer, index_arrays
 from tests.shards.damage import faults, flip, members, write
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.storage.files import ShardFile
 
 

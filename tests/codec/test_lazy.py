@@ -6,6 +6,7 @@ import copy
 import gc
 import operator
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,14 @@ class Recording:
         self.reads += [(begin, end)] if end > begin else []
         return bytearray(self.member[begin:end])
 
-    def read_into(self, buffer: memoryview, begin: int) -> None:
-        self.reads.append((begin, begin + len(buffer)))
-        buffer[:] = self.member[begin : begin + len(buffer)]
+    def allocate(self, nbytes: int) -> bytearray:
+        return bytearray(nbytes)
+
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        self.reads.append((begin, begin + sum(map(len, buffers))))
+        for buffer in buffers:
+            memoryview(buffer)[:] = self.member[begin : begin + len(buffer)]
+            begin += len(buffer)
 
     def view(self, begin: int, end: int) -> memoryview:
         self.reads.append((begin, end))
@@ -54,6 +60,32 @@ def lazy_array_of(array: Any) -> Any:
 def recorded() -> tuple[tc.LazyTensor, Recording]:
     source = Recording(b"head" + T.numpy().tobytes())
     return tc.LazyTensor(Reference("x", "tensor", T.dtype, T.shape, 4, 4 + T.nbytes, None), source), source
+
+
+def test_realize_reads_neighbors_at_once() -> None:
+    near, far = bytes(100), bytes(100_000)
+    source = Recording(bytes(range(40)) + near + b"\1\0" + far + b"\2\0")
+
+    def lazy(begin: int, end: int, dtype: torch.dtype = torch.uint8) -> Any:
+        return tc.LazyTensor(
+            Reference(str(begin), "tensor", dtype, torch.Size([end - begin]), begin, end, None), source
+        )
+
+    first, last = lazy(0, 3), lazy(100_142, 100_144)
+    sample = {
+        "last": last,
+        "bools": lazy(140, 142, torch.bool),
+        "b": [lazy(3, 40), first],
+        "again": first,
+        "e": lazy(9, 9),
+    }
+    real = tc.realize(sample)
+    assert source.reads == [(0, 142), (100_142, 100_144)]
+    assert real["again"] is real["b"][1]
+    assert [real["again"].tolist(), real["b"][0].tolist()] == [[0, 1, 2], list(range(3, 40))]
+    assert [real["bools"].tolist(), real["last"].tolist(), real["e"].tolist()] == [[True, False], [2, 0], []]
+    with pytest.raises(tc.FormatError, match="other than 0 and 1"):
+        tc.realize([first, lazy(100_142, 100_144, torch.bool)])
 
 
 def test_questions_that_need_no_bytes() -> None:

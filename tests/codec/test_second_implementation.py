@@ -24,7 +24,7 @@ from tests.interop.other_python import read_folder
 from tests.same import assert_same
 from tests.strategies import samples
 from wds_tensorcache.reading.find_shards import find_shards
-from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
+from wds_tensorcache.shards.footer import build_footer, parse_index, read_footer
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_manifest
 from wds_tensorcache.shards.tar.headers import build_tar_header
@@ -611,7 +611,7 @@ def test_an_index_of_no_samples_has_no_text() -> None:
     arrays["layouts.dims"] = []
     names: dict[str, Any] = {"caches": [], "members": [], "forms": [], "references": []}
     footer = second_shards.build_trailer(arrays, names, 0, 1024)
-    ours, _ = outcomes(lambda: parse_footer(footer, 1024), lambda: second_shards.read_index(bytes(1024), footer))
+    ours, _ = outcomes(lambda: parse_index(footer, 1024), lambda: second_shards.read_index(bytes(1024), footer))
     assert isinstance(ours, second.Refused)
 
 

@@ -35,7 +35,7 @@ from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, allow_table
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
-from wds_tensorcache.shards.footer import build_footer, parse_footer
+from wds_tensorcache.shards.footer import build_footer, parse_index
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.tar import headers as tars
 from wds_tensorcache.shards.tar.stream import TarStream
@@ -159,7 +159,7 @@ def template(data: bytes) -> None:
 def index(data: bytes) -> None:
     """The index as bytes: all its entries can be read, and writing it again gives the same bytes."""
     footer, shard_nbytes = footer_of(data)
-    found = attempt(parse_footer, footer, shard_nbytes)
+    found = attempt(parse_index, footer, shard_nbytes)
     if found is REFUSED or found is None:
         return
     assert found.nbytes <= 1000 + 40 * len(footer)
@@ -170,7 +170,7 @@ def index(data: bytes) -> None:
         for member in found.members.values():
             member.find(np.array([row]))
     written = build_footer(found, shard_nbytes)
-    again = parse_footer(written, shard_nbytes)
+    again = parse_index(written, shard_nbytes)
     assert again is not None
     assert build_footer(again, shard_nbytes) == written
 
@@ -197,7 +197,7 @@ def _folder(pid: int) -> Path:
 
 
 def footer(data: bytes) -> None:
-    """An index after a shard: a sample read through it is the shard's sample with that key."""
+    """An index after a shard: whatever it says, its samples are read or refused."""
     path = _folder(os.getpid()) / "shard.tar"
     path.write_bytes(_SHARD + footer_of(data, _SHARD_END)[0])
     cache = REFUSED
@@ -209,11 +209,10 @@ def footer(data: bytes) -> None:
         keys = attempt(lambda: list(opened.keys()))
         attempt(lambda: opened.members)
         for row in range(0 if keys is REFUSED else min(len(keys), _MAX_ROWS)):
-            found = attempt(lambda row=row: tc.encode_sample(opened[row]))
-            assert found is REFUSED or found == tc.encode_sample(SAMPLES[int(keys[row])])
+            attempt(lambda row=row: tc.encode_sample(opened[row]))
             for suffix in list(opened.members)[:_MAX_ROWS]:
                 with contextlib.suppress(tc.TensorCacheError, KeyError):  # KeyError: another sample has it
-                    assert opened.read_members([row], suffix) == [b"{}"]
+                    opened.read_members([row], suffix)
         attempt(lambda: opened.read_batch(range(len(opened)), collate="list"))
 
 
@@ -224,7 +223,7 @@ def tar(data: bytes) -> None:
     if found is REFUSED:
         return
     shard_nbytes = max(len(archive), found.end + 1024)  # one block of zeros ends a tar, but an index needs two
-    again = parse_footer(build_footer(found, shard_nbytes), shard_nbytes)
+    again = parse_index(build_footer(found, shard_nbytes), shard_nbytes)
     assert again is not None
     assert build_footer(again, shard_nbytes) == build_footer(found, shard_nbytes)
     assert list(again.keys) == list(found.keys)

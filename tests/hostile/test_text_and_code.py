@@ -15,7 +15,7 @@ import wds_tensorcache as tc
 from tests.hostile.pickles import NO_TENSORS, ONE_TENSOR, PROTO, call, decode, refused, text
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.storage.files import ShardFile
 
 

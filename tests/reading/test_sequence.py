@@ -258,7 +258,7 @@ def test_select_of_everything_and_nothing(sample: Any) -> None:
 
 
 def damage_tensors(folder: str) -> None:
-    """Overwrite all tensors in all shards with bytes that are no bools."""
+    """Overwrite all tensors in all shards with bytes that are not bools."""
     for path in Path(folder).glob("*.tar"):
         with tc.open(path) as cache, open(path, "r+b") as file:
             for shard in cache._store.shards:

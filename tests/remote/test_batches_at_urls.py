@@ -271,6 +271,13 @@ def test_damage_is_found(changing: tuple[Path, str]) -> None:
     assert sample["prompt"] == "phot0 6"  # digests of skeletons are checked by tc.verify
 
 
+def test_all_tensors_of_a_sample_take_one_request(server: HttpServer, cache: tc.TensorCache) -> None:
+    sample = cache[9]
+    server.log()
+    assert_same(SMALL[9], tc.realize(sample))
+    assert len(server.log()) == 1
+
+
 # --- processes
 
 

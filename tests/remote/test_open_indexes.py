@@ -15,7 +15,7 @@ import wds_tensorcache as tc
 from tests.remote.caches import listing, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.same import assert_same
-from wds_tensorcache.shards.footer import build_footer, parse_footer
+from wds_tensorcache.shards.footer import build_footer, parse_index
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.remote.kept_indexes import KeptIndexes, default_folder
 from wds_tensorcache.storage.remote.client import ObjectInfo
@@ -327,6 +327,6 @@ def test_a_bounded_folder(sidecar: bytes, bare: bytes, tmp_path: Path) -> None:
     found = kept.read("http://host/199.tar", info)
     assert found is not None
     assert build_footer(found, len(bare)) == sidecar
-    assert parse_footer(sidecar, len(bare)) is not None
+    assert parse_index(sidecar, len(bare)) is not None
     shutil.rmtree(tmp_path)
     assert kept.read("http://host/199.tar", info) is None

@@ -22,11 +22,11 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
-from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer, parse_footer, read_footer
+from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer, parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
-from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.storage.files import ShardFile
 
 Samples = list[dict[str, Any]]
@@ -44,7 +44,7 @@ def assert_three_agree(path: Path) -> ShardIndex:
     sidecar = Path(f"{path}.index")
     before = path.read_bytes()
     assert build_footer(tc.write_index(path), 1 << 20) == expected
-    parsed = parse_footer(sidecar.read_bytes(), len(before))
+    parsed = parse_index(sidecar.read_bytes(), len(before))
     assert parsed is not None
     assert build_footer(parsed, 1 << 20) == expected
     assert path.read_bytes() == before
@@ -312,5 +312,5 @@ def test_an_index_beside_a_tar_that_ends_after_one_block(tmp_path: Path, monkeyp
         sink.write("a", {"x": torch.ones(3)})
     path.write_bytes(path.read_bytes()[:-512])
     tc.write_index(path, dali_index=False)
-    monkeypatch.setattr("wds_tensorcache.shards.shard.scan_shard", None)
+    monkeypatch.setattr("wds_tensorcache.shards.load_index.scan_shard", None)
     assert list(tc.open(path).keys()) == ["a"]

@@ -18,8 +18,8 @@ from tests.shards.forged_index import put_footer
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import Origins, ShardIndex
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.names import hashed_key
-from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.storage.files import ShardFile
 
 NAMES = ["a", "фжц/цю щъ ызжщ юя жж", "\udcff" * 40, "b (1)", "写真" * 30, "x" * 89]

@@ -15,7 +15,7 @@ import torch
 import wds_tensorcache as tc
 from tests.kills import compare
 from tests.shards.forged_index import put_footer
-from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.writing.build_items import digest_item
 

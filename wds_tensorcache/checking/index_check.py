@@ -11,11 +11,11 @@ from typing import Any
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, split_line, split_lines
-from wds_tensorcache.shards.footer import build_footer, declared_place, parse_footer, read_footer
+from wds_tensorcache.shards.footer import build_footer, parse_index, read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
+from wds_tensorcache.shards.load_index import open_sidecar
 from wds_tensorcache.shards.names import TENSORS, split_member
-from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_indexes"]
@@ -33,7 +33,7 @@ def check_indexes(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
     try:
         file = open_sidecar(found.path)
         if file is not None:
-            sidecar = parse_footer(file.read(0, file.nbytes), found.nbytes)
+            sidecar = parse_index(file.read(0, file.nbytes), found.nbytes)
             if sidecar is None:
                 found.fault(None, None, f"{where} is damaged or stale", "index")
             else:
@@ -59,10 +59,10 @@ def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
         if file.identity != found.identity:
             raise FormatError("the shard was changed while it was checked")
         index = read_footer(file.read, file.nbytes)
-        place = None if index is None else declared_place(file.read, file.nbytes, file.nbytes)
+        place = None if index is None else read_trailer(file.read, file.nbytes, file.nbytes)
         at = None
         if end is not None and (index is None or index.end == end):
-            at = _next_byte(file, end + 512, file.nbytes if place is None else place[0])
+            at = _next_byte(file, end + 512, file.nbytes if place is None else place.begin)
     except (FormatError, OSError) as exc:
         found.fault(None, None, f"{where}: {exc}", "index")
         return None

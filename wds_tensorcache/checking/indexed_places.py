@@ -12,10 +12,10 @@ import xxhash
 from wds_tensorcache.codec.header import DIGITS_END, parse_header
 from wds_tensorcache.codec.sample import check_binding
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.footer import stale_footer
+from wds_tensorcache.shards.footer import read_index
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
+from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.shards.names import split_member
-from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.fields import adds_up, parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, is_meta_name, names_of, padding
 from wds_tensorcache.storage.files import ShardFile
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 def find_places(file: ShardFile) -> Places | None:
     """Return the places in the index at a shard's end, or else in its sidecar, even if stale; None if there is no index."""
-    index = next(stored(file, lambda each: stale_footer(each.read, each.nbytes), lenient=True), None)
+    index = next(parse_both(file, lambda each: read_index(each.read, each.nbytes), lenient=True), None)
     return None if index is None else Places(file.read, file.nbytes, index)
 
 

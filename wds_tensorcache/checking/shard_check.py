@@ -19,11 +19,11 @@ from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.shards.footer import declared_place, stale_footer
+from wds_tensorcache.shards.footer import read_index, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.shards.names import Half, find_half, half_of, split_member
-from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.headers import rebuild_header
 from wds_tensorcache.shards.tar.skipped import Skipped
 from wds_tensorcache.storage.files import Identity, ShardFile
@@ -117,7 +117,7 @@ def check_shard(
     listed: dict[str, int] = {}
     if found.report.faults:
         has = _count_caches(found.index)
-        index = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes), lenient=True), None)
+        index = next(parse_both(file, lambda each: read_index(each.read, each.nbytes, file.nbytes), lenient=True), None)
         counts = {} if index is None else _count_caches(index)
         listed = {key: count for key, count in counts.items() if has.get(key, count) < count}
     return _check_all(file, allow, readers, better, listed, reach) if better or listed else found
@@ -212,8 +212,8 @@ def _complete(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample]
 def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, common: list[MemberRange]) -> Iterator[_Sample]:
     """Yield the samples of a shard; record tar faults, and members that belong to no sample, in `found`."""
     sample: _Sample | None = None
-    declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes), lenient=True)
-    end = next((end for _, end in declared), None)
+    declared = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes), lenient=True)
+    end = next((trailer.end for trailer in declared), None)
     for part in Salvage(ahead.read, file.nbytes, end, lru_cache(partial(find_places, file))):
         if isinstance(part, Member):
             name, first, begin, nbytes, after, is_rebuilt = part

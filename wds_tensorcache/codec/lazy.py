@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -14,7 +15,11 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from wds_tensorcache.codec.reference import ByteSource, Reference
 from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
 
-__all__ = ["Lazy", "LazyArray", "LazyTensor", "check_device"]
+__all__ = ["Lazy", "LazyArray", "LazyTensor", "PendingLoads", "check_device"]
+
+_FIRST = itemgetter(0)
+_MAX_GAP = 1 << 14  # bytes between two tensors that cost less than another read
+_SCRATCH = memoryview(bytearray(_MAX_GAP))  # these bytes go here, from all threads at once; never read
 
 
 class Lazy:
@@ -36,10 +41,13 @@ class Lazy:
     ndim = property(lambda self: len(self._reference.shape), doc="Number of dimensions.")
     nbytes = property(lambda self: self._reference.end - self._reference.begin, doc="Bytes of the elements.")
 
-    @staticmethod
-    def view_buffer(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    view_memory: Any  # returns a buffer as a tensor or array, whose values are not checked
+    check: Any  # returns a tensor or array; raises FormatError if torch or numpy would compute wrong results with its values
+
+    @classmethod
+    def view_buffer(cls, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Return a buffer as a tensor or array, after checking its values. Memory: aliases the buffer."""
-        raise NotImplementedError
+        return cls.check(cls.view_memory(buffer, dtype, shape))
 
     def load(self) -> Any:
         raise NotImplementedError
@@ -141,6 +149,54 @@ class Lazy:
         return f"{type(self).__name__}({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
+class PendingLoads:
+    """Lazy tensors whose memory exists before `run` fills it, so that neighbors in a member need only one read."""
+
+    __slots__ = ("_reads", "_unchecked")
+
+    def __init__(self) -> None:
+        self._reads: dict[int, tuple[ByteSource, list[tuple[int, Any]]]] = {}
+        self._unchecked: list[tuple[Callable[[Any], Any], Any]] = []
+
+    def add(self, lazy: Lazy) -> Any:
+        """Return the loaded value of a lazy tensor, with undefined elements until `run` returns."""
+        reference, source = lazy._reference, lazy._source
+        begin = reference.begin
+        buffer = source.allocate(reference.end - begin)
+        if len(buffer):
+            reads = self._reads.get(id(source))
+            if reads is None:
+                self._reads[id(source)] = reads = source, []
+            reads[1].append((begin, buffer))
+        value = lazy.view_memory(buffer, reference.dtype, reference.shape)
+        if reference.dtype is torch.bool or type(lazy) is LazyArray:
+            self._unchecked.append((lazy.check, value))
+        return value
+
+    def run(self) -> None:
+        """Read all bytes.
+
+        Raises:
+            FormatError: As by `load`.
+        """
+        for source, parts in self._reads.values():
+            parts.sort(key=_FIRST)
+            buffers: list[Any] = []
+            first = end = parts[0][0]
+            for begin, buffer in parts:
+                gap = begin - end
+                if gap < 0 or gap > _MAX_GAP:
+                    source.read_into(buffers, first)
+                    buffers, first = [], begin
+                elif gap:
+                    buffers.append(_SCRATCH[:gap])
+                buffers.append(buffer)
+                end = begin + len(buffer)
+            source.read_into(buffers, first)
+        for check, value in self._unchecked:
+            check(value)
+
+
 def _rebuild(cls: Any, source: ByteSource, name: str, kind: str, dtype: Any, shape: Any, *rest: Any) -> Any:
     """Rebuild a lazy tensor from its pickled fields; pickling the `Reference` as an object would take twice as long."""
     return cls(Reference(name, kind, dtype, torch.Size(shape) if kind == "tensor" else shape, *rest), source)
@@ -205,10 +261,8 @@ class LazyTensor(Lazy):
 
         def __getitem__(self, index: Any) -> torch.Tensor: ...
 
-    @staticmethod
-    def view_buffer(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = view_tensor(buffer, dtype, shape)
-        return check_tensor(tensor) if dtype is torch.bool else tensor
+    view_memory: Any = staticmethod(view_tensor)
+    check: Any = staticmethod(check_tensor)
 
     @property
     def device(self) -> torch.device:
@@ -255,7 +309,7 @@ class LazyTensor(Lazy):
                 return out.copy_(self.load())
         if self.nbytes:
             raw: Any = out.detach().reshape(-1).view(torch.uint8).numpy()
-            self._source.read_into(memoryview(raw), self._reference.begin)
+            self._source.read_into([memoryview(raw)], self._reference.begin)
         return out
 
     def _reduce_for_torch_save(self, protocol: Any) -> Any:
@@ -320,9 +374,8 @@ class LazyArray(Lazy):
 
     __slots__ = ()
 
-    @staticmethod
-    def view_buffer(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        return check_array(view_array(buffer, dtype, shape))
+    view_memory: Any = staticmethod(view_array)
+    check: Any = staticmethod(check_array)
 
     def __len__(self) -> int:
         if not self.shape:

@@ -63,13 +63,8 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
 
     `bound` contains the length and the digest of that member as the preamble stores them, 16 bytes.
     """
-    end = len(_FIXED) + 16
-    return (
-        skeleton.startswith(_FIXED)
-        and skeleton[len(_FIXED) : end] == bound
-        and len(skeleton) > PREAMBLE_NBYTES
-        and skeleton[PREAMBLE_NBYTES - 1] == POP
-    )
+    is_bound = skeleton.startswith(_FIXED + bound)
+    return is_bound and len(skeleton) > PREAMBLE_NBYTES and skeleton[PREAMBLE_NBYTES - 1] == POP
 
 
 def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:

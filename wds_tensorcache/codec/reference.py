@@ -7,7 +7,7 @@ that string resolved in a layout (the parsed header of the `.safetensors` member
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -38,8 +38,11 @@ class ByteSource(Protocol):
     def read(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
         """Return a private copy of the bytes `[begin, end)`; raise an error if they cannot be read."""
 
-    def read_into(self, buffer: memoryview, begin: int) -> None:
-        """Fill `buffer` (1-D, bytes) with the bytes from `begin` on; raise an error if they cannot be read."""
+    def allocate(self, nbytes: int) -> bytearray | np.ndarray[Any, Any]:
+        """Return private memory for bytes of the source."""
+
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        """Fill 1-D byte buffers, in order, with the bytes from `begin` on; raise an error if they cannot be read."""
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         """Return the bytes `[begin, end)` as uint8 without a copy; never write into them, even if numpy allows it.
@@ -65,8 +68,13 @@ class MemorySource:
     def read(self, begin: int, end: int) -> bytearray:
         return bytearray(self.member[begin:end])
 
-    def read_into(self, buffer: memoryview, begin: int) -> None:
-        buffer[:] = self.member[begin : begin + len(buffer)]
+    def allocate(self, nbytes: int) -> bytearray:
+        return bytearray(nbytes)
+
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        for buffer in buffers:
+            memoryview(buffer)[:] = self.member[begin : begin + len(buffer)]
+            begin += len(buffer)
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         return view_bytes(self.member[begin:end])

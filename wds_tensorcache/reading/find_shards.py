@@ -212,7 +212,7 @@ def _from_manifest(path: str) -> list[Found]:
             remedy = f"run `tensorcache index {quote(shard)}` (tc.write_index) if another tool changed the shard"
             checks = "`tensorcache verify` (tc.verify) tells what is intact"
             raise FormatError(f"{what}; {remedy}; {checks}", kind="index")
-        found.append(listed_shard(shard, entry, extra, manifest=path))
+        found.append(listed_shard(shard, entry, extra, manifest=path, status=located.status))
     if not found:
         raise FileNotFoundError(f"{path} lists no shards")
     return found

@@ -53,9 +53,10 @@ def open(
             it. If you list a shard twice, or a folder contains it under two names, its samples occur twice.
         cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the one without a name; by default
             the only one. Samples that lack this cache are left out.
-        io: `"auto"` copies batches out of memory maps of local shards, and reads all other shards. A shard that was truncated or
-            changed is refused before and after each copy; but **truncating a shard in place in the moment of a copy kills
-            the process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which raise an error.
+        io: `"auto"` copies batches out of memory maps of local shards, and reads all other shards. A shard that was
+            truncated or changed is refused before and after each copy; but **truncating a shard in place in the moment of a
+            copy kills the process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which
+            raise an error.
         num_threads: Number of threads that read a batch; by default the number of cores, but at most four.
         allow: Classes that a sample may contain beyond those of the format. Only for shards that you trust: reading a sample
             creates objects of these classes.
@@ -122,12 +123,14 @@ def open(
         for path, *_ in found:
             listed = lists[path]
             count = listed.caches.get(name, 0) if listed.caches is not None else None
-            listed = listed._replace(caches=None, left_out=None)  # dicts that a shard does not need take memory
+            status = listed.status
+            # objects that a shard does not need take memory
+            listed = listed._replace(caches=None, left_out=None, status=None)
             shards.append(Shard(path, name, files, pool, table, count, None, listed, find_index=find_index))
             if path in known:
                 shards[-1].take_index(known[path])
             if not shards[-1].is_remote:
-                files.expect(shards[-1].path, listed.manifest)
+                files.expect(shards[-1].path, listed.manifest, status)
         return TensorCache(
             Store(
                 shards,

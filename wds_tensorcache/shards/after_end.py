@@ -7,12 +7,11 @@ import os
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
 from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
-from wds_tensorcache.shards.footer import declared_place, read_footer
+from wds_tensorcache.shards.footer import read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
+from wds_tensorcache.shards.load_index import load_index, parse_both
 from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
-from wds_tensorcache.shards.shard import load_index
-from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.shards.tar.hidden import HIDDEN_REMEDY, find_header, lost_members
 from wds_tensorcache.storage.files import ShardFile
@@ -52,9 +51,9 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
     after the zeros. A copy of the part before them, or an index of it, would lose these members.
     """
-    place = declared_place(file.read, file.nbytes, file.nbytes)
+    place = read_trailer(file.read, file.nbytes, file.nbytes)
     # another tool may have appended to the archive, over a part of a stale index
-    stop = file.nbytes if place is None else max(end, place[0])
+    stop = file.nbytes if place is None else max(end, place.begin)
     for begin in range(end, stop, _CHUNK_NBYTES):
         chunk = file.read(begin, min(begin + _CHUNK_NBYTES, stop))
         if chunk.strip(b"\0"):
@@ -69,8 +68,8 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         hidden = find_header(file.read, stop - stop % BLOCK, file.nbytes)
         if hidden is not None:
             raise _refused(file, "a tar header, in the remains of an index that other members overwrote", hidden)
-    declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes))
-    later = max((declared_end for _, declared_end in declared), default=0)
+    declared = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
+    later = max((trailer.end for trailer in declared), default=0)
     if later > end:
         raise _refused(file, f"zeros, although an index says that the archive ends at byte {later}", end)
     # Hazard: if zeros have overwritten members, only DALI's index and the manifest list them, and a tool replaces both.

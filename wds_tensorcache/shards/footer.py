@@ -23,16 +23,7 @@ from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import is_cache_name
 from wds_tensorcache.shards.tar.headers import padding
 
-__all__ = [
-    "TRAILER_NBYTES",
-    "build_footer",
-    "declared_digest",
-    "declared_nbytes",
-    "declared_place",
-    "parse_footer",
-    "read_footer",
-    "stale_footer",
-]
+__all__ = ["TRAILER_NBYTES", "Trailer", "build_footer", "parse_index", "read_footer", "read_index", "read_trailer"]
 
 MAGIC = b"tcindex1"
 # length of the index, offset of the end-of-archive marker, length of the whole shard, digest of index and lengths, MAGIC
@@ -86,8 +77,39 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     return zeros + body + _TRAILER.pack(*numbers, _digest(body, numbers), MAGIC)
 
 
-def _digest(body: bytes, numbers: tuple[int, int, int]) -> int:
+def _digest(body: bytes | memoryview, numbers: tuple[int, int, int]) -> int:
     return xxhash.xxh3_64_intdigest(Struct("<QQQ").pack(*numbers), seed=xxhash.xxh3_64_intdigest(body))
+
+
+class Trailer(NamedTuple):
+    """The end of an index.
+
+    Attributes:
+        begin: Offset of the index in its file.
+        end: Offset of the end-of-archive marker in the shard.
+        shard_nbytes: Length of the shard.
+        digest: Digest of the index, as 16 hexadecimal digits.
+    """
+
+    begin: int
+    end: int
+    shard_nbytes: int
+    digest: str
+
+
+def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> Trailer | None:
+    """Return the trailer at the end of a shard or sidecar of `nbytes` bytes, whose index may be stale or damaged.
+
+    Returns None if the last bytes are not a trailer, or do not declare a shard of `shard_nbytes` bytes, unless this is None.
+    """
+    tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
+    if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
+        return None
+    index_nbytes, end, declared_nbytes, digest, _ = _TRAILER.unpack(tail)
+    begin = nbytes - TRAILER_NBYTES - index_nbytes
+    if begin < 0 or end + 512 > declared_nbytes or shard_nbytes not in (None, declared_nbytes):
+        return None
+    return Trailer(begin, end, declared_nbytes, f"{digest:016x}")
 
 
 def read_footer(
@@ -102,19 +124,17 @@ def read_footer(
     """
     tail_begin = max(0, shard_nbytes - tail_nbytes)
     tail = read(tail_begin, shard_nbytes)
-    trailer = _parse_trailer(tail, shard_nbytes, shard_nbytes)
-    if trailer is None:
-        return None
-    begin = shard_nbytes - TRAILER_NBYTES - trailer.index_nbytes
-    if begin < trailer.end + 1024:
+    trailer = read_trailer(lambda begin, end: tail[begin - tail_begin :], shard_nbytes, shard_nbytes)
+    if trailer is None or trailer.begin < trailer.end + 1024:
         return None
     if read(trailer.end, trailer.end + 1024).strip(b"\0"):
         return None  # another tool has appended to the archive since, over the marker
+    begin = trailer.begin
     footer = read(begin, tail_begin) + tail if begin < tail_begin else tail[begin - tail_begin :]
-    return parse_footer(footer, shard_nbytes)
+    return parse_index(footer, shard_nbytes)
 
 
-def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
+def read_index(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
     """Return the index at the end of a shard or sidecar of `nbytes` bytes, even if the shard has changed since.
 
     The caller must compare every entry with the shard. If `shard_nbytes` is not None, an index is ignored unless it declares
@@ -123,68 +143,23 @@ def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
     Raises:
         FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
     """
-    trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
-    if trailer is None:
-        return None
-    return parse_footer(read(nbytes - TRAILER_NBYTES - trailer.index_nbytes, nbytes), trailer.shard_nbytes)
+    trailer = read_trailer(read, nbytes, shard_nbytes)
+    return None if trailer is None else parse_index(read(trailer.begin, nbytes), trailer.shard_nbytes)
 
 
-def declared_place(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
-    """Return the offset of the index at the end of a file, and the offset at which the archive ends according to this index.
-
-    The index may be stale. Returns None if the last bytes of the file are not a trailer, or do not declare a shard of
-    `shard_nbytes` bytes.
-    """
-    trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
-    return None if trailer is None else (nbytes - TRAILER_NBYTES - trailer.index_nbytes, trailer.end)
-
-
-def declared_nbytes(sidecar: bytes) -> int | None:
-    """Return the length of the shard that a sidecar declares; None if the bytes do not end as an index does."""
-    trailer = _parse_trailer(sidecar, len(sidecar), None)
-    return None if trailer is None else trailer.shard_nbytes
-
-
-def declared_digest(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> str | None:
-    """Return the digest of the index at the end of a file, as 16 hexadecimal digits.
-
-    The index may be damaged. Returns None if the last bytes of the file are not a trailer, or do not declare a shard of
-    `shard_nbytes` bytes.
-    """
-    trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
-    return None if trailer is None else f"{trailer.digest:016x}"
-
-
-class _Trailer(NamedTuple):
-    index_nbytes: int
-    end: int
-    shard_nbytes: int
-    digest: int
-
-
-def _parse_trailer(tail: bytes, nbytes: int, shard_nbytes: int | None) -> _Trailer | None:
-    """Return the trailer of a file of `nbytes` bytes; None if there is none, or if it does not match the shard's length."""
-    if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
-        return None
-    trailer = _Trailer(*_TRAILER.unpack(tail[-TRAILER_NBYTES:])[:4])
-    if trailer.index_nbytes + TRAILER_NBYTES > nbytes or trailer.end + 512 > trailer.shard_nbytes:
-        return None
-    return trailer if shard_nbytes in (None, trailer.shard_nbytes) else None
-
-
-def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
+def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
     """Return the index in a footer or sidecar; None if the bytes are damaged, or declare a different length of the shard.
 
     Raises:
         FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
 
-    Memory: the arrays of the index are views of `footer`, and keep it alive.
+    Memory: the arrays of the index are views of `content`, and keep it alive.
     """
-    trailer = _parse_trailer(footer, len(footer), shard_nbytes)
-    if trailer is None or trailer.index_nbytes + TRAILER_NBYTES != len(footer):
+    trailer = read_trailer(lambda begin, end: content[begin:end], len(content), shard_nbytes)
+    if trailer is None or trailer.begin:
         return None
-    body = memoryview(footer)[:-TRAILER_NBYTES]
-    if _digest(body, trailer[:3]) != trailer.digest:  # type: ignore[arg-type]
+    body = memoryview(content)[:-TRAILER_NBYTES]
+    if f"{_digest(body, (len(body), trailer.end, shard_nbytes)):016x}" != trailer.digest:
         return None
     layout, _ = parse_header(body)
     arrays: dict[str, Any] = {}
@@ -197,7 +172,7 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
             )
         arrays[tensor.name] = np.frombuffer(body, f"<u{STORED[tensor.dtype][0]}", tensor.shape[0], tensor.begin)
     try:
-        index = dataclasses.replace(_assemble(arrays, trailer.end), digest=f"{trailer.digest:016x}")
+        index = dataclasses.replace(_assemble(arrays, trailer.end), digest=trailer.digest)
     # ValueError includes FormatError, and errors of the JSON parser
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
         raise FormatError(f"the index is incomplete or malformed: {exc!r}", kind="index") from exc

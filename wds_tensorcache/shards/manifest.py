@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError
-from wds_tensorcache.shards.footer import declared_digest
+from wds_tensorcache.shards.footer import read_trailer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.sidecar import stored
+from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import locked_folder
@@ -81,6 +81,7 @@ class Located:
     entry: ShardEntry
     path: str
     nbytes: int  # length of the file; 0 if there is an error
+    status: os.stat_result | None  # None if there is an error
     same_as: str | None  # the url of an earlier entry for the same file
     error: FormatError | OSError | None  # why it cannot be read
 
@@ -89,7 +90,8 @@ class ListedCounts(NamedTuple):
     """Numbers in a manifest about a shard: all samples, and those of each cache; path of the manifest; bytes of the shard.
 
     None if unknown. `nbytes` is set only for remote shards, whose lengths are not known otherwise. `digest` is that of
-    the shard's index. `left_out` is a message about shards in the folder of the manifest that it does not list.
+    the shard's index. `left_out` is a message about shards in the folder of the manifest that it does not list. `status` is
+    that of the file of a local shard.
     """
 
     num_samples: int | None = None
@@ -98,6 +100,7 @@ class ListedCounts(NamedTuple):
     nbytes: int | None = None
     digest: str | None = None
     left_out: str | None = None
+    status: os.stat_result | None = None
 
 
 # path or url of a shard; if a manifest lists it, also its numbers and its fingerprint
@@ -155,7 +158,7 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
     urls: dict[Any, str] = {}  # the first url of each file
     folder = os.path.dirname(path)
     for entry in entries:
-        shard, same_as, nbytes = os.path.join(folder, entry.url), None, 0
+        shard, same_as, nbytes, status = os.path.join(folder, entry.url), None, 0, None
         error: FormatError | OSError | None = None
         try:
             status = _status(entry, shard)
@@ -175,7 +178,7 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
             error = MissingShardError(f"{entry.url!r:.200} is listed but does not exist; {remedy}").at(path)
         except OSError as exc:
             error = exc
-        yield Located(entry, shard, nbytes, same_as, error)
+        yield Located(entry, shard, nbytes, status, same_as, error)
 
 
 def _status(entry: ShardEntry, shard: str) -> os.stat_result:
@@ -195,7 +198,13 @@ def _status(entry: ShardEntry, shard: str) -> os.stat_result:
 
 
 def listed_shard(
-    path: str, entry: ShardEntry, extra: Mapping[str, Any], *, manifest: str, is_remote: bool = False
+    path: str,
+    entry: ShardEntry,
+    extra: Mapping[str, Any],
+    *,
+    manifest: str,
+    is_remote: bool = False,
+    status: os.stat_result | None = None,
 ) -> Found:
     """Return the shard at `path` with what its manifest lists about it.
 
@@ -203,6 +212,7 @@ def listed_shard(
         entry, extra: The shard's entry, and the value of the key `tensorcache`, as `read_manifest` returns them.
         manifest: Path of the manifest, for messages.
         is_remote: `path` is a url.
+        status: Status of the file of a local shard.
 
     Raises:
         FormatError: The manifest's counts or fingerprint of this shard have a wrong type.
@@ -217,13 +227,15 @@ def listed_shard(
         raise FormatError(f"{manifest}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
     nbytes = entry.nbytes if is_remote else None
     manifest = manifest if is_remote else os.path.abspath(manifest)
-    return path, ListedCounts(entry.num_samples, counts, manifest, nbytes, entry.digest), fingerprint
+    listed = ListedCounts(entry.num_samples, counts, manifest, nbytes, entry.digest, status=status)
+    return path, listed, fingerprint
 
 
 def stored_digest(path: str) -> str | None:
     """Return the digest of the index at the end of the shard at `path`, or else in its sidecar; None without an index."""
     file = ShardFile(path)
-    return next(stored(file, lambda each: declared_digest(each.read, each.nbytes, file.nbytes)), None)
+    trailers = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
+    return next((trailer.digest for trailer in trailers), None)
 
 
 def check_listed(path: str, listed: ListedCounts, *, num_samples: int | None = None, digest: str | None = None) -> None:

@@ -6,9 +6,10 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from struct import Struct
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -19,20 +20,19 @@ from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
-from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
-from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import dali_index_path
+from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ListedCounts, check_listed, other_count
+from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.remote.find_index import FindIndex
-from wds_tensorcache.shards.sidecar import check_sidecar, open_sidecar
 from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
 from wds_tensorcache.storage.remote.urls import is_url
 
-__all__ = ["FileSource", "Shard", "Variant", "load_index"]
+__all__ = ["FileRange", "Shard", "Variant"]
 
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
@@ -40,24 +40,8 @@ _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
 _MAX_VARIANTS = 64
+_BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, as in a preamble
 Variant: TypeAlias = "tuple[frozenset[str], Form, int]"
-
-
-def load_index(file: ShardFile) -> ShardIndex:
-    """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan. All three are equal.
-
-    Raises:
-        FormatError: The file is not a shard, or is damaged.
-    """
-    try:
-        index = read_footer(file.read, file.nbytes)
-        if index is None and (sidecar := open_sidecar(file.path)) is not None:
-            index = parse_footer(sidecar.read(0, sidecar.nbytes), file.nbytes)
-            if index is not None:
-                check_sidecar(index, file.read, file.nbytes)
-        return scan_shard(file.read, file.nbytes) if index is None else index
-    except TensorCacheError as exc:
-        raise exc.at(file.path) from exc
 
 
 def _variants_of(index: ShardIndex, columns: CacheColumns) -> tuple[Variant, ...]:
@@ -215,6 +199,11 @@ class Shard:
         """The open file of the shard, opened again if needed."""
         return self.files.get(self.path)
 
+    @property
+    def suffixes(self) -> tuple[str, str]:
+        """Suffixes of the two members of each sample, without the first dot: skeleton and tensors."""
+        return member_suffix(self.name, SKELETON), member_suffix(self.name, TENSORS)
+
     def sample_row(self, row: int) -> int:
         """Return a sample's number among all samples of the shard, including those without this cache."""
         rows = self.columns.rows
@@ -252,7 +241,7 @@ class Shard:
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
         skeleton, begin = self._skeleton(row, layout, stored)
-        source = _ShardSource(self, columns.tensors_begin.item(row))
+        source = FileRange(self, columns.tensors_begin.item(row))
         try:
             return decode_body(skeleton, begin, layout, source, True, self._allow)
         except TensorCacheError as exc:
@@ -313,13 +302,16 @@ class Shard:
     def _skeleton(self, row: int, layout: Layout, stored: bytes | None = None) -> tuple[bytes, int]:
         """Return a sample's skeleton member, and the offset of the body in it. Its preamble is compared with the index."""
         columns = self.columns
+        digest = columns.digest.item(row)
         if stored is None:
             begin = columns.skeleton_begin.item(row)
             file = self.files.get(self.path)
             stored = file.read(begin, begin + columns.skeleton_nbytes.item(row))
             file.check_unchanged()
+        if is_preamble(stored, _BOUND(layout.nbytes, digest)):
+            return stored, PREAMBLE_NBYTES
         try:
-            return stored, check_binding(stored, layout.nbytes, columns.digest.item(row) or None)[0]
+            return stored, check_binding(stored, layout.nbytes, digest or None)[0]
         except TensorCacheError as exc:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
@@ -373,78 +365,55 @@ _EMPTY = np.empty(0, np.uint64)
 _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
-class _StoredBytes:
-    """Base of sources of tensor bytes that read from a file; implements `codec.reference.ByteSource`."""
+class _OpenFile(Protocol):
+    """A shard, as far as a `FileRange` needs it."""
 
-    __slots__ = ()
+    @property
+    def path(self) -> str: ...
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def file(self) -> ShardFile: ...
 
-    def _open(self) -> tuple[ShardFile, int]:
-        """Return the file, and the offset at which the source starts in the file."""
-        raise NotImplementedError
 
-    def _pool(self) -> Pool:
-        """Return the memory for large buffers."""
-        raise NotImplementedError
+class FileRange:
+    """A source of tensor bytes: a file from offset `begin` on. Each read checks that the file is unchanged.
 
-    def _is_remote(self) -> bool:
-        """Return whether the file is at a url."""
-        raise NotImplementedError
+    A pickle contains path and identity of the file. Implements `codec.reference.ByteSource`.
+    """
+
+    __slots__ = ("_begin", "_owner")
+
+    def __init__(self, owner: _OpenFile, begin: int) -> None:
+        self._owner = owner
+        self._begin = begin
+
+    def allocate(self, nbytes: int) -> bytearray | Array:
+        return self._owner.pool.lease(nbytes) if nbytes >= _LEASED_NBYTES else bytearray(nbytes)
 
     def read(self, begin: int, end: int) -> bytearray | Array:
-        nbytes, pool = end - begin, self._pool()
-        buffer = pool.lease(nbytes) if nbytes >= _LEASED_NBYTES else bytearray(nbytes)
-        self.read_into(buffer, begin)
+        buffer = self.allocate(end - begin)
+        self.read_into([buffer], begin)
         return buffer
 
     hold = read
 
-    def read_into(self, buffer: Any, begin: int) -> None:
-        file, first = self._open()
-        file.read_into([buffer], first + begin)
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        file = self._owner.file
+        file.read_into(buffers, self._begin + begin)
         file.check_unchanged()
 
     def view(self, begin: int, end: int) -> Array:
-        if self._is_remote():
-            return np.frombuffer(self.read(begin, end), np.uint8)
-        file, first = self._open()
-        view = file.view(first + begin, first + end)
+        file = self._owner.file
+        view = None if isinstance(file, RemoteFile) else file.view(self._begin + begin, self._begin + end)
         return np.frombuffer(self.read(begin, end), np.uint8) if view is None else view
 
-
-class FileSource(_StoredBytes):
-    """Source of an unpickled lazy tensor. Its offsets count from the start of the shard's file.
-
-    Each read checks that the file is still the same one.
-    """
-
-    __slots__ = ("_identity", "_path")
-
-    def __init__(self, path: str, identity: Identity | RemoteIdentity) -> None:
-        self._path = path
-        self._identity = identity
-
-    def _pool(self) -> Pool:
-        return _POOL
-
-    def _is_remote(self) -> bool:
-        return is_url(self._path)
-
-    def _open(self) -> tuple[ShardFile, int]:
-        if self._is_remote():
-            nbytes, tag = cast(RemoteIdentity, self._identity)
-            return cast(ShardFile, RemoteFile(self._path, nbytes, tag)), 0
-        file = _FILES.get(self._path)
-        if file.identity != self._identity:
-            file = _FILES.reopen(self._path)  # the open file may have been replaced on disk
-        if file.identity != self._identity:
-            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self._path)
-        return file, 0
-
-    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
+    def cut(self, begin: int, end: int) -> tuple[FileRange, int]:
         return self, begin
 
     def __reduce__(self) -> Any:
-        return FileSource, (self._path, self._identity)
+        owner = self._owner
+        return _reopened, (owner.path, owner.file.identity, self._begin)
 
 
 # files and memory for lazy tensors that were unpickled, which belong to no open cache
@@ -452,24 +421,28 @@ _FILES = Files(fixed=False)
 _POOL = Pool(1 << 28)
 
 
-class _ShardSource(_StoredBytes):
-    """Source of the tensors of one sample of a shard. Lazy tensors are pickled with the FileSource that `cut` returns."""
+class _UnpickledFile:
+    """The file of unpickled lazy tensors, which must be the one that they were pickled with."""
 
-    __slots__ = ("_begin", "_shard")
+    __slots__ = ("_identity", "path")
+    pool = _POOL
 
-    def __init__(self, shard: Shard, begin: int) -> None:
-        self._shard = shard
-        self._begin = begin
+    def __init__(self, path: str, identity: Identity | RemoteIdentity) -> None:
+        self.path = path
+        self._identity = identity
 
-    def _pool(self) -> Pool:
-        return self._shard.pool
+    @property
+    def file(self) -> ShardFile:
+        if is_url(self.path):
+            nbytes, tag = cast(RemoteIdentity, self._identity)
+            return cast(ShardFile, RemoteFile(self.path, nbytes, tag))
+        file = _FILES.get(self.path)
+        if file.identity != self._identity:
+            file = _FILES.reopen(self.path)  # the open file may have been replaced on disk
+        if file.identity != self._identity:
+            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)
+        return file
 
-    def _is_remote(self) -> bool:
-        return self._shard.is_remote
 
-    def _open(self) -> tuple[ShardFile, int]:
-        return self._shard.file, self._begin
-
-    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
-        file, first = self._open()
-        return FileSource(self._shard.path, file.identity), first + begin
+def _reopened(path: str, identity: Identity | RemoteIdentity, begin: int) -> FileRange:
+    return FileRange(_UnpickledFile(path, identity), begin)

@@ -111,10 +111,7 @@ class _BatchAsFile:
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
         """Fill `buffers` with the bytes from offset `begin` on."""
         source = self._parsed[begin >> self._bits].source
-        begin &= (1 << self._bits) - 1
-        for buffer in buffers:
-            source.read_into(buffer, begin)
-            begin += len(buffer)
+        source.read_into(buffers, begin & ((1 << self._bits) - 1))
 
     def will_need(self, begin: int, end: int) -> None:
         """Do nothing, since all bytes are in memory."""

@@ -75,8 +75,13 @@ class SegmentSource(MemorySource):
         copied[:] = self._array[begin:end]
         return copied
 
-    def read_into(self, buffer: memoryview, begin: int) -> None:
-        np.frombuffer(buffer, np.uint8)[:] = self._array[begin : begin + len(buffer)]
+    def allocate(self, nbytes: int) -> Any:
+        return bytearray(nbytes) if nbytes < LARGE_NBYTES else self._pool.lease(nbytes)
+
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        for buffer in buffers:
+            np.frombuffer(buffer, np.uint8)[:] = self._array[begin : begin + len(buffer)]
+            begin += len(buffer)
 
     def view(self, begin: int, end: int) -> Array:
         return self._array[begin:end]

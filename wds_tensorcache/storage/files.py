@@ -412,8 +412,10 @@ class Files:
         """Return the error for a shard that does not exist."""
         return (missing_shard if is_url(path) else _missing_file)(path, self._manifests.get(path))
 
-    def expect(self, path: str, manifest: str | None = None) -> None:
-        """Record the file now at `path`, so that `get` with `fixed` refuses any other, and the manifest that lists it.
+    def expect(self, path: str, manifest: str | None = None, status: os.stat_result | None = None) -> None:
+        """Record the file now at `path`, so that `get` with `fixed` refuses any other.
+
+        `manifest` is the manifest that lists the file; `status` is that of the file, if it is known.
 
         Raises:
             OSError: The file cannot be found; MissingShardError if it does not exist.
@@ -421,7 +423,7 @@ class Files:
         if manifest is not None:
             self._manifests[path] = manifest
         try:
-            self._identities.setdefault(path, _identity(os.stat(path)))
+            self._identities.setdefault(path, _identity(status or os.stat(path)))
         except FileNotFoundError as exc:
             raise self.missing(path) from exc
 

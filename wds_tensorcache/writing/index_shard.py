@@ -12,14 +12,13 @@ from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheErro
 from wds_tensorcache.reading.find_shards import file_identity, shard_names
 from wds_tensorcache.shards.after_end import check_end, load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
-from wds_tensorcache.shards.footer import build_footer, stale_footer
+from wds_tensorcache.shards.footer import build_footer, read_index
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.key_table import KeyTable
+from wds_tensorcache.shards.load_index import load_index, open_sidecar, parse_both
 from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry, entry_of
-from wds_tensorcache.shards.shard import load_index
-from wds_tensorcache.shards.sidecar import open_sidecar, stored
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import is_being_written
@@ -91,7 +90,7 @@ def index_shard(
         listing = catalog.read()
         url = listing.find(os.path.abspath(path))
         is_added = url is None and _may_be_added(catalog.folder, os.path.basename(path))
-    before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
+    before = next(parse_both(file, lambda each: read_index(each.read, each.nbytes, file.nbytes)), None)
     fingerprint = _fingerprint(before, [] if url is None else [listing.fingerprint(url)])
     origins = None if before is None else before.origins_of(index.keys)
     index = replace(index, fingerprint=fingerprint, origins=origins)

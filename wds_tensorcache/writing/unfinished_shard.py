@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wds_tensorcache.errors import InvalidKeyError
-from wds_tensorcache.shards.footer import build_footer, declared_digest
+from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import IndexBuilder
 from wds_tensorcache.shards.names import NamedKey
@@ -91,8 +91,8 @@ class UnfinishedShard:
             if os.path.exists(self.path):
                 raise FileExistsError(f"{self.path} was created after this writer started; write to another folder")
             tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
-            digest = declared_digest(lambda begin, end: tail[begin:end], len(tail))
-            index = dataclasses.replace(index, digest=digest)
+            trailer = read_trailer(lambda begin, end: tail[begin:end], len(tail))
+            index = dataclasses.replace(index, digest=None if trailer is None else trailer.digest)
             self._output.append([tail], len(tail))
             self._output.finish()
         except BaseException:

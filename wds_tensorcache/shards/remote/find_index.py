@@ -7,12 +7,12 @@ import os
 from dataclasses import dataclass, replace
 
 from wds_tensorcache.errors import FormatError, RemoteError
-from wds_tensorcache.shards.footer import build_footer, declared_nbytes, declared_place, parse_footer, read_footer
+from wds_tensorcache.shards.footer import build_footer, parse_index, read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import sidecar_path
+from wds_tensorcache.shards.load_index import check_sidecar
 from wds_tensorcache.shards.remote.kept_indexes import KeptIndexes
-from wds_tensorcache.shards.sidecar import check_sidecar
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.node_cache.cache import read_remote
@@ -109,16 +109,17 @@ class FindIndex:
             return None
         nbytes = files.expected_nbytes(url)
         if nbytes is None:
-            nbytes = declared_nbytes(content)
-            if nbytes is not None:
+            trailer = read_trailer(lambda begin, end: content[begin:end], len(content))
+            if trailer is not None:
+                nbytes = trailer.shard_nbytes
                 files.expect_remote(url, nbytes)
-        index = None if nbytes is None else parse_footer(content, nbytes)
+        index = None if nbytes is None else parse_index(content, nbytes)
         # a manifest lists the digest of the index in or next to the shard; this one may have been made by another tool
         return None if index is None else replace(index, digest=None)
 
     def _sidecar(self, url: str, shard_nbytes: int) -> ShardIndex | None:
         content = _read_if_there(url)
-        return None if content is None else parse_footer(content, shard_nbytes)
+        return None if content is None else parse_index(content, shard_nbytes)
 
 
 class _Tail:
@@ -127,10 +128,10 @@ class _Tail:
     def __init__(self, file: RemoteFile, tail: bytes) -> None:
         self._file, self._tail = file, tail
         self._begin = file.nbytes - len(tail)
-        place = declared_place(self.read, file.nbytes, file.nbytes)
+        place = read_trailer(self.read, file.nbytes, file.nbytes)
         if place is None:
             return
-        begin, end = place
+        begin, end = place.begin, place.end
         if file.nbytes - begin > max(_LONG_NBYTES, file.nbytes // 4):
             # Hazard: a hostile shard of many gigabytes could make a reader fetch and hold all of it.
             what = f"the index has {file.nbytes - begin:,} of the shard's {file.nbytes:,} bytes, expected at most a quarter"

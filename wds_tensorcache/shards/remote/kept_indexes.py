@@ -22,7 +22,7 @@ from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.footer import parse_footer
+from wds_tensorcache.shards.footer import parse_index
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
@@ -96,7 +96,7 @@ class KeptIndexes:
             head = parse_json(line)
             if head != _head(url, info, head["digest"]):
                 return None
-            index = parse_footer(content[len(line) + 1 :], info.nbytes)
+            index = parse_index(content[len(line) + 1 :], info.nbytes)
         except (OSError, FormatError, ValueError, KeyError, TypeError, RecursionError):
             return None  # damaged, or not a file of this package: fetch the index again
         if index is None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members
-from wds_tensorcache.shards.footer import build_footer, stale_footer
+from wds_tensorcache.shards.footer import build_footer, read_index
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.remote.find_index import scan_remote
@@ -77,7 +77,7 @@ def _stored_index(file: RemoteFile, objects: ObjectWriter | None, sidecar: str) 
 
     def parse(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
         with contextlib.suppress(FormatError):
-            return stale_footer(read, nbytes, file.nbytes)
+            return read_index(read, nbytes, file.nbytes)
         return None
 
     own = parse(file.read, file.nbytes)

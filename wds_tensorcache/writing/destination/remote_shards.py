@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.footer import parse_footer, read_footer
+from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
@@ -55,7 +55,7 @@ def _load_index(objects: ObjectWriter, url: str, nbytes: int) -> ShardIndex:
         index = read_footer(read, nbytes)
         if index is None:
             found = objects.read(sidecar_path(url))
-            index = None if found is None else parse_footer(found[0], nbytes)
+            index = None if found is None else parse_index(found[0], nbytes)
     except FormatError as exc:
         raise exc.at(shown(url)) from exc
     if index is None:

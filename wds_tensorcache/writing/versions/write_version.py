@@ -17,7 +17,7 @@ from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.reading.lookup.keys import respelled
 from wds_tensorcache.shards.after_end import check_end
 from wds_tensorcache.shards.dali_index import write_dali_index
-from wds_tensorcache.shards.footer import build_footer, declared_place
+from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry, stored_digest
@@ -170,7 +170,7 @@ def _write_part(part: VersionShard, path: str, computed: FinishedShards | None, 
         ranges = _remaining_ranges(file, part, computed)
         if not ranges:
             return None
-        footer = declared_place(file.read, file.nbytes, file.nbytes) is not None
+        footer = read_trailer(file.read, file.nbytes, file.nbytes) is not None
         wanted = len(index.keys) - len(part.dropped_keys)
         try:
             origins = _remaining_origins(part, computed)

@@ -1,4 +1,4 @@
-"""Find the index of a shard: at the end of the shard, or in its sidecar, a separate file `PATH.index`."""
+"""Load the index of a local shard: from its footer, otherwise from its sidecar `PATH.index`, otherwise by a scan."""
 
 from __future__ import annotations
 
@@ -9,19 +9,38 @@ from typing import TypeVar
 
 import numpy as np
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, names_of
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["check_sidecar", "open_sidecar", "stored"]
+__all__ = ["check_sidecar", "load_index", "open_sidecar", "parse_both"]
 
 _NAME_NBYTES = 100  # the width of a tar header's name field
 _SIZE = slice(124, 136)  # a tar header's size field
 _MAX_OCTAL = 1 << 33  # a pax record may declare a length from here on
-_Found = TypeVar("_Found")
+_Parsed = TypeVar("_Parsed")
+
+
+def load_index(file: ShardFile) -> ShardIndex:
+    """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan. All three are equal.
+
+    Raises:
+        FormatError: The file is not a shard, or is damaged.
+    """
+    try:
+        index = read_footer(file.read, file.nbytes)
+        if index is None and (sidecar := open_sidecar(file.path)) is not None:
+            index = parse_index(sidecar.read(0, sidecar.nbytes), file.nbytes)
+            if index is not None:
+                check_sidecar(index, file.read, file.nbytes)
+        return scan_shard(file.read, file.nbytes) if index is None else index
+    except TensorCacheError as exc:
+        raise exc.at(file.path) from exc
 
 
 def open_sidecar(path: str) -> ShardFile | None:
@@ -34,8 +53,10 @@ def open_sidecar(path: str) -> ShardFile | None:
         raise
 
 
-def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, lenient: bool = False) -> Iterator[_Found]:
-    """Yield what `parse` finds in a shard, then what it finds in the shard's sidecar; either may contain an index.
+def parse_both(
+    file: ShardFile, parse: Callable[[ShardFile], _Parsed | None], *, lenient: bool = False
+) -> Iterator[_Parsed]:
+    """Yield the results of `parse` for a shard and for its sidecar; either may contain an index.
 
     Args:
         file: The shard.
@@ -43,12 +64,12 @@ def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, leni
         lenient: Skip a file that the system cannot read instead of raising OSError.
     """
     for is_sidecar in (False, True):
-        found = None
+        parsed = None
         with contextlib.suppress(FormatError, *[OSError] * lenient):
-            each = open_sidecar(file.path) if is_sidecar else file
-            found = None if each is None else parse(each)
-        if found is not None:
-            yield found
+            opened = open_sidecar(file.path) if is_sidecar else file
+            parsed = None if opened is None else parse(opened)
+        if parsed is not None:
+            yield parsed
 
 
 def check_sidecar(
