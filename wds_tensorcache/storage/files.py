@@ -10,8 +10,10 @@ import stat
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import repeat
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -23,7 +25,7 @@ from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentit
 from wds_tensorcache.storage.remote.urls import is_url
 from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, device_kind, memory_nbytes, skip_bytes
 
-__all__ = ["Descriptor", "Files", "Identity", "ShardFile", "default_max_open"]
+__all__ = ["Descriptor", "Files", "Identity", "ShardFile", "announce", "default_max_open"]
 
 Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
 _HAS_PREADV = hasattr(os, "preadv")
@@ -99,6 +101,13 @@ def _unmap(address: int, nbytes: int) -> None:
     _libc.munmap(address, nbytes)
     _Map.count -= 1
     _Map.total_nbytes -= nbytes
+
+
+def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> None:
+    """Ask the system to read ranges of maps into memory in the background; this needs no descriptors."""
+    begins = addresses & -mmap.PAGESIZE
+    ranges = begins.tolist(), (addresses + nbytes - begins).tolist()
+    deque(map(_libc.madvise, *ranges, repeat(mmap.MADV_WILLNEED)), 0)
 
 
 class ShardFile:
@@ -177,13 +186,12 @@ class ShardFile:
     def check_unchanged(self) -> None:
         """Raise FormatError if the file was written to, or replaced while it was closed. One system call."""
         descriptor = self._descriptor
-        if descriptor is not None:
-            self._check(os.fstat(descriptor.fd))
-            return
         try:
-            self._check(os.stat(self.path))
+            status = os.stat(self.path) if descriptor is None else os.fstat(descriptor.fd)
         except FileNotFoundError as exc:
             raise _missing_file(self.path, self._manifest) from exc
+        if (status.st_ino, status.st_size, status.st_mtime_ns) != self.identity:
+            self._check(status)
 
     def _check(self, status: os.stat_result) -> None:
         if status.st_ino == self.identity[0] and status.st_size < self.nbytes:
@@ -276,10 +284,7 @@ class ShardFile:
 
     def will_need(self, begin: int, end: int) -> None:
         """Ask the system to read the bytes `[begin, end)` into memory in the background."""
-        if self._map is not None:
-            address = (self._map.address + begin) & -mmap.PAGESIZE
-            _libc.madvise(address, self._map.address + end - address, mmap.MADV_WILLNEED)
-        elif hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise"):
             descriptor = self.descriptor()
             os.posix_fadvise(descriptor.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 

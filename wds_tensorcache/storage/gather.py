@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from wds_tensorcache.codec.views import view_address
+from wds_tensorcache.storage.files import announce
 
 __all__ = ["RangeFile", "Ranges", "gather", "runs"]
 
@@ -112,13 +113,10 @@ def _copy(
     executor: Callable[[], Executor | None],
 ) -> None:
     """Copy ranges out of maps."""
-    if len(addresses) == 1:
-        (base,) = addresses.values()
-        source = ranges.begin + base
-    else:
-        bases = np.zeros(max(addresses) + 1, np.int64)
-        bases[list(addresses)] = list(addresses.values())
-        source = ranges.begin + bases[ranges.file]
+    bases = np.zeros(max(addresses) + 1, np.int64)
+    bases[list(addresses)] = list(addresses.values())
+    base = bases[ranges.file]
+    source = ranges.begin + base
     target, nbytes = ranges.target, ranges.nbytes
     is_cold = _is_cold(files, ranges)
     if not is_cold and len(ranges.file) >= _FEW:
@@ -132,13 +130,15 @@ def _copy(
         if not any(is_left):
             return
         source, nbytes, target = source[is_left], nbytes[is_left], target[is_left]
-    target = target + memory.__array_interface__["data"][0]
+    rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])
 
-    def copy(begin: int, end: int) -> None:
+    # `owners` stay alive while a thread copies, also after an interrupt
+    def copy(begin: int, end: int, owners: Any = (memory, files)) -> None:
         if is_cold:
-            _announce(files, ranges, range(begin, end))
+            samples, first, last = _extents(ranges, begin, end)
+            announce(base[samples] + first, last - first)
         # releases the GIL for each row
-        deque(map(memmove, *(part[:, begin:end].ravel().tolist() for part in (target, source, nbytes))), 0)
+        deque(map(memmove, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
     _run(copy, ranges, num_threads, executor)
 
@@ -173,17 +173,14 @@ def _is_cold(files: Mapping[int, RangeFile], ranges: Ranges) -> bool:
     return not all(files[ranges.file.item(i)].is_resident(ranges.begin.item(-1, i)) for i in range(0, count, step))
 
 
-def _announce(files: Mapping[int, RangeFile], ranges: Ranges, samples: range) -> None:
-    """Ask the system to read the bytes of samples in the background."""
-    some = slice(samples.start, samples.stop)
-    begins, ends = ranges.begin[:, some], ranges.begin[:, some] + ranges.nbytes[:, some]
+def _extents(ranges: Ranges, begin: int, end: int) -> tuple[Array, Array, Array]:
+    """Return what to announce of the samples `[begin, end)`: numbers of samples, and begins and ends of byte ranges."""
+    samples = np.arange(begin, end)
+    begins, ends = ranges.begin[:, begin:end], ranges.begin[:, begin:end] + ranges.nbytes[:, begin:end]
     first, last = begins.min(0), ends.max(0)
-    numbers = ranges.file[some].tolist()
-    if (last - first).sum() > 2 * ranges.nbytes[:, some].sum():  # most bytes between the tensors are not needed
-        numbers *= len(begins)
-        first, last = begins.reshape(-1), ends.reshape(-1)
-    for number, begin, end in zip(numbers, first.tolist(), last.tolist(), strict=True):
-        files[number].will_need(max(0, begin - _BEFORE_NBYTES), end)
+    if (last - first).sum() > 2 * (ends - begins).sum():  # most bytes between the tensors are not needed
+        samples, first, last = np.tile(samples, len(begins)), begins.reshape(-1), ends.reshape(-1)
+    return samples, np.maximum(first - _BEFORE_NBYTES, 0), last
 
 
 def _read(
@@ -195,15 +192,16 @@ def _read(
 ) -> None:
     """Read ranges: one system call for each sample and each run of tensors with small gaps between them."""
     ranges = ranges.select(np.lexsort((ranges.begin[0], ranges.file)))  # in the order in which a disk has them
-    is_cold = _is_cold(files, ranges)
+    is_cold, numbers = _is_cold(files, ranges), ranges.file.tolist()
 
     def read(first: int, last: int) -> None:
         for at in range(first, last, _IN_FLIGHT):
-            samples = range(at, min(last, at + _IN_FLIGHT))
+            end = min(last, at + _IN_FLIGHT)
             if is_cold:
-                _announce(files, ranges, samples)
-            part = ranges.select(slice(samples.start, samples.stop))
-            for number, begin, buffers in runs(part, memory, _GAP_NBYTES):
+                samples, begins, ends = (column.tolist() for column in _extents(ranges, at, end))
+                for sample, begin, stop in zip(samples, begins, ends, strict=True):
+                    files[numbers[sample]].will_need(begin, stop)
+            for number, begin, buffers in runs(ranges.select(slice(at, end)), memory, _GAP_NBYTES):
                 files[number].read_into(buffers, begin)
 
     _run(read, ranges, num_threads, executor)
