@@ -2,7 +2,7 @@
 
 It prints a markdown table with a row for each operation: writing a sample, reading a batch, a batch by DALI, decoding a
 sample. The columns count calls, functions and files of `wds_tensorcache` and `dali_plugin`, and the calls and functions
-before the first read: `os.preadv`, or `read_many` of `storage/aio.py`. Times depend on the machine and its load; these counts
+before the first read: `os.preadv`, or `gather` of `storage/gather.py`. Times depend on the machine and its load; these counts
 depend on the code alone. Only the calling thread is traced. A comprehension counts as a function up to Python 3.11. A
 generator counts as a function, and each resumption as a call.
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.storage.aio import read_many
+from wds_tensorcache.storage.gather import gather
 
 __all__ = ["Trace", "acts", "traced"]
 
@@ -49,7 +49,7 @@ class Trace:
         self.before: Counter[CodeType] | None = None
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        is_read = frame.f_code is read_many.__code__ if event == "call" else event == "c_call" and arg is os.preadv
+        is_read = frame.f_code is gather.__code__ if event == "call" else event == "c_call" and arg is os.preadv
         if is_read and self.before is None:
             self.before = self.calls.copy()
         if event == "call" and frame.f_code.co_filename.startswith(_PACKAGES):

@@ -18,7 +18,6 @@ from benchmarks.scenarios.loaders.random_draws import ARITHMETIC, CHOSEN, MOMENT
 from benchmarks.scenarios.loaders.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.many_shards import memory_row, time_row
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, ONE_OF_PEERS, moved
-from benchmarks.scenarios.safe_copies import BARE, WITHOUT_LEASE
 from benchmarks.scenarios.shared import (
     ADDED,
     BATCH_CEILING,
@@ -82,10 +81,6 @@ def _over_sum(name: str, *parts: str) -> Callable[[Rounds], list[float]]:
     ]
 
 
-def _more(name: str, base: str) -> Callable[[Rounds], list[float]]:
-    return lambda rounds: [a - b for a, b in zip(rounds[name], rounds[base], strict=True)]
-
-
 def _fastest(rounds: Rounds, names: list[str]) -> str:
     return min(names, key=lambda name: median(rounds, name))
 
@@ -139,15 +134,6 @@ _GOALS = (
     _Goal("features", "batch_random", f"{PYD} / tensors", _over(PYD, ONE_THREAD), 100, at_least=True),
     _Goal("features", "batch_random", f"{PYD} / small values too", _over(PYD, DECODED), 25, at_least=True),
     _Goal("features", "batch_random", "small values too / fastest peer", _over_peers(DECODED), 1.0),
-    _Goal("features", "batch_random", "1 thread, more than io=mmap, us", _more(ONE_THREAD, ONE_THREAD + BARE), 0.1),
-    _Goal("features", "batch_random", "small values too, more than io=mmap, us", _more(DECODED, DECODED + BARE), 0.1),
-    _Goal(
-        "features",
-        "batch_random",
-        "1 thread, no lease, more than io=mmap, us",
-        _more(ONE_THREAD + WITHOUT_LEASE, ONE_THREAD + BARE),
-        1.5,
-    ),
     _Goal("diffusion", "iterate_lazy", "us", _us(NAME), 12),
     _Goal("diffusion", "iterate_lazy", f"{PYD} / ours", _over(PYD, NAME), 40, at_least=True),
     _Goal("diffusion", "one_tensor", f"{PYD} / ours", _over(PYD, NAME), 100, at_least=True),

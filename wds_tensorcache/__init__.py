@@ -38,7 +38,6 @@ _NAMES = {
     "reading.lookup.keys": "KeysView",
     "reading.open_cache": "open",
     "reading.schema": "Entry TensorSchema",
-    "reading.store": "Io",
     "reading.structure": "nest",
     "shards.index": "ShardIndex",
     "shards.names": "original_name safe_key",

@@ -36,7 +36,6 @@ from wds_tensorcache.reading.join import JoinedCache, join
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema
-from wds_tensorcache.reading.store import Io
 from wds_tensorcache.reading.structure import nest
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import original_name, safe_key
@@ -75,7 +74,6 @@ __all__ = [
     "FormatError",
     "ImportReport",
     "InvalidKeyError",
-    "Io",
     "JoinedCache",
     "KeysView",
     "LazyArray",

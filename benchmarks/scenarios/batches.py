@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from benchmarks import page_cache
 from benchmarks.ceiling import IN_FLIGHT
 from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.peers.base import Batch, Peer, Reader
-from benchmarks.scenarios.safe_copies import safe_copies
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["COLD_CEILINGS", "batch_cold", "batch_random", "one_tensor"]
@@ -24,13 +22,8 @@ COLD_CEILINGS = (f"{CEILING}, {IN_FLIGHT} threads", f"{CEILING}, WILLNEED {IN_FL
 def batch_random(context: Context) -> Rounds:
     """Measure batches in random order, from the page cache. Streams shuffle as their users do."""
     count = context.workload.timed
-    copies = safe_copies(context) if context.workload.name == "features" else nullcontext({})
-    with (
-        context.readers(_has_batches) as readers,
-        context.ceiling(context.workload.batch_size) as ranges,
-        copies as more,
-    ):
-        variants = {CEILING: Variant(ranges.read(context.order), count, context.warm(CEILING)), **more}
+    with context.readers(_has_batches) as readers, context.ceiling(context.workload.batch_size) as ranges:
+        variants = {CEILING: Variant(ranges.read(context.order), count, context.warm(CEILING))}
         for name, reader in readers.items():
             with context.attempt(name):
                 _check(context, name, reader)

@@ -117,7 +117,7 @@ def uses(cache: Any) -> list[Callable[[int], Any]]:
     return [lambda i: is_right(cache[i], i), tensors, batch, member, lambda i: is_right(cache[f"k{i}"], i)]
 
 
-@pytest.mark.parametrize("io", ["auto", "mmap", "pread"])
+@pytest.mark.parametrize("io", ["auto", "pread"])
 @pytest.mark.parametrize("what", LIES)
 def test_a_forged_footer_serves_bytes_of_its_shard_at_most(tmp_path: Path, what: str, io: str) -> None:
     """The author of a footer could as well forge the samples; so values may be wrong, but no read fails in another way."""

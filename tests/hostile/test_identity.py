@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
@@ -122,7 +121,7 @@ def test_in_spawned_processes(tmp_path: Path) -> None:
     process.join()
 
 
-@pytest.mark.parametrize("io", ["auto", "mmap", "pread"])
+@pytest.mark.parametrize("io", ["auto", "pread"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("what", CHANGES)
 def test_while_a_cache_is_open(tmp_path: Path, what: str, size: str, io: str) -> None:
@@ -150,52 +149,10 @@ def test_while_a_cache_is_open(tmp_path: Path, what: str, size: str, io: str) ->
         assert view is None or bool((view == 1).all())
 
 
-SIGBUS = """
-import os, sys
-import torch
-import wds_tensorcache as tc
-from wds_tensorcache.storage.files import ShardFile
-
-ShardFile.is_resident = lambda self, begin: True  # as where all is in memory, on any file system
-(path,) = sys.argv[1:]
-with tc.ShardWriter(path, manifest=False, dali_index=False, fsync=False) as sink:
-    for i in range(100):
-        sink.write(f"{i:03d}", {"x": torch.full((64,), i), "i": i})
-cache = tc.open(path)
-assert cache.read_batch(range(100))["i"][99] == 99
-batch = cache.read_batch(range(100))
-lazy = cache[99]["x"]
-os.truncate(path, os.path.getsize(path) // 2)
-uses = {
-    "batch": lambda: cache.read_batch(range(100)),
-    "tensors": lambda: cache.read_tensors([99]),
-    "leaves": lambda: batch["i"].tolist(),
-    "load": lazy.load,
-    "view": lambda: lazy.load(copy=False).sum(),
-    "write": lambda: tc.encode_sample(lazy),
-    "sample": lambda: cache[99]["x"].load(),
-}
-for what, use in uses.items():
-    print(what, flush=True)
-    try:
-        use()
-    except tc.TensorCacheError as exc:
-        assert "cut short" in str(exc), exc
-    else:
-        raise AssertionError(what)
-"""
-
-
-def test_no_signal_where_a_mapped_shard_was_cut(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SIGBUS, str(tmp_path / "x.tar")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert not done.returncode, f"{done.returncode} ({-signal.SIGBUS} is SIGBUS) in {done.stdout}: {done.stderr[-500:]}"
-
-
 def test_closed_under_lazy_tensors_and_batches(tmp_path: Path) -> None:
     for nbytes in SIZES.values():
         write(tmp_path / "x.tar", 1, nbytes)
-        cache = tc.open(tmp_path / "x.tar", io="mmap")
+        cache = tc.open(tmp_path / "x.tar")
         lazy, batch = cache[0]["x"], cache.read_batch([0, 1])
         view, loaded = lazy.load(copy=False), lazy.load()
         cache.close()
@@ -210,7 +167,7 @@ def test_small_values_of_a_batch_behind_a_close(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
         for i in range(3):
             sink.write(f"k{i}", {"x": torch.ones(2), "i": i})
-    for io in ("auto", "mmap", "pread"):
+    for io in ("auto", "pread"):
         cache = tc.open(tmp_path / "x.tar", io=io)
         batch = cache.read_batch([0, 2])
         cache.close()

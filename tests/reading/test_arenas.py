@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,25 +61,38 @@ def test_arrays_keep_their_arena(small: str) -> None:
 
 
 def test_results_are_private_and_writable(small: str) -> None:
-    with tc.open(small, io="mmap") as cache:
+    with tc.open(small, io="auto") as cache:
         batch = cache.read_batch([1, 2])
         batch["x"].zero_()
         batch["a"][:] = "w"
         assert_batch([SMALL[1], SMALL[2]], cache.read_batch([1, 2]))
 
 
-def test_arenas_come_back_after_errors(tmp_path: Any) -> None:
-    folder = write(tmp_path, [torch.full((100_000,), float(i)) for i in range(12)], max_samples=12)
-    for threads in (1, 4):
-        with tc.open(folder, num_threads=threads) as cache:
-            os.utime(cache._store.shards[0].path)
-            message = ""
-            try:  # pytest.raises keeps frames
-                cache.read_batch(range(12))
-            except tc.FormatError as exc:
-                message = str(exc)
-            assert "the shard was changed" in message
+def test_arenas_come_back_after_errors(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, [torch.full((500_000,), float(i)) for i in range(12)], max_samples=12)
+    path, preadv = Path(f"{folder}/000.tar"), os.preadv
+    content = path.read_bytes()
+    for threads, io in ((1, "auto"), (4, "auto"), (4, "pread")):
+        with tc.open(folder, num_threads=threads, io=io) as cache:
+            cache.read_batch(range(12))
+
+            def cut(*args: Any) -> int:  # while a thread reads
+                os.truncate(path, 1_000_000)
+                return preadv(*args)
+
+            with monkeypatch.context() as patch:
+                if io == "pread":
+                    patch.setattr(os, "preadv", cut)
+                else:
+                    os.truncate(path, 1_000_000)
+                message = ""
+                try:  # pytest.raises keeps frames
+                    cache.read_batch(range(12))
+                except tc.FormatError as exc:
+                    message = str(exc)
+                assert "cut short" in message
             assert cache._store.pool.num_leases == 0
+        path.write_bytes(content)
 
 
 def test_arenas_come_back_after_batch_errors(tmp_path: Any) -> None:

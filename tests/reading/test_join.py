@@ -131,7 +131,6 @@ def test_batches(joined: Any, named: Any) -> None:
             expected = {**latent(i), **text(i)} if cache is joined else {"latents": latent(i), "texts": text(i)}
             assert_same(expected, sample)
             assert not isinstance(sample.get("pooled"), tc.LazyTensor)
-        assert [io.method for io in cache.io] == [cache.io[0].method] * 2
         with pytest.raises(ValueError, match="collate='cat', expected"):
             cache.read_batch([0], collate="cat")
         with pytest.raises(ValueError, match="no indices"):

@@ -18,9 +18,8 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from wds_tensorcache.reading import open_cache as opening
-from wds_tensorcache.storage import aio
 from wds_tensorcache.storage import files as storage
+from wds_tensorcache.storage import system
 
 COUNT = 12
 
@@ -176,7 +175,7 @@ def test_what_is_no_tar(tmp_path: Path) -> None:
     [
         ({"num_threads": 0}, "num_threads=0, expected at least 1"),
         ({"num_threads": -3}, "num_threads=-3, expected at least 1"),
-        ({"io": "direct"}, "io='direct', expected 'auto', 'mmap' or 'pread'"),
+        ({"io": "direct"}, "io='direct', expected 'auto' or 'pread'"),
         ({"max_open_files": 0}, "max_open_files=0, expected at least 1"),
     ],
     ids=str,
@@ -298,44 +297,30 @@ def test_manifests_without_counts(folder: Path, caches: Any) -> None:
 # --- io ---
 
 
-def test_io_that_is_asked_for(folder: Path) -> None:
-    for io in ("mmap", "pread"):
+def test_io(folder: Path) -> None:
+    for io in ("auto", "pread"):
         check(folder, io=io)
-        with tc.open(folder, io=io) as cache:
-            assert (cache.io.method, cache.io.reason) == (io, "chosen by the caller")
 
 
-def test_io_and_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "file_system", lambda path: ("ext4", False))
-    with tc.open(folder) as cache:
-        assert cache.io.method == "auto"
-        assert cache[2:].select(["latent.*"]).io == cache.io
-        assert "on ext4: maps for small samples in the page cache, else preadv" in cache.io.reason
-    monkeypatch.setattr(opening, "memory_nbytes", lambda: 1000)
-    with tc.open(folder) as cache:
-        assert cache.io.method == "pread"
-        assert "bytes of shards do not fit into 1,000 bytes of memory" in cache.io.reason
-    check(folder)
-    monkeypatch.setattr(opening, "memory_nbytes", lambda: None)
-    with tc.open(folder) as cache:
-        assert cache.io.method == "auto"
-    monkeypatch.setattr(opening, "file_system", lambda path: ("nfs4", True))
-    with tc.open(folder) as cache:
-        assert cache.io.method == "pread"
-        assert "nfs4 is a network file system" in cache.io.reason
-    monkeypatch.setattr(opening, "CAN_COPY", False)
-    with tc.open(folder) as cache:
-        assert cache.io.method == "pread"
-        assert "neither read leases nor process_vm_readv" in cache.io.reason
+def test_files_on_a_network_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map of such a file waits for the network at each page."""
+    for kind in ("nfs4", "ext4"):
+        monkeypatch.setattr(system, "_DEVICES", {})
+        monkeypatch.setattr(system, "file_system", lambda path, kind=kind: (kind, kind == "nfs4"))
+        with tc.open(folder) as cache:
+            assert len(cache.read_batch(range(COUNT))["latent"]["samples"]) == COUNT
+            mapped = Path("/proc/self/maps").read_text().count(str(folder))
+            assert mapped == (0 if kind == "nfs4" else 3)
 
 
 @pytest.mark.parametrize("missing", [["preadv"], ["preadv", "pread"], ["posix_fadvise"]], ids=str)
 def test_systems_that_lack_calls(folder: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
     for name in missing:
         monkeypatch.delattr(os, name)
-        if name != "posix_fadvise":
-            monkeypatch.setattr(storage, f"_HAS_{name.upper()}", False)
-            monkeypatch.setattr(storage, "_NOWAIT", 0)
-            monkeypatch.setattr(aio, "_number", None)
-    for io in ("auto", "mmap", "pread"):
+    if "preadv" in missing:
+        monkeypatch.setattr(storage, "_HAS_PREADV", False)
+        monkeypatch.setattr(storage, "_NOWAIT", 0)
+    if "pread" in missing:
+        monkeypatch.setattr(storage, "_pread", storage._seek_and_read)
+    for io in ("auto", "pread"):
         check(folder, io=io)

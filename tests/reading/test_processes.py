@@ -67,7 +67,6 @@ def test_pickle(cache: tc.TensorCache, protocol: int) -> None:
     ):
         with pickle.loads(pickle.dumps(view, protocol)) as copied:
             check(copied, numbers)
-            assert copied.io == view.io
     with pickle.loads(pickle.dumps(cache.select(["latent.*"]), protocol)) as copied:
         assert list(copied.schema) == ["latent.samples"]
     check(cache, list(range(COUNT)))
@@ -164,7 +163,7 @@ def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, kind: s
     with tc.open(tmp_path) as cache:
         loader = LOADERS[kind](cache)
         write_numbers(tmp_path, 100, 12)
-        with pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since this cache was opened"):
+        with pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since it was opened"):
             list(loader)
 
 
@@ -212,7 +211,7 @@ def test_fork_after_a_gather_in_several_threads(tmp_path: Any) -> None:
         for i in range(300):
             writer.write(str(i), torch.full((384,), float(i)))
     order = np.arange(1200) % 300
-    with tc.open(tmp_path / "x.tar", io="mmap") as cache:
+    with tc.open(tmp_path / "x.tar", io="auto") as cache:
 
         def read() -> None:
             assert cache.read_batch(order)[:, 5].tolist() == order.tolist()
@@ -263,7 +262,7 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
         os.closerange(3, 65536)  # what the tests before have left open, which the limit below does not expect
         resource.setrlimit(resource.RLIMIT_NOFILE, (43, 43))
         order = np.random.default_rng(0).permutation(150)
-        for io in ("auto", "mmap", "pread"):
+        for io in ("auto", "pread"):
             with tc.open(tmp_path, io=io) as cache:
                 assert cache.read_batch(order)[:, 0].tolist() == order.tolist()
                 assert [int(cache[str(i)]) for i in order] == order.tolist()

@@ -211,7 +211,7 @@ def test_columns_of_any_width(shard: tuple[Path, int]) -> None:
     path, _ = shard
     wide = {name: getattr(index_of(path).caches[""], name).astype(np.uint64) for name in EVERYTHING}
     lie(path, lambda index: columns(index, **wide))
-    for io in ("mmap", "pread"):
+    for io in ("auto", "pread"):
         with tc.open(path, io=io) as cache:
             for i in range(4):
                 assert bool((cache.read_batch([i])["x"] == i).all())

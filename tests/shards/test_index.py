@@ -167,7 +167,7 @@ def test_by_hand(tmp_path: Path, format: int, key: str, capitals: bool) -> None:
                 archive.addfile(entry, io.BytesIO(raw))
     index = assert_three_agree(path)
     assert index.caches[""].digest.tolist() == [0] * 4
-    for io_ in ("pread", "mmap"):
+    for io_ in ("pread", "auto"):
         with tc.open(path, io=io_) as cache:
             assert cache.read_batch([3, 1])["x"].tolist() == [[3, 4, 5], [1, 2, 3]]
             assert [sample["x"].tolist() for sample in cache] == [[i, i + 1, i + 2] for i in range(4)]

@@ -42,8 +42,6 @@ def read(folder: Path) -> None:
         assert_type(cache.keys(), tc.KeysView)
         assert_type(cache.keys()[0], str)
         assert_type(cache.keys()[:2], tc.KeysView)
-        assert_type(cache.io, tc.Io)
-        assert_type(cache.io.method, str)
         assert_type(cache.schema, dict[str, tc.TensorSchema])
         assert_type(cache.schema["x"].num_samples, int)
         assert_type(cache.describe(), tc.Description)
@@ -111,7 +109,6 @@ def join(folder: Path, other: Path) -> None:
     assert_type(joined.keys(), tc.KeysView)
     assert_type(joined.schema, dict[str, tc.TensorSchema])
     assert_type(joined.fingerprint, dict[str, object])
-    assert_type(joined.io, tuple[tc.Io, ...])
     assert_type(joined.read_batch([0, 2], return_info=True), tuple[Any, tc.BatchInfo])
     either: tc.Cache = cache if len(cache) > 8 else joined
     assert_type(either.read_members([0], "json"), list[bytes])

@@ -10,17 +10,14 @@ from collections.abc import Iterable
 from struct import Struct
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, FORMAT_VERSION, check_version
 from wds_tensorcache.codec.skeleton.opcodes import POP, PROTO, SHORT_BINBYTES
-from wds_tensorcache.codec.views import are_equal_at, read_windows
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
 __all__ = [
     "PREAMBLE_NBYTES",
-    "are_preambles",
     "build_preamble",
     "had_preamble",
     "is_damaged",
@@ -30,7 +27,6 @@ __all__ = [
     "tensors_digest",
 ]
 
-Array = np.ndarray[Any, Any]
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
 # Unpicklers ignore the preamble: it pushes one byte string, and the POP at its end removes that string.
@@ -69,14 +65,6 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
     """
     is_bound = skeleton.startswith(_FIXED + bound)
     return is_bound and len(skeleton) > PREAMBLE_NBYTES and skeleton[PREAMBLE_NBYTES - 1] == POP
-
-
-def are_preambles(stored: Array, at: Array, bound: Array) -> Array:
-    """Return what `is_preamble` returns for each of the skeletons at offsets `at` of `stored`; `bound` is `V16` `[n]`."""
-    good: Array = read_windows(stored, at + len(_FIXED), 16) == bound
-    good &= are_equal_at(stored, at, _FIXED)
-    good &= are_equal_at(stored, at + (PREAMBLE_NBYTES - 1), bytes([POP]))
-    return good
 
 
 def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:

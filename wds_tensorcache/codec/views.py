@@ -15,15 +15,12 @@ __all__ = [
     "ARRAY_NDIM",
     "NUMPY_NDIM",
     "SHARED",
-    "are_equal_at",
     "check_array",
     "check_tensor",
-    "read_windows",
     "view_address",
     "view_array",
     "view_bytes",
     "view_tensor",
-    "view_windows",
 ]
 
 _MAX_CODE_POINT = 0x10FFFF
@@ -103,28 +100,3 @@ def view_bytes(view: memoryview) -> Array:
     if not len(view):
         return np.empty(0, np.uint8)
     return view_address(np.frombuffer(view, np.uint8).__array_interface__["data"][0], len(view), view)
-
-
-def view_windows(array: Array, width: int) -> Array:
-    """View a 1-D uint8 array as items of `width` bytes, `V{width}`, one from each offset; `1 <= width <= len(array)`.
-
-    numpy selects and compares these items as a whole, much faster than their bytes, and uses no threads.
-    """
-    windows: Array = np.ndarray((len(array) - width + 1,), f"V{width}", array, strides=(1,))
-    return windows
-
-
-def read_windows(stored: Array, at: Array, width: int) -> Array:
-    """Return `width` bytes from each offset, `V{width}` `[n]`; any bytes for a window that is not inside `stored`."""
-    if width > len(stored):
-        return np.zeros(len(at), f"V{width}")
-    found: Array = view_windows(stored, width)[np.minimum(at, len(stored) - width)]
-    return found
-
-
-def are_equal_at(stored: Array, at: Array, expected: bytes) -> Array:
-    """Return whether `stored` has the bytes `expected` at each offset, bool `[n]`; any result for bytes not inside `stored`."""
-    if not expected:
-        return np.ones(len(at), bool)
-    width = len(expected)
-    return read_windows(stored, at, width) == np.frombuffer(expected, f"V{width}")  # type: ignore[no-any-return]

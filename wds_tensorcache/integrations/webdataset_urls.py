@@ -59,8 +59,8 @@ def shown_url(url: Any) -> str:
 
 
 def _open_path(path: str) -> BinaryIO:
-    file = ShardFile(path)  # refuses folders, pipes and devices; closed with the last reference
-    return open(os.dup(file.fd), "rb")
+    held = ShardFile(path).descriptor()  # refuses folders, pipes and devices; closed with the last reference
+    return open(os.dup(held.fd), "rb")
 
 
 class _Path(str):

@@ -31,7 +31,7 @@ from wds_tensorcache.reading.schema import (
     schema_of,
     stored_shapes,
 )
-from wds_tensorcache.reading.store import Io, Store
+from wds_tensorcache.reading.store import Store
 from wds_tensorcache.storage.remote.urls import is_url
 
 __all__ = ["TensorCache"]
@@ -76,11 +76,6 @@ class TensorCache(Cache[_Sample]):
     def schema(self) -> dict[str, TensorSchema]:
         found = schema_of(self._store, self._where)
         return found if self._wanted is None else {name: found[name] for name in filter(self._wanted, found)}
-
-    @property
-    def io(self) -> Io:
-        """How files are read: `.method` is "auto", "mmap" or "pread", `.reason` explains the choice."""
-        return self._store.io
 
     @property
     def fingerprint(self) -> dict[str, object]:

@@ -27,7 +27,6 @@ from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, make_entry
-from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.fingerprint import common_fields
 from wds_tensorcache.storage.remote.urls import shown as shown_url
 
@@ -213,11 +212,6 @@ class JoinedCache(Cache[_Sample]):
     @property
     def num_shards(self) -> int:
         return sum(cache.num_shards for cache in self._caches)
-
-    @property
-    def io(self) -> tuple[Io, ...]:
-        """For each cache, how its files are read, with the reason."""
-        return tuple(cache.io for cache in self._caches)
 
     def select(self, patterns: str | Iterable[str]) -> JoinedCache[_Sample]:
         patterns = as_patterns(patterns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from wds_tensorcache.arguments import as_int
@@ -12,7 +12,7 @@ from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
 from wds_tensorcache.reading.remote.load_indexes import load_indexes
-from wds_tensorcache.reading.store import Io, Store
+from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
 from wds_tensorcache.shards.manifest import ListedCounts
 from wds_tensorcache.shards.names import cache_name
@@ -20,11 +20,10 @@ from wds_tensorcache.shards.remote.find_index import FindIndex
 from wds_tensorcache.shards.remote.kept_indexes import KeptIndexes, default_folder
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files, default_max_open
-from wds_tensorcache.storage.maps import CAN_COPY
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.node_cache.cache import NodeCache, open_node_cache
-from wds_tensorcache.storage.remote.urls import conceal, is_url, origin_of
-from wds_tensorcache.storage.system import file_system, memory_nbytes, num_cores, overcommit_is_off
+from wds_tensorcache.storage.remote.urls import conceal, is_url
+from wds_tensorcache.storage.system import num_cores
 
 __all__ = ["open"]
 
@@ -33,7 +32,7 @@ def open(
     source: CachePaths,
     *,
     cache: str | None = None,
-    io: Literal["auto", "mmap", "pread"] = "auto",
+    io: Literal["auto", "pread"] = "auto",
     num_threads: int | None = None,
     allow: Iterable[type] = (),
     pool_nbytes: int = 1 << 30,
@@ -54,16 +53,16 @@ def open(
             it. If you list a shard twice, or a folder contains it under two names, its samples occur twice.
         cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the one without a name; by default
             the only one. Samples that lack this cache are left out.
-        io: `"pread"` uses only positioned reads. `"auto"` may also copy small tensors out of memory maps. It decides for
-            each batch, by its size and by whether the page cache contains it. It copies only if truncating a shard
-            meanwhile raises an error; during a copy, other processes that open the shard for writing wait. `"mmap"` copies
-            without this protection: **truncating a shard in place then kills the process** (SIGBUS). `cache.io` shows the
-            decision and the reason.
+        io: `"auto"` copies batches out of memory maps of local shards, and reads all other shards. A shard that was
+            truncated or changed is refused before and after each copy; but **truncating a shard in place in the moment of a
+            copy kills the process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which
+            raise an error.
         num_threads: Number of threads that read a batch; by default the number of cores, but at most four.
         allow: Classes that a sample may contain beyond those of the format. Only for shards that you trust: reading a sample
             creates objects of these classes.
         pool_nbytes: Maximum bytes of idle memory to keep for the next batches.
-        max_open_files: Maximum number of open files; by default a quarter of the system's limit, at most 256.
+        max_open_files: The most local shards that this process keeps open, for all caches; by default a quarter of the
+            system's limit, at most 256. The last call that passes it counts.
         expect: Fields and values that the fingerprint of every shard must have; it may have more fields.
         index_folder: Folder or url of a folder with the indexes of remote shards, `NAME.tar.index` for `NAME.tar`, if they
             are not in or next to the shards.
@@ -88,14 +87,14 @@ def open(
     """
     if max_open_files is not None and max_open_files < 1:
         raise ValueError(f"max_open_files={max_open_files}, expected at least 1")
-    if io not in ("auto", "mmap", "pread"):
-        raise ValueError(f"io={io!r}, expected 'auto', 'mmap' or 'pread'")
+    if io not in ("auto", "pread"):
+        raise ValueError(f"io={io!r}, expected 'auto' or 'pread'")
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads={num_threads}, expected at least 1")
     find_index = FindIndex(_as_folder(index_folder), _kept(keep_indexes))
     found = find_shards(source)
     node_cache = _node_cache(cache_dir, cache_nbytes, any(is_url(path) for path, *_ in found), max_open_files)
-    files, pool = Files(max_open_files, node_cache=node_cache), Pool(pool_nbytes)
+    files, pool = Files(may_map=io == "auto", max_open=max_open_files, node_cache=node_cache), Pool(pool_nbytes)
     table = allow_table(allow)
     lists = {path: listed or ListedCounts() for path, listed, _ in found}
     try:
@@ -120,7 +119,7 @@ def open(
         for path, fingerprint in made.items():
             if expect is not None:
                 check_fingerprint(path, fingerprint, as_fingerprint(expect))
-        shards, local_nbytes = [], 0
+        shards = []
         for path, *_ in found:
             listed = lists[path]
             count = listed.caches.get(name, 0) if listed.caches is not None else None
@@ -131,13 +130,12 @@ def open(
             if path in known:
                 shards[-1].take_index(known[path])
             if not shards[-1].is_remote:
-                local_nbytes += files.expect(shards[-1].path, listed.manifest, status)
+                files.expect(shards[-1].path, listed.manifest, status)
         return TensorCache(
             Store(
                 shards,
                 files,
                 pool,
-                _choose_io(io, [path for path, *_ in found], local_nbytes, node_cache),
                 num_threads or min(4, num_cores()),
                 common_fields(made.values()),
                 next((listed.left_out for listed in lists.values() if listed.left_out is not None), None),
@@ -192,32 +190,3 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
             f"{where}: caches {list_names(there)}: choose one with --cache (cache=…), '' for the one without a name"
         )
     return there[0] if name is None else name
-
-
-def _choose_io(io: str, paths: Sequence[str], local_nbytes: int, node_cache: NodeCache | None) -> Io:
-    local = [path for path in paths if not is_url(path)]
-    kept = f", kept in {node_cache.folder.path!r}" if node_cache is not None else ""
-    if not local:
-        origins = sorted({origin_of(path) for path in paths})
-        return Io("remote", f"ranged requests to {list_names(origins)}{kept}")
-    chosen = _choose_local_io(io, local[0], local_nbytes)
-    if len(local) == len(paths):
-        return chosen
-    return Io(chosen.method, f"{chosen.reason}; {len(paths) - len(local)} remote shards by ranged requests{kept}")
-
-
-def _choose_local_io(io: str, path: str, nbytes: int) -> Io:
-    if io != "auto":
-        return Io(io, "chosen by the caller")
-    if not CAN_COPY:
-        return Io("pread", "copies from maps are not safe: this system has neither read leases nor process_vm_readv")
-    kind, is_network = file_system(path)
-    if is_network:
-        return Io("pread", f"{kind} is a network file system: reading through a memory map would wait for each page")
-    memory = memory_nbytes()
-    if memory is not None and nbytes > memory:
-        return Io("pread", f"{nbytes:,} bytes of shards do not fit into {memory:,} bytes of memory")
-    reason = f"on {kind or 'a local file system'}: maps for small samples in the page cache, else preadv"
-    if overcommit_is_off():
-        reason += "; overcommit is off, but read-only maps do not count toward the memory limit"
-    return Io("auto", f"{reason}; files outside the page cache are read ahead")

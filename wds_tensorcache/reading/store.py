@@ -7,11 +7,11 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.reading.remote.load_indexes import load_indexes
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.shard import Shard
@@ -19,21 +19,34 @@ from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.node_cache.block_file import BlockFile
 
-__all__ = ["Io", "Store"]
+__all__ = ["Store"]
 
 Array = np.ndarray[Any, Any]
 _PIECE = 1 << 16
+_MAX_VALUES_NBYTES = 1 << 26  # of a cache
+_VALUES_NBYTES = 150  # of a sample's values in memory, beyond the length of its skeleton
+_NO_VALUES: Mapping[int, tuple[Any, ...]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Io:
-    """The method by which files are read, and the reason for choosing it.
+class KeptValues:
+    """The plain values of samples, after their first use, in bounded memory: decoding them again would take 3 us a sample.
 
-    The method is "auto", "mmap" or "pread" as in `tc.open`, or "remote" if all shards are at urls.
+    Threads/fork: any thread; a forked child has a copy.
     """
 
-    method: str
-    reason: str
+    def __init__(self) -> None:
+        self._values: dict[tuple[int, Template], dict[int, tuple[Any, ...]]] = {}
+        self._left_nbytes = _MAX_VALUES_NBYTES
+
+    def of(self, number: int, template: Template) -> Mapping[int, tuple[Any, ...]]:
+        """Return the values that a template gave for samples of a shard, by row."""
+        return self._values.get((number, template), _NO_VALUES)
+
+    def keep(self, number: int, row: int, template: Template, values: Sequence[Any], nbytes: int) -> None:
+        """Keep the values of a sample whose skeleton has `nbytes` bytes, if there is room."""
+        if self._left_nbytes > 0:
+            self._left_nbytes -= nbytes + _VALUES_NBYTES
+            self._values.setdefault((number, template), {})[row] = tuple(values)  # the collector leaves out such tuples
 
 
 class Store:
@@ -48,7 +61,6 @@ class Store:
         shards: Sequence[Shard],
         files: Files,
         pool: Pool,
-        io: Io,
         num_threads: int,
         fingerprint: Mapping[str, Any],
         left_out: str | None = None,
@@ -56,7 +68,6 @@ class Store:
         self.shards = list(shards)
         self.files = files
         self.pool = pool
-        self.io = io
         self.num_threads = num_threads
         self.fingerprint = fingerprint
         self.left_out = left_out  # message about shards that the manifest does not list
@@ -71,6 +82,7 @@ class Store:
         self._unloaded = {number for number, shard in enumerate(self.shards) if shard.is_remote and not shard.is_loaded}
         # local files of remote shards that contain all of their samples, by shard number
         self.whole_copies: dict[int, weakref.ref[BlockFile]] = {}
+        self.values = KeptValues()
         self._exemplars: tuple[int, ...] | None = None
         self._table: KeyTable | None = None
         self._executor: tuple[int, ThreadPoolExecutor] | None = None  # and the process that made it
@@ -79,12 +91,12 @@ class Store:
         return int(self._starts[-1])
 
     def __reduce__(self) -> Any:
-        return Store, (self.shards, self.files, self.pool, self.io, self.num_threads, self.fingerprint, self.left_out)
+        return Store, (self.shards, self.files, self.pool, self.num_threads, self.fingerprint, self.left_out)
 
     def with_threads(self, num_threads: int) -> Store:
         """Return a store that reads with `num_threads` threads, and shares the files and memory of this one."""
-        store = Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint, self.left_out)
-        store._exemplars, store.whole_copies = self._exemplars, self.whole_copies
+        store = Store(self.shards, self.files, self.pool, num_threads, self.fingerprint, self.left_out)
+        store._exemplars, store.whole_copies, store.values = self._exemplars, self.whole_copies, self.values
         return store
 
     def load_indexes(self, numbers: Iterable[int] | None = None) -> None:

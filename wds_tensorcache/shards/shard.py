@@ -15,7 +15,7 @@ import numpy as np
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_preamble
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
@@ -28,7 +28,6 @@ from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.remote.find_index import FindIndex
 from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
-from wds_tensorcache.storage.maps import read_ranges
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
 from wds_tensorcache.storage.remote.urls import is_url
@@ -335,8 +334,8 @@ class Shard:
         file.check_unchanged()
         return content
 
-    def skeletons(self, rows: Array, io: str, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
-        """Return the skeleton members of many samples, and the offsets of their bodies; `io` is as in `tc.open`.
+    def skeletons(self, rows: Array, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
+        """Return the skeleton members of many samples, and the offsets of their bodies.
 
         `fetched` contains the bytes at each sample's `skeleton_extent`, if they were read already.
 
@@ -345,8 +344,10 @@ class Shard:
         """
         file = self.file
         if fetched is None:
-            fetched = read_ranges(file, *self.skeleton_extents(rows), io)
-        bound = self._bound(rows).tobytes()
+            fetched = file.read_many(*self.skeleton_extents(rows))
+        nbytes = self.index.layouts.nbytes[self.columns.layout[rows]].astype("<u8")
+        # lengths and digests of the tensors, as preambles store them
+        bound = np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).tobytes()
         skeletons, bodies = [], []
         # One slice or read per sample. `_skeleton` checks preambles that differ from those of our writer.
         for i, skeleton in enumerate(fetched):
@@ -358,22 +359,6 @@ class Shard:
             bodies.append(body)
         file.check_unchanged()
         return skeletons, bodies
-
-    def _bound(self, rows: Array) -> Array:
-        """Return the lengths and digests of the tensors of samples, as preambles store them, uint64 `[n, 2]`."""
-        nbytes = self.index.layouts.nbytes[self.columns.layout[rows]].astype("<u8")
-        return np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1)
-
-    def are_skeletons(self, rows: Array, stored: Array, at: Array) -> Array:
-        """Return whether the skeletons of samples have the preambles that this package writes, bool `[n]`.
-
-        `_skeleton` checks all other skeletons.
-
-        Args:
-            rows: Rows of the samples, int64 `[n]`.
-            stored, at: Bytes, 1-D uint8, and the offset in them at which each skeleton starts.
-        """
-        return are_preambles(stored, at, self._bound(rows).view("V16")[:, 0])
 
 
 _EMPTY = np.empty(0, np.uint64)
@@ -420,10 +405,8 @@ class FileRange:
 
     def view(self, begin: int, end: int) -> Array:
         file = self._owner.file
-        if isinstance(file, RemoteFile):
-            return np.frombuffer(self.read(begin, end), np.uint8)
-        file.check_unchanged()
-        return file.array()[self._begin + begin : self._begin + end]
+        view = None if isinstance(file, RemoteFile) else file.view(self._begin + begin, self._begin + end)
+        return np.frombuffer(self.read(begin, end), np.uint8) if view is None else view
 
     def cut(self, begin: int, end: int) -> tuple[FileRange, int]:
         return self, begin
@@ -434,7 +417,7 @@ class FileRange:
 
 
 # files and memory for lazy tensors that were unpickled, which belong to no open cache
-_FILES = Files(64, fixed=False)
+_FILES = Files(fixed=False)
 _POOL = Pool(1 << 28)
 
 

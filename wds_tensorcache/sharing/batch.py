@@ -89,20 +89,23 @@ class _BatchAsShard:
     def note_template(self, rows: Any, template: Template) -> None:
         """Do nothing, since the rows of the next batch are different samples."""
 
-    def skeletons(self, rows: Array, io: str) -> tuple[list[bytes], list[int]]:
+    def skeletons(self, rows: Array) -> tuple[list[bytes], list[int]]:
         parsed = [self._parsed[row] for row in rows.tolist()]
         return [each.skeleton for each in parsed], [each.body for each in parsed]
 
 
 class _BatchAsFile:
-    """The `.safetensors` members of a batch's samples as a `RowFile`."""
+    """The `.safetensors` members of a batch's samples as a `RangeFile`."""
 
     def __init__(self, parsed: Sequence[ParsedSample], bits: int) -> None:
         self._parsed, self._bits = parsed, bits
 
-    def read_resident(self, buffers: Sequence[memoryview], begin: int) -> bool:
-        """Fill `buffers` with the bytes from offset `begin` on; they are always in memory."""
-        self.read_into(buffers, begin)
+    def address(self) -> int:
+        """Return 0: the members of a batch are in several places, and are read."""
+        return 0
+
+    def is_resident(self, begin: int) -> bool:
+        """Return True: all bytes are in memory."""
         return True
 
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:

@@ -34,7 +34,7 @@ from wds_tensorcache.reading.schema import (
     merge_schema,
     name_matcher,
 )
-from wds_tensorcache.reading.store import Io, Store
+from wds_tensorcache.reading.store import Store
 from wds_tensorcache.sharing.batch import rows_of
 from wds_tensorcache.sharing.folder import base_folder, open_folder
 from wds_tensorcache.sharing.identity import fingerprint_of
@@ -54,7 +54,6 @@ Array = np.ndarray[Any, Any]
 Selections = tuple[tuple[str, ...], ...]  # the patterns of each `select`
 _NUM_COUNTED = 1000  # samples that `describe` looks at
 _SHOWN = 100  # samples that `repr` looks at, and tensors that it shows
-_IO = Io("pread", "copied from shared memory")
 
 
 class SharedDataset(Cache[Any]):
@@ -155,7 +154,7 @@ class SharedDataset(Cache[Any]):
             folder.leave()
             raise
         self._net = weakref.finalize(self._samples, folder.leave_if_idle)
-        self._store = Store((), Files(), pool, _IO, min(4, num_cores()), {})
+        self._store = Store((), Files(), pool, min(4, num_cores()), {})
         self._narrow(np.arange(count), ())
 
     def _narrow(self, indices: Array, selections: Selections) -> None:

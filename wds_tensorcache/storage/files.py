@@ -1,219 +1,53 @@
-"""Local files: reads at given offsets, memory maps, and a limit on the number of open files; remote files by their urls."""
+"""Local files: positioned reads, memory maps, and one limit on the descriptors of the process; remote files by their urls."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import stat
 import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import repeat
 from typing import Any, Protocol, cast
 
 import numpy as np
-import torch
 
-from wds_tensorcache.codec.views import view_bytes
+from wds_tensorcache.codec.views import view_address
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity, missing_shard
 from wds_tensorcache.storage.remote.urls import is_url
-from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, file_system, skip_bytes
-from wds_tensorcache.storage.threads import call_when_gone, per_process
+from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, device_kind, memory_nbytes, skip_bytes
 
-__all__ = ["LEASE_FDS", "Files", "Identity", "ShardFile", "default_max_open"]
+__all__ = ["Descriptor", "Files", "Identity", "ShardFile", "announce", "default_max_open"]
 
 Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
-_HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
+_HAS_PREADV = hasattr(os, "preadv")
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
 # Hazard: a FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
-
-LEASE_FDS: dict[int, list[int]] = {}  # by descriptor opened for read leases, the list of its file's idle descriptors
-_NETS: dict[int, Any] = {}  # by descriptor, the handle that closes it; kept until another file has the same descriptor
-
-
-def _identity(status: os.stat_result) -> Identity:
-    return status.st_ino, status.st_size, status.st_mtime_ns
+_CAN_MAP = sys.platform == "linux" and sys.maxsize > 1 << 32
+# Bounds on the maps of a process. A system allows 65,530 by default. The kernel keeps 8 bytes for each page of 4 KiB that was
+# touched, so with the second bound at most a 128th of memory.
+_MAX_MAPS = 1 << 14
+_MAX_MAPPED_NBYTES = 4 * (memory_nbytes() or 1 << 34)
 
 
-class ShardFile:
-    """An open file. Reads do not use the file position, so any number of threads and forked processes may read at once.
-
-    The file is closed when the last reference to this object is gone, never during a read.
-
-    Raises:
-        FormatError: `path` is not an ordinary file.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        try:
-            self.fd = os.open(path, _FLAGS)
-        except OSError as exc:
-            if exc.errno in _NO_FILE:
-                raise FormatError("expected a file, found a socket, device or circular link", kind="unreadable").at(
-                    path
-                ) from exc
-            raise
-        self.lease_fds: list[int] = []  # idle descriptors for leases
-        fds = chain([self.fd], filter(LEASE_FDS.pop, self.lease_fds))
-        _NETS[self.fd] = call_when_gone(self, partial(deque, map(os.close, fds), 0))
-        status = os.fstat(self.fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError("expected a file, found a folder, pipe or device", kind="unreadable").at(path)
-        self._begin(status)
-
-    def _begin(self, status: os.stat_result) -> None:
-        """Set the attributes that depend on the status of the open file, and those that are determined later."""
-        self.nbytes = status.st_size
-        self.identity = _identity(status)
-        self._map: mmap.mmap | None = None
-        self._array: np.ndarray[Any, Any] | None = None
-        self._address = 0  # of the map, once it exists
-        self._tensor: torch.Tensor | None = None
-        self.nowait = _NOWAIT  # flag for reads that must not wait for a disk; 0 if this file has no such reads
-        self._is_memory: bool | None = None  # whether the file is on tmpfs or ramfs; determined when needed
-        self.may_lease: bool | None = None  # whether a read lease is worth trying; determined when needed
-
-    def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
-        pread = os.pread if _HAS_PREAD else _seek_and_read
-        content = pread(self.fd, end - begin, begin)
-        while len(content) < end - begin:  # one call reads at most 2 GiB
-            more = pread(self.fd, end - begin - len(content), begin + len(content))
-            if not more:
-                raise self._cut_short()
-            content += more
-        return content
-
-    def _cut_short(self) -> Exception:
-        what = f"the file was cut short and ends at byte {os.fstat(self.fd).st_size}; copy it again"
-        return TarFormatError(what, kind="truncated").at(self.path)
-
-    def check_unchanged(self) -> None:
-        """Raise FormatError if the file was written to since it was opened. One system call."""
-        status = os.fstat(self.fd)  # of the open file, whose inode never changes
-        if status.st_mtime_ns == self.identity[2] and status.st_size == self.nbytes:
-            return
-        if status.st_size < self.nbytes:
-            raise self._cut_short()
-        raise FormatError("the shard was changed while it was open; open it again").at(self.path)
-
-    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError if the file is too short."""
-        if _HAS_PREADV and len(buffers) == 1 and os.preadv(self.fd, buffers, begin) == len(buffers[0]):
-            return
-        self._fill(buffers, begin)
-
-    def read_resident(self, buffers: Sequence[Any], begin: int) -> bool:
-        """Fill `buffers` like `read_into`, without waiting for a disk.
-
-        Return False if some of the bytes are not in memory; `buffers` then have undefined contents. If the system cannot report
-        this, read as usual, even if that waits, and return True. Reason: after False, the caller reads all bytes again.
-        """
-        while self.nowait and buffers:
-            some, buffers = buffers[:MAX_BUFFERS], buffers[MAX_BUFFERS:]
-            try:
-                nbytes = sum(map(len, some))
-                if os.preadv(self.fd, some, begin, self.nowait) != nbytes:
-                    return False
-                begin += nbytes
-            except OSError as exc:
-                if not self._is_unable(exc):
-                    return False
-                buffers = [*some, *buffers]
-        if buffers:
-            self._fill(buffers, begin)
-        return True
-
-    def _is_unable(self, error: OSError) -> bool:
-        """Return True if the file system lacks reads that do not wait, False if this read would wait; raise any other error."""
-        if error.errno in _UNKNOWN:
-            self.nowait = 0
-            return True
-        if not isinstance(error, BlockingIOError):
-            raise error
-        return False
-
-    def is_resident(self, begin: int) -> bool:
-        """Return whether the byte at offset `begin` is in memory; without system support, True only on tmpfs and ramfs."""
-        if self.nowait:
-            try:
-                return os.preadv(self.fd, [bytearray(1)], begin, self.nowait) == 1
-            except OSError as exc:
-                if not self._is_unable(exc):
-                    return False
-        if self._is_memory is None:
-            self._is_memory = file_system(self.path)[0] in MEMORY
-        return self._is_memory
-
-    def will_need(self, begin: int, end: int) -> None:
-        """Ask the system to read the bytes `[begin, end)` into memory in the background."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
-
-    def _fill(self, buffers: Sequence[Any], begin: int) -> None:
-        if not _HAS_PREADV:
-            for buffer in buffers:
-                memoryview(buffer)[:] = self.read(begin, begin + len(buffer))
-                begin += len(buffer)
-            return
-        # one call fills at most 1,024 buffers and reads at most 2 GiB
-        while buffers:
-            count = os.preadv(self.fd, buffers[:MAX_BUFFERS], begin)
-            if not count and any(map(len, buffers[:MAX_BUFFERS])):
-                raise self._cut_short()
-            begin += count
-            buffers = skip_bytes(buffers, count)
-
-    def map(self) -> mmap.mmap:
-        """Return a read-only memory map of the whole file, created on first use.
-
-        Hazard: if the file is truncated in place, or the disk cannot read a page, reading the map kills the process
-        (SIGBUS). `maps.Maps` copies from a map safely.
-        """
-        if self._map is None:
-            with _lock():
-                if self._map is None:
-                    # by default, mmap duplicates the descriptor
-                    untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-                    self.check_unchanged()
-                    try:
-                        self._map = mmap.mmap(self.fd, self.nbytes, access=mmap.ACCESS_READ, **untracked)
-                    except ValueError:  # truncated since it was opened
-                        self.check_unchanged()
-                        raise
-        return self._map
-
-    def array(self) -> np.ndarray[Any, Any]:
-        """Return the map as a 1-D uint8 array, marked writable to avoid torch's warning. Memory: a view; never write to it."""
-        if self._array is None:
-            array = view_bytes(memoryview(self.map()))
-            # first: another thread uses the address as soon as there is an array
-            self._address = int(array.__array_interface__["data"][0])
-            self._array = array
-        return self._array
-
-    def tensor(self) -> torch.Tensor:
-        """Return the map as a 1-D uint8 tensor. Memory: a view; never write to it."""
-        tensor = self._tensor
-        if tensor is None:
-            tensor = torch.from_numpy(self.array())
-            if type(tensor) is torch.Tensor:  # a real tensor, even under torch's fake mode
-                self._tensor = tensor
-        return tensor
-
-    def address(self) -> int:
-        """Return the address at which the map starts."""
-        self.array()
-        return self._address
+if _CAN_MAP:
+    _libc: Any = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = (1 << 64) - 1
 
 
 _seeking = threading.Lock()
@@ -226,6 +60,235 @@ def _seek_and_read(fd: int, nbytes: int, begin: int) -> bytes:
         return os.read(fd, nbytes)
 
 
+_pread = getattr(os, "pread", None) or _seek_and_read
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Descriptor:
+    """An open descriptor, `fd`. It is closed with the last reference to this object, so never during a read."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Any = os.close) -> None:
+        close(self.fd)
+
+
+class _Map:
+    """A read-only memory map of a whole file, unmapped with the last reference to this object. It needs no descriptor.
+
+    Hazard: if the file is truncated in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
+    """
+
+    count = total_nbytes = 0  # of all maps of the process
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        # not `mmap.mmap`, which keeps a second descriptor before Python 3.13
+        self.address: int = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if self.address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        weakref.finalize(self, _unmap, self.address, nbytes).atexit = False
+        _Map.count += 1
+        _Map.total_nbytes += nbytes
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _libc.munmap(address, nbytes)
+    _Map.count -= 1
+    _Map.total_nbytes -= nbytes
+
+
+def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> None:
+    """Ask the system to read ranges of maps into memory in the background; this needs no descriptors."""
+    begins = addresses & -mmap.PAGESIZE
+    ranges = begins.tolist(), (addresses + nbytes - begins).tolist()
+    deque(map(_libc.madvise, *ranges, repeat(mmap.MADV_WILLNEED)), 0)
+
+
+class ShardFile:
+    """A file. Reads do not use the file position, so any number of threads and forked processes may read at once.
+
+    All files of a process share one limit on descriptors: beyond it, the one that was opened longest ago is closed, and opened
+    again when a read needs it. Maps stay without it.
+
+    Args:
+        path: Path of the file.
+        may_map: False if `address` must not map the file.
+        manifest: The manifest that lists the file, for messages.
+
+    Raises:
+        FormatError: `path` is not an ordinary file.
+
+    Threads/fork: any thread; a forked child shares descriptors and maps.
+    """
+
+    def __init__(self, path: str, may_map: bool = True, manifest: str | None = None) -> None:
+        self.path = path
+        self._manifest = manifest
+        descriptor, status = self._open()
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError("expected a file, found a folder, pipe or device", kind="unreadable").at(path)
+        self._begin(path, status, may_map)
+        self._keep(descriptor)
+
+    def _begin(self, path: str, status: os.stat_result, may_map: bool) -> None:
+        """Set the attributes of a file that is open."""
+        self.path = path
+        self.nbytes = status.st_size
+        self.identity = _identity(status)
+        self._device = status.st_dev
+        self._descriptor: Descriptor | None = None
+        self._may_map = may_map and _CAN_MAP
+        self._map: _Map | None = None
+        self._can_probe = bool(_NOWAIT)
+
+    def _open(self) -> tuple[Descriptor, os.stat_result]:
+        try:
+            descriptor = Descriptor(os.open(self.path, _FLAGS))
+        except OSError as exc:
+            if exc.errno in _NO_FILE:
+                what = "expected a file, found a socket, device or circular link"
+                raise FormatError(what, kind="unreadable").at(self.path) from exc
+            raise
+        return descriptor, os.fstat(descriptor.fd)
+
+    def _keep(self, descriptor: Descriptor) -> None:
+        """Keep a descriptor for later reads; close the oldest ones of the process beyond the limit."""
+        with _lock:
+            while len(_open_files) >= (_max_open or default_max_open()):
+                oldest = next(iter(_open_files))
+                oldest._descriptor = None
+                del _open_files[oldest]
+            self._descriptor = descriptor
+            _open_files[self] = None
+
+    def descriptor(self) -> Descriptor:
+        """Return a descriptor, opened again if needed; it stays open as long as the caller refers to the object.
+
+        Raises:
+            FormatError: Another file has replaced this one, or this one was changed.
+        """
+        descriptor = self._descriptor
+        if descriptor is None:
+            try:
+                descriptor, status = self._open()
+            except FileNotFoundError as exc:
+                raise _missing_file(self.path, self._manifest) from exc
+            self._check(status)
+            self._keep(descriptor)
+        return descriptor
+
+    def check_unchanged(self) -> None:
+        """Raise FormatError if the file was written to, or replaced while it was closed. One system call."""
+        descriptor = self._descriptor
+        try:
+            status = os.stat(self.path) if descriptor is None else os.fstat(descriptor.fd)
+        except FileNotFoundError as exc:
+            raise _missing_file(self.path, self._manifest) from exc
+        if (status.st_ino, status.st_size, status.st_mtime_ns) != self.identity:
+            self._check(status)
+
+    def _check(self, status: os.stat_result) -> None:
+        if status.st_ino == self.identity[0] and status.st_size < self.nbytes:
+            raise self._cut_short(status.st_size)
+        if _identity(status) != self.identity:
+            raise FormatError("the shard was changed since it was opened; open it again").at(self.path)
+
+    def _cut_short(self, nbytes: int) -> Exception:
+        what = f"the file was cut short and ends at byte {nbytes}; copy it again"
+        return TarFormatError(what, kind="truncated").at(self.path)
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
+        descriptor = self.descriptor()
+        content = _pread(descriptor.fd, end - begin, begin)
+        while len(content) < end - begin:  # one call reads at most 2 GiB
+            more = _pread(descriptor.fd, end - begin - len(content), begin + len(content))
+            if not more:
+                raise self._cut_short(os.fstat(descriptor.fd).st_size)
+            content += more
+        return content
+
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError if the file is too short."""
+        if not _HAS_PREADV:
+            for buffer in buffers:
+                memoryview(buffer)[:] = self.read(begin, begin + len(buffer))
+                begin += len(buffer)
+            return
+        descriptor = self.descriptor()
+        # one call fills at most 1,024 buffers and reads at most 2 GiB
+        while buffers:
+            count = os.preadv(descriptor.fd, buffers[:MAX_BUFFERS], begin)
+            if not count and any(map(len, buffers[:MAX_BUFFERS])):
+                raise self._cut_short(os.fstat(descriptor.fd).st_size)
+            begin += count
+            buffers = skip_bytes(buffers, count)
+
+    def address(self) -> int:
+        """Return the address of a map of the file; 0 if the file has no map, and must be read.
+
+        A file has no map on network file systems and outside Linux, where a page fault or a truncated file costs too much; and
+        beyond the bounds on the maps of a process.
+        """
+        if self._map is not None:
+            return self._map.address
+        if not self._may_map or not self.nbytes:
+            return 0
+        descriptor = self.descriptor()
+        with _lock:
+            if self._map is None:
+                if _Map.count >= _MAX_MAPS or _Map.total_nbytes + self.nbytes > _MAX_MAPPED_NBYTES:
+                    return 0
+                self._may_map = not device_kind(self._device, self.path)[1]
+                with suppress(OSError):  # a file system without maps, or no memory for one
+                    self._map = _Map(descriptor.fd, self.nbytes) if self._may_map else None
+                self._may_map = self._map is not None
+            return self._map.address if self._map is not None else 0
+
+    def view(self, begin: int, end: int) -> np.ndarray[Any, Any] | None:
+        """Return the bytes `[begin, end)` of the map; None without a map.
+
+        Memory: keeps the map; the array is marked writable, to avoid torch's warning, but must never be written to.
+        """
+        self.check_unchanged()
+        address = self.address()
+        return view_address(address + begin, end - begin, self._map) if address else None
+
+    def read_many(self, begins: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterable[bytes]:
+        """Return the bytes of small ranges, out of the map if there is one. The caller calls `check_unchanged` afterwards."""
+        view = self.view(0, self.nbytes)
+        if view is None:
+            return map(self.read, begins.tolist(), ends.tolist())
+        stored = view.data
+        return [stored[begin:end].tobytes() for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+    def is_resident(self, begin: int) -> bool:
+        """Return whether the byte at offset `begin` is in memory; without system support, True only on tmpfs and ramfs."""
+        if self._can_probe:
+            descriptor = self.descriptor()
+            try:
+                return os.preadv(descriptor.fd, [bytearray(1)], begin, _NOWAIT) == 1
+            except BlockingIOError:
+                return False
+            except OSError as exc:
+                if exc.errno not in _UNKNOWN:
+                    raise
+                self._can_probe = False
+        return device_kind(self._device, self.path)[0] in MEMORY
+
+    def will_need(self, begin: int, end: int) -> None:
+        """Ask the system to read the bytes `[begin, end)` into memory in the background."""
+        if hasattr(os, "posix_fadvise"):
+            descriptor = self.descriptor()
+            os.posix_fadvise(descriptor.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
+
 class _NodeCache(Protocol):
     """See `node_cache.cache.NodeCache`, which imports this module."""
 
@@ -234,13 +297,17 @@ class _NodeCache(Protocol):
 
 
 class Files:
-    """A set of at most `max_open` open files, by path. To open one more, it drops the file that was opened longest ago.
+    """The files of an open cache, by path.
 
-    With `fixed`, a file must not change: if `get` opens it again, and it was replaced or changed, `get` raises FormatError.
-    `manifests` contains the manifest that lists a file, by path, for messages about missing files.
+    With `fixed`, a file must not change: if `get` opens a file for the first time that differs from the expected one, it raises
+    FormatError. `manifests` contains the manifest that lists a file, by path, for messages about missing files.
 
-    A url stands for a remote file. Remote files have no descriptors, so `max_open` does not count them, and they must never
-    change. `remote` contains what is known about them, by url. `node_cache` is the cache through which they are read.
+    A url stands for a remote file, which must never change. `remote` contains what is known about them, by url. `node_cache` is
+    the cache through which they are read.
+
+    Args:
+        may_map: False if batches must not be copied out of memory maps.
+        max_open: The most descriptors of local shards that the process keeps, for all caches; None leaves the limit as it is.
 
     Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and with `fixed` expects them
         unchanged.
@@ -248,6 +315,7 @@ class Files:
 
     def __init__(
         self,
+        may_map: bool = True,
         max_open: int | None = None,
         fixed: bool = True,
         identities: Mapping[str, Identity] | None = None,
@@ -255,11 +323,13 @@ class Files:
         remote: Mapping[str, RemoteIdentity] | None = None,
         node_cache: _NodeCache | None = None,
     ) -> None:
-        if max_open is not None and max_open < 1:
-            raise ValueError(f"max_open_files={max_open}, expected at least 1")
-        self.max_open = max_open or default_max_open()
+        global _max_open
+        if max_open is not None:
+            _max_open = max_open
+        self._may_map = may_map
+        self._max_open = max_open
         self._fixed = fixed
-        self._open: dict[str, ShardFile] = {}
+        self._files: dict[str, ShardFile] = {}
         self._identities = dict(identities or {})
         self._manifests = dict(manifests or {})
         self._expected: dict[str, RemoteIdentity] = dict(remote or {})  # of remote files that are not in `_remote` yet
@@ -268,34 +338,28 @@ class Files:
         self._node_cache = node_cache
 
     def get(self, path: str) -> ShardFile:
-        """Return the open file at a path or url; open it if needed.
+        """Return the file at a path or url.
 
         Raises:
             OSError: The file cannot be opened; MissingShardError if it does not exist.
-            FormatError: The path is not an ordinary file or, with `fixed`, has changed since it was first opened.
+            FormatError: The path is not an ordinary file or, with `fixed`, has changed since it was expected.
             ValueError: `close` was called.
         """
-        file = self._open.get(path)
+        file = self._files.get(path)
         if file is not None:
             return file
         if is_url(path):
-            # it has the part of a ShardFile's surface that readers use with the method "pread"
+            # it has the part of a ShardFile's surface that positioned reads need
             return cast(ShardFile, self.remote(path))
-        with _lock():
-            if self._closed:
-                raise self._is_closed(path)
-            file = self._open.get(path)
-            if file is None:
-                while len(self._open) >= self.max_open:
-                    del self._open[next(iter(self._open))]
-                try:
-                    file = ShardFile(path)
-                except FileNotFoundError as exc:
-                    raise self.missing(path) from exc
-                if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
-                    raise FormatError("the shard was changed since this cache was opened; open it again").at(path)
-                self._open[path] = file
-        return file
+        if self._closed:
+            raise self._is_closed(path)
+        try:
+            file = ShardFile(path, self._may_map, self._manifests.get(path))
+        except FileNotFoundError as exc:
+            raise self.missing(path) from exc
+        if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
+            raise FormatError("the shard was changed since it was opened; open it again").at(path)
+        return self._files.setdefault(path, file)
 
     def _is_closed(self, path: str) -> ValueError:
         return ValueError(f"{path}: the cache is closed; load all tensors before closing it, or keep it open")
@@ -351,16 +415,10 @@ class Files:
 
     def missing(self, path: str) -> MissingShardError:
         """Return the error for a shard that does not exist."""
-        if is_url(path):
-            return missing_shard(path, self._manifests.get(path))
-        what, remedy = "the shard does not exist", "copy it again"
-        if path in self._manifests:
-            what += f", but {self._manifests[path]} lists it"
-            remedy += ", or let `tensorcache repair` (tc.repair) write the remaining shards into another folder"
-        return MissingShardError(f"{what}; {remedy}").at(path)
+        return (missing_shard if is_url(path) else _missing_file)(path, self._manifests.get(path))
 
-    def expect(self, path: str, manifest: str | None = None, status: os.stat_result | None = None) -> int:
-        """Record the file now at `path`, so that `get` with `fixed` refuses any other; return its length.
+    def expect(self, path: str, manifest: str | None = None, status: os.stat_result | None = None) -> None:
+        """Record the file now at `path`, so that `get` with `fixed` refuses any other.
 
         `manifest` is the manifest that lists the file; `status` is that of the file, if it is known.
 
@@ -370,7 +428,7 @@ class Files:
         if manifest is not None:
             self._manifests[path] = manifest
         try:
-            return self._identities.setdefault(path, _identity(status or os.stat(path)))[1]
+            self._identities.setdefault(path, _identity(status or os.stat(path)))
         except FileNotFoundError as exc:
             raise self.missing(path) from exc
 
@@ -382,32 +440,49 @@ class Files:
 
     def reopen(self, path: str) -> ShardFile:
         """Open and return the file that is now at `path`, even if an earlier file is still open."""
-        with _lock():
-            self._open.pop(path, None)
+        self._files.pop(path, None)
         return self.get(path)
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     def close(self) -> None:
         """Close each file as soon as no read uses it; `get` then raises ValueError. Views of maps stay valid."""
-        with _lock():
-            self._closed = True
-            self._open.clear()
-            self._remote.clear()
+        self._closed = True
+        self._files.clear()
+        self._remote.clear()
         if self._node_cache is not None:
             self._node_cache.close()
 
     def __reduce__(self) -> Any:
         remote = self._expected | {url: file.identity for url, file in list(self._remote.items())}
-        return Files, (self.max_open, self._fixed, self._identities, self._manifests, remote, self._node_cache)
+        known = self._identities, self._manifests, remote, self._node_cache
+        return Files, (self._may_map, self._max_open, self._fixed, *known)
 
 
-_lock = per_process(threading.Lock)  # held while a file is opened or mapped
+def _missing_file(path: str, manifest: str | None) -> MissingShardError:
+    what, remedy = "the shard does not exist", "copy it again"
+    if manifest is not None:
+        what += f", but {manifest} lists it"
+        remedy += ", or let `tensorcache repair` (tc.repair) write the remaining shards into another folder"
+    return MissingShardError(f"{what}; {remedy}").at(path)
+
+
+# Files with a descriptor, in the order in which they were opened; of the whole process.
+_open_files: weakref.WeakKeyDictionary[ShardFile, None] = weakref.WeakKeyDictionary()
+_max_open: int | None = None  # chosen by a caller
+_lock = threading.Lock()  # held while a file enters `_open_files`, or is mapped
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: the thread that may hold the old lock exists only in the parent."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def default_max_open() -> int:
-    """Return a quarter of the process's descriptor limit, but 8 to 256. A mapped file may take two descriptors."""
+    """Return a quarter of the process's descriptor limit, but 8 to 256."""
     try:
         import resource
 

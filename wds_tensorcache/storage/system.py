@@ -11,27 +11,43 @@ from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
-    "LOCAL",
     "MAX_BUFFERS",
     "MEMORY",
     "SHORTAGES",
     "boot_id",
+    "device_kind",
     "file_system",
     "memory_nbytes",
     "num_cores",
-    "overcommit_is_off",
     "skip_bytes",
     "start_writeback",
 ]
 
-# Leases on these bind every writer. Those on network file systems do not bind other hosts, nor those on stacked file
-# systems the layer below.
-LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
 MAX_BUFFERS = 1024  # IOV_MAX, the most buffers that one system call reads or writes
 MEMORY = frozenset({"tmpfs", "ramfs"})
 # Errors of a process or system that has no more descriptors or memory. They say nothing about the file at hand.
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
+# the beginnings of their names; "fuse" stands for many: sshfs, s3fs, glusterfs, juicefs, moosefs, quobyte, ...
+_NETWORK = (
+    *(
+        "nfs",
+        "cifs",
+        "smb",
+        "fuse",
+        "lustre",
+        "ceph",
+        "9p",
+        "beegfs",
+        "gpfs",
+        "afs",
+        "gluster",
+        "virtiofs",
+        "coda",
+        "ncp",
+    ),
+    *("orangefs", "pvfs2", "panfs", "wekafs", "ocfs2", "gfs2", "cvfs", "acfs", "vboxsf", "vmhgfs", "prl_fs", "drvfs"),
+)
+_DEVICES: dict[int, tuple[str, bool]] = {}
 _IS_LINUX = sys.platform == "linux"
 _SYNC_FILE_RANGE_WRITE = 2
 _ESCAPES = {ord(character): f"\\{ord(character):03o}" for character in " \t\n\\"}
@@ -55,6 +71,13 @@ def file_system(path: str) -> tuple[str, bool]:
     return kind, kind.startswith(_NETWORK)
 
 
+def device_kind(device: int, path: str) -> tuple[str, bool]:
+    """Return `file_system` of a path on a device, `st_dev`; it is looked up once for each device."""
+    if device not in _DEVICES:
+        _DEVICES[device] = file_system(path)
+    return _DEVICES[device]
+
+
 def boot_id() -> str:
     """Return a string that changes whenever the machine starts; "" if it is unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
@@ -68,15 +91,6 @@ def memory_nbytes() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
-
-
-def overcommit_is_off() -> bool:
-    """Return whether the system refuses to overcommit memory, so that private maps of shards count against its limit."""
-    try:
-        with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as setting:
-            return setting.read().strip() == "2"
-    except OSError:
-        return False
 
 
 def num_cores() -> int:

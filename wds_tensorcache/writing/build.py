@@ -13,7 +13,7 @@ from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
-from wds_tensorcache.reading.store import Io, Store
+from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.files import Files
@@ -174,7 +174,7 @@ def build(
 
 def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:
     """Return the cache for a rank that returns before any samples can be read."""
-    return TensorCache(Store([], Files(), Pool(0), Io("pread", "there are no shards yet"), 1, fingerprint))
+    return TensorCache(Store([], Files(), Pool(0), 1, fingerprint))
 
 
 def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -> OldCache:

@@ -14,7 +14,7 @@ from wds_tensorcache.integrations.ray.tasks.commit import Mode, commit, writing
 from wds_tensorcache.integrations.ray.tasks.folder import Folder, folder_at
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
-from wds_tensorcache.reading.store import Io, Store
+from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
@@ -123,5 +123,5 @@ def folder_of(out: str | os.PathLike[str]) -> Folder:
 def open_written(folder: Folder, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
     """Return the cache in a folder, which may have no shards."""
     if not folder.read().entries:
-        return TensorCache(Store([], Files(), Pool(0), Io("pread", "there are no shards"), 1, fingerprint or {}))
+        return TensorCache(Store([], Files(), Pool(0), 1, fingerprint or {}))
     return open(folder.path, allow=allow)

@@ -21,7 +21,7 @@ from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch.other_values import Decoded
 from wds_tensorcache.reading.batch.padding import Padding, fill_paddings, filler_of, padded_shape
 from wds_tensorcache.reading.batch.placement import Placement, nbytes_of, place_equal, place_in_turn
-from wds_tensorcache.reading.batch.read_rows import read_rows
+from wds_tensorcache.reading.batch.read import read_rows
 from wds_tensorcache.reading.batch.request import Request, Structure, columns_of
 
 __all__ = ["nest_batch", "read_batch", "read_tensors"]
@@ -49,12 +49,11 @@ def nest_batch(
     request: Request,
     tensors: Mapping[str, Any],
     layouts: Layouts,
-    io: str = "pread",
     structure: Structure | None = None,
 ) -> Any:
-    """Return a batch with the structure of its samples, and with `tensors`, by name. `io` is how skeletons are read."""
+    """Return a batch with the structure of its samples, and with `tensors`, by name."""
     structure = structure or request.structures.structure_for(layouts)
-    decoded = Decoded(request, layouts, structure, io)
+    decoded = Decoded(request, layouts, structure)
     may_lack = layouts.is_mixed or layouts.exemplars
     if not structure.is_plain or get_worker_info() is not None or (may_lack and lacks_any(layouts, structure.tensors)):
         # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
@@ -69,8 +68,8 @@ def nest_batch(
 
 def _read_tensors(
     request: Request, device: Any, pin: bool, collate: Any, pad_value: PadValue, allowed_ways: tuple[str, ...]
-) -> tuple[dict[str, Any], Layouts, str]:
-    """Return the tensors of a batch by name, the layouts of its samples, and the method that read them.
+) -> tuple[dict[str, Any], Layouts]:
+    """Return the tensors of a batch by name, and the layouts of its samples.
 
     Strings in `collate` must be in `allowed_ways`.
     """
@@ -93,7 +92,7 @@ def _read_tensors(
         shapes, placement, paddings = _place(layouts, columns, ways.ways_for(columns.names))
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
     ahead = request.skeletons_ahead() if request.store.has_remote and allowed_ways is WAYS else ()
-    io = read_rows(request.store, layouts, columns, placement, memory.array, ahead)
+    read_rows(request.store, layouts, columns, placement, memory.array, ahead)
     if columns.bools:
         _check_bools(layouts, columns, placement, memory.array)
     if paddings:
@@ -109,7 +108,7 @@ def _read_tensors(
             rows = zip(layouts.which.tolist(), placement.rows[number], strict=True)
             found = ((columns.references[number][at], begin) for at, begin in rows)
             tensors[name] = [one and memory.view(one, begin, one.shape) for one, begin in found]
-    return tensors, layouts, io
+    return tensors, layouts
 
 
 def _place(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.merge_reads import Runs, RunTable, merge_reads
 from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 
 __all__ = ["Columns", "Layouts", "check_same_names", "check_stackable", "lacks_any", "layouts_of"]
@@ -126,7 +124,6 @@ class Columns:
             lacks the tensor.
         sizes: Bytes of each tensor, if equal in all layouts; else None.
         bools: `(tensor, layout)`, both as indices, of each bool tensor; the bytes of these tensors must be checked.
-        runs: For each layout, the byte ranges to read for one sample.
         references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; set by `resolve`, like
             `first`, `shapes`, `limits` and `limit`.
         first: Reference of each tensor in the first layout that has it; if none has it, in another sample of the same shards.
@@ -158,22 +155,6 @@ class Columns:
             for layout, one in enumerate(each)
             if one.dtype == "BOOL"
         ]
-        self.runs = [merge_reads(*each) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
-
-    @cached_property
-    def exact_runs(self) -> list[Runs]:
-        """`runs` without gaps, for remote shards."""
-        return [merge_reads(*each, 0) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
-
-    @cached_property
-    def exact_run_table(self) -> RunTable:
-        """`exact_runs` as arrays."""
-        return RunTable(self.exact_runs)
-
-    @cached_property
-    def run_table(self) -> RunTable:
-        """`runs` as arrays."""
-        return RunTable(self.runs)
 
     def resolve(self, like: dict[str, Any], texts: Sequence[dict[str, str]], layouts: Layouts) -> None:
         """Resolve the reference of each tensor in each layout.

@@ -9,25 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
-from wds_tensorcache.codec.skeleton.match_many import match_many
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import Request, Structure, Variant, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
-from wds_tensorcache.shards.tar.headers import BLOCK
-from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
 
 __all__ = ["Decoded"]
 
 Array = np.ndarray[Any, Any]
-# below this number, matching one after another may be faster; measured break-even: 100 to 150
-_MANY = 160
-# skeletons of up to this length are matched many at once; as many bytes are copied for each as for the longest of them
-_SHORT_NBYTES = 2048
-_NONE: tuple[Any, list[Any]] = None, []
 
 
 class Decoded:
@@ -37,16 +28,14 @@ class Decoded:
         request: The batch.
         layouts: Layouts of the batch.
         structure: Structure of the batch.
-        io: Method that read the batch's tensors; the skeletons are read by the same method.
 
     Threads: any number of threads may use it at once.
     """
 
-    def __init__(self, request: Request, layouts: Layouts, structure: Structure, io: str) -> None:
+    def __init__(self, request: Request, layouts: Layouts, structure: Structure) -> None:
         self._request = request
         self._layouts = layouts
         self._structure = structure
-        self._io = io
         self._lock = threading.Lock()
         # for each value of the first sample's template, its list of objects, with None for samples that do not match
         self._columns: list[Any] = []
@@ -103,16 +92,18 @@ class Decoded:
         template, rows = self._structure.template, self._request.rows
         if template is None:
             return list(range(len(self)))
-        is_many = len(self) >= _MANY and self._io != "pread"
-        matched, columns = _match_mapped(self._request, template, self._io) if is_many else _NONE
-        found: list[list[Any] | None] = [None] * len(self)
+        found = self._find_kept(template)
+        kept = self._request.store.values
+        numbers, row = rows.number.tolist(), rows.row.tolist()
         other_templates = [layout.form.template for layout in self._layouts.items]
         variants, unlike = [], []
         # cost per sample in Python: one step for its bytes, one for its values
-        for i, skeleton, begin in rows.skeletons(self._io, matched):
+        for i, skeleton, begin in rows.skeletons(np.array([values is not None for values in found])):
             values = template.match(skeleton, begin)
             if values is not MISS:
                 found[i] = values
+                if rows.shards is self._request.store.shards:
+                    kept.keep(numbers[i], row[i], template, values, len(skeleton))
                 continue
             unlike.append(i)
             other = other_templates[self._layouts.which.item(i)]
@@ -120,13 +111,8 @@ class Decoded:
                 values = other.match(skeleton, begin)
                 if values is not MISS:
                     variants.append((i, other, values))
-        if matched is None:
-            blank = [None] * (len(template.segments) - 1)
-            columns = list(zip(*([values or blank for values in found] if unlike else found), strict=True))
-        else:
-            for i in np.flatnonzero(~matched).tolist():
-                for column, value in zip(columns, found[i] or (), strict=False):
-                    column[i] = value
+        blank = [None] * (len(template.segments) - 1)
+        columns = list(zip(*([values or blank for values in found] if unlike else found), strict=True))
         if not unlike:
             for number, _, some in rows.by_shard:
                 rows.shards[number].note_template(some, template)
@@ -136,6 +122,21 @@ class Decoded:
         ]
         known = {i for i, *_ in self._variants}
         return [i for i in unlike if i not in known]
+
+    def _find_kept(self, template: Template) -> list[Any]:
+        """Return the kept values of each sample that this template gave, or None."""
+        rows, store = self._request.rows, self._request.store
+        found: list[Any] = [None] * len(self)
+        if rows.shards is not store.shards:
+            return found
+        for number, at, some in rows.by_shard:
+            store.shards[number].file.check_unchanged()
+            values = list(map(store.values.of(number, template).get, some.tolist()))
+            if isinstance(at, slice):
+                return values
+            for i, value in zip(at.tolist(), values, strict=True):
+                found[i] = value
+        return found
 
     def _slot(self, path: Path) -> int | None:
         """Return the index of the template's value at `path`; None if there is a container; -1 for a tensor, or for nothing."""
@@ -215,41 +216,3 @@ def _slot_of(template: Template, slots: dict[Path, int | None], path: Path) -> i
         found = value_at(_numbered(template), path)
         slots[path] = -1 if found is None else found if isinstance(found, int) else None
     return slots[path]
-
-
-def _match_mapped(request: Request, template: Template, io: str) -> tuple[Any, list[Any]]:
-    """Match the short skeletons of a batch at once, in copies from memory maps, if each shard has enough of its samples.
-
-    Returns:
-        Which skeletons match the template, bool `[B]`, or None if none were compared; and for each value of the template the
-        list of all samples' values.
-    """
-    count, rows = len(request), request.rows
-    shards = [request.store.shards[number] for number, *_ in rows.by_shard]
-    if count < LEASED_SAMPLES * len(shards) or len(shards) > shards[0].files.max_open:
-        return _NONE
-    files = [shard.file for shard in shards]
-    begins, nbytes, room = np.empty((3, count), np.int64)
-    for shard, file, (_, at, some) in zip(shards, files, rows.by_shard, strict=True):
-        begins[at] = shard.columns.skeleton_begin[some]
-        nbytes[at] = shard.columns.skeleton_nbytes[some]
-        room[at] = file.nbytes
-    done = (nbytes > PREAMBLE_NBYTES) & (nbytes <= _SHORT_NBYTES) & (begins >= BLOCK)
-    width = int(nbytes.max(where=done, initial=0))
-    done &= room - begins >= width
-    if not done.any():
-        return _NONE
-    copies = np.arange(count, dtype=np.int64) * width
-    try:
-        with Maps(files, count, io) as maps:
-            for (_, at, _), base in zip(rows.by_shard, maps.bases, strict=True):
-                begins[at] += base
-            begins[~done] = begins[done][0]  # a place that is safe to copy
-            stored = maps.gather(begins, width).reshape(-1)
-            for shard, (_, at, some) in zip(shards, rows.by_shard, strict=True):
-                done[at] &= shard.are_skeletons(some, stored, copies[at])
-    except MapLost:
-        return _NONE
-    # a body without bytes matches no template
-    bodies = copies + PREAMBLE_NBYTES
-    return match_many(stored, bodies, np.where(done, copies + nbytes, bodies), template)

@@ -14,8 +14,9 @@ from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.reading.remote.fetch_batch import fetch_skeletons
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard, Variant
+from wds_tensorcache.storage.gather import RangeFile
 
-__all__ = ["NO_SAMPLES", "RowFile", "RowSource", "Rows", "locate"]
+__all__ = ["NO_SAMPLES", "RowSource", "Rows", "locate"]
 
 NO_SAMPLES = "no indices: a batch has at least one sample"
 
@@ -23,30 +24,21 @@ Array = np.ndarray[Any, Any]
 _ALL = slice(None)
 
 
-class RowFile(Protocol):
-    """A file, or memory, from which tensors of samples are read with the method "pread"; see `ShardFile`."""
-
-    def read_resident(self, buffers: Sequence[memoryview], begin: int, /) -> bool: ...
-    def read_into(self, buffers: Sequence[memoryview], begin: int, /) -> None: ...
-    def will_need(self, begin: int, end: int, /) -> None: ...
-    def check_unchanged(self) -> None: ...
-
-
 class RowSource(Protocol):
-    """Samples that batches can be made of with the method "pread"; see `Shard`."""
+    """Samples that batches can be made of; see `Shard`."""
 
     @property
     def layout_of_all(self) -> Layout | None: ...
     @property
     def variants(self) -> Sequence[Variant]: ...
     @property
-    def file(self) -> RowFile: ...
+    def file(self) -> RangeFile: ...
     def key(self, row: int, /) -> str: ...
     def sample(self, row: int, /) -> Any: ...
     def layouts_of(self, rows: Array, /) -> tuple[list[Layout], Array]: ...
     def template(self, row: int, /) -> Template | None: ...
     def note_template(self, rows: Array, template: Template, /) -> None: ...
-    def skeletons(self, rows: Array, io: str, /) -> tuple[list[bytes], list[int]]: ...
+    def skeletons(self, rows: Array, /) -> tuple[list[bytes], list[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +103,7 @@ class Rows:
         if wanted:
             self.fetched.update(fetch_skeletons(wanted))
 
-    def skeletons(self, io: str, done: Array | None = None) -> Iterator[tuple[int, bytes, int]]:
+    def skeletons(self, done: Array | None = None) -> Iterator[tuple[int, bytes, int]]:
         """Yield `(position in the batch, skeleton, offset of the skeleton's body)`, shard by shard.
 
         `done`, bool `[B]`, marks samples to leave out.
@@ -125,9 +117,9 @@ class Rows:
                 rows, which = rows[left], [which[i] for i in left.tolist()]
             shard = self.shards[number]
             if len(rows) and _is_remote(shard):
-                yield from zip(which, *shard.skeletons(rows, io, map(self.fetched.__getitem__, which)), strict=True)
+                yield from zip(which, *shard.skeletons(rows, map(self.fetched.__getitem__, which)), strict=True)
             elif len(rows):
-                yield from zip(which, *shard.skeletons(rows, io), strict=True)
+                yield from zip(which, *shard.skeletons(rows), strict=True)
 
 
 def _is_remote(shard: RowSource) -> TypeGuard[Shard]:

@@ -8,15 +8,12 @@ A file is evicted by removing its name, then truncating it. So a reader that has
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import stat
-from functools import partial
 
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import Descriptor, ShardFile
 from wds_tensorcache.storage.system import SHORTAGES, boot_id
-from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = [
     "BLOCK",
@@ -94,7 +91,7 @@ class Evicted(Exception):
 
 
 class BlockFile(ShardFile):
-    """An open file of one object, which readers use like a local shard. It must not be mapped.
+    """An open file of one object, which readers use like a local shard without a map.
 
     Threads/fork: any thread; a forked child shares the open file. All methods but `forget_unsynced` may run at any time.
 
@@ -106,18 +103,17 @@ class BlockFile(ShardFile):
     """
 
     def __init__(self, path: str, fd: int, nbytes: int) -> None:
-        # not `ShardFile.__init__`, which would open the file again
-        self.path, self.fd = path, fd
-        self._net = call_when_gone(self, partial(os.close, fd))
+        self.fd = fd
         self.status = os.fstat(fd)
-        self._begin(self.status)
-        self.lease_fds, self.may_lease = [], False
+        # Hazard: a file is evicted by truncating it, and reading its map would then kill the process.
+        self._begin(path, self.status, may_map=False)
+        self._descriptor = Descriptor(fd)
         self._mode = self.status.st_mode
         self.nbytes = nbytes
         self._header_at = _num_blocks(nbytes) * BLOCK
         self._map_at = self._header_at + BLOCK
         self._nbytes_in_all = self._map_at + _num_blocks(nbytes)
-        # Blocks that are known to be present. Hazard: a map of the file itself would kill the process if the file is cut short.
+        # Blocks that are known to be present.
         self._present = bytearray(_num_blocks(nbytes))
         # `find_absent(0, first, last)` returns the first of these blocks that is not known to be present, or -1.
         self.find_absent = self._present.find
@@ -137,12 +133,8 @@ class BlockFile(ShardFile):
         if not self.is_current():
             raise Evicted
 
-    def _cut_short(self) -> Exception:
+    def _cut_short(self, nbytes: int) -> Exception:
         return Evicted()
-
-    def map(self) -> mmap.mmap:
-        """Raise an error. Hazard: reading the map of an evicted file kills the process (SIGBUS)."""
-        raise NotImplementedError(f"{self.path}: files of a node's cache are not mapped")
 
     def has_header(self, digest: bytes) -> bool:
         """Return whether the header is that of an object with this digest."""

@@ -11,10 +11,7 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.storage.aio import Reads, address_of, read_many
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, Evicted
 from wds_tensorcache.storage.node_cache.fill import Fetch, Range, Wanted, block_runs, fill
 from wds_tensorcache.storage.node_cache.folder import CacheFolder, open_folder
@@ -23,7 +20,6 @@ from wds_tensorcache.storage.node_cache.unusable import Busy, CacheUnusable
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_all
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.system import MAX_BUFFERS
 from wds_tensorcache.storage.threads import per_process
 
 __all__ = ["CachedFile", "NodeCache", "open_node_cache", "read_remote"]
@@ -326,29 +322,7 @@ def _has_all(file: BlockFile, wanted: Range) -> bool:
 
 def _read_all(wanted: Sequence[tuple[BlockFile, Range]]) -> list[bool]:
     """Fill the buffers of ranges whose blocks are present; return which were read."""
-    good = [False] * len(wanted)
-    if len(wanted) > 1 and all(len(buffers) <= MAX_BUFFERS for _, (_, _, buffers) in wanted):
-        # one system call: between two calls, a thread waits for the GIL
-        good = _read_joint(wanted)
-    return [
-        is_good or _read_one(file, begin, buffers)
-        for is_good, (file, (_, begin, buffers)) in zip(good, wanted, strict=True)
-    ]
-
-
-def _read_joint(wanted: Sequence[tuple[BlockFile, Range]]) -> list[bool]:
-    """Read ranges by one system call; return which were read as a whole."""
-    views = [np.frombuffer(buffer, np.uint8) for _, (_, _, buffers) in wanted for buffer in buffers]
-    reads = Reads(
-        np.array([file.fd for file, _ in wanted], np.int64),
-        np.array([each[1] for _, each in wanted], np.int64),
-        np.array([file.nowait for file, _ in wanted], np.int64),
-        np.array([(address_of(view), len(view)) for view in views], np.uint64).reshape(-1, 2),
-        np.cumsum([0, *(len(each[2]) for _, each in wanted)]),
-        (views, wanted),
-    )
-    nbytes = np.array([_end(each) - each[1] for _, each in wanted], np.int64)
-    return (read_many(reads, 0, len(wanted)) == nbytes).tolist()  # type: ignore[no-any-return]
+    return [_read_one(file, begin, buffers) for file, (_, begin, buffers) in wanted]
 
 
 def _read_one(file: BlockFile, begin: int, buffers: Sequence[Any]) -> bool:

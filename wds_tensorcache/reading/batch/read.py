@@ -1,0 +1,62 @@
+"""Fill a batch's memory with the bytes of its tensors, from local and remote shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.reading.batch.columns import Columns, Layouts
+from wds_tensorcache.reading.batch.placement import Placement
+from wds_tensorcache.reading.remote.fetch_batch import BatchFetch, add_skeleton
+from wds_tensorcache.reading.remote.local_copies import read_local_copies
+from wds_tensorcache.reading.store import Store
+from wds_tensorcache.storage.gather import Ranges, gather, runs
+
+__all__ = ["read_rows"]
+
+Array = np.ndarray[Any, Any]
+
+
+def read_rows(
+    store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array, skeletons: Iterable[int] = ()
+) -> None:
+    """Read every row of a batch into `memory`, where `placement` puts it.
+
+    Rows of remote shards are fetched by ranged requests, all at once, with the skeletons of the samples `skeletons` of the
+    batch, which `Rows` keeps. If all rows are in the node's cache, they are read as from local shards, without maps.
+
+    Raises:
+        FormatError: A shard has changed, or was truncated.
+    """
+    rows = layouts.rows
+    which = layouts.which if len(layouts.items) > 1 else slice(1)  # one column stands for all samples
+    nbytes = np.broadcast_to(columns.nbytes[:, which], placement.row_array.shape)
+    ranges = Ranges(rows.number, rows.begin + columns.begin[:, which], nbytes, placement.row_array)
+    numbers = [number for number, *_ in rows.by_shard]
+    if store.has_remote and (is_remote := store.are_remote[rows.number]).any():
+        far = np.flatnonzero(is_remote)
+        wanted = sorted(set(skeletons).intersection(far.tolist()).difference(rows.fetched))
+        if not read_local_copies(store, rows, ranges.select(far), wanted, memory):
+            _fetch(layouts, ranges.select(far), wanted, memory)
+        ranges = ranges.select(~is_remote)
+        numbers = [number for number in numbers if not store.are_remote[number]]
+    if numbers and placement.nbytes:
+        gather(
+            {number: rows.shards[number].file for number in numbers}, ranges, memory, store.num_threads, store.executor
+        )
+
+
+def _fetch(layouts: Layouts, ranges: Ranges, skeletons: Iterable[int], memory: Array) -> None:
+    """Fetch ranges of remote shards, with the skeletons of some samples, by their positions in the batch."""
+    rows = layouts.rows
+    shards: Any = rows.shards
+    fetch = BatchFetch()
+    for number, begin, buffers in runs(ranges, memory):
+        fetch.add_into(shards[number], begin, buffers)
+    fetched: dict[int, bytes] = {}
+    for i in skeletons:
+        add_skeleton(fetch, i, shards[rows.number.item(i)], rows.row.item(i), fetched)
+    fetch.run()
+    rows.fetched.update(fetched)
