@@ -11,8 +11,8 @@ import xxhash
 
 from wds_tensorcache.codec.gc_pause import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.header import parse_header, plan_member, plan_small_member
-from wds_tensorcache.codec.layout import Layout
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.layout import Further, Layout
+from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor
 from wds_tensorcache.codec.preamble import (
     build_preamble,
     had_preamble,
@@ -27,6 +27,7 @@ from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
 from wds_tensorcache.codec.skeleton.write_template import Written, family_of
 from wds_tensorcache.codec.skeleton.writer import MANY_ITEMS, SkeletonWriter
+from wds_tensorcache.codec.tree import further_names
 from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "encode_views",
     "list_references",
     "match_body",
+    "names_in",
 ]
 
 
@@ -57,6 +59,7 @@ class EncodedSample:
         layout, digest: Contents of the header.
         references: Strings of the references to the tensors, in the order of the tensors' bytes; None if readers of the
             skeleton need `allow=`.
+        further: Further names of tensors that occur several times, each with the tensor's name; none if `references` is None.
     """
 
     skeleton: bytes
@@ -65,6 +68,7 @@ class EncodedSample:
     layout: Layout
     digest: int
     references: tuple[str, ...] | None
+    further: Further = ()
 
 
 def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
@@ -77,18 +81,19 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
         written = None if family is None else family.write(sample, align)
     except RecursionError:
         written = None  # `_write_anew` raises the error
+    further: Further = ()
     if written is None:
-        written = _write_anew(sample, allow, align)
+        written, further = _write_anew(sample, allow, align)
         if family is not None:
             family.miss(sample, written[0])
     body, header, layout, buffers, references = written
     digest = tensors_digest(header, buffers)
     skeleton = build_preamble(layout.nbytes, digest, body) + body
-    return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references)
+    return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references, further)
 
 
-def _write_anew(sample: Any, allow: Allowed, align: int) -> Written:
-    """Write a sample without a template."""
+def _write_anew(sample: Any, allow: Allowed, align: int) -> tuple[Written, Further]:
+    """Write a sample without a template; return it with its further names."""
     try:
         writer = SkeletonWriter(allow)
         writer.save(sample)
@@ -106,7 +111,10 @@ def _write_anew(sample: Any, allow: Allowed, align: int) -> Written:
         with collector_paused(len(tensors) > MANY_ITEMS):
             header, layout = plan_member(entries, align)
     references = None if writer.needs_allow else tuple([tensor.reference for tensor in tensors])
-    return writer.body(), header, layout, [tensor.flat for tensor in tensors if len(tensor.flat)], references
+    shares = references is not None and writer.shares_tensors
+    further = further_names(sample, writer.name_of) if shares else ()
+    buffers = [tensor.flat for tensor in tensors if len(tensor.flat)]
+    return (writer.body(), header, layout, buffers, references), further
 
 
 def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> tuple[bytes, bytes]:
@@ -275,8 +283,10 @@ def _interpret(
     return sample, met
 
 
-def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, ...]:
-    """Return the strings of the references in a skeleton with its body at `begin`, in the order of the tensors' bytes.
+def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[str, ...], Further]:
+    """Return the strings of the references in a skeleton with its body at `begin`, and the further names of its tensors.
+
+    The strings are in the order of the tensors' bytes.
 
     Raises:
         UnsafeSkeletonError, FormatError: The skeleton needs `allow=`, or is damaged.
@@ -284,8 +294,18 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, .
     template = layout.form.template
     if template is not None and template.match(skeleton, begin) is not MISS:
         resolve_template(layout, template)  # raises for impossible shapes
-        return layout.resolved[2]  # type: ignore[no-any-return]
-    return _in_order(layout, _interpret(skeleton, begin, layout, _NOWHERE, True, {})[1])
+        if layout.form.names[0] is not template:
+            values = [None] * (len(template.segments) - 1)
+            tensors = [open_tensor(reference, _NOWHERE, True) for reference in layout.resolved[1]]
+            layout.form.names = template, names_in(template.build([*values, *tensors]))
+        return layout.resolved[2], layout.form.names[1]
+    sample, texts = _interpret(skeleton, begin, layout, _NOWHERE, True, {})
+    return _in_order(layout, texts), names_in(sample)
+
+
+def names_in(sample: Any) -> Further:
+    """Return the further names of the lazy tensors of a sample, each with the tensor's name."""
+    return further_names(sample, lambda value: value.name if isinstance(value, Lazy) else None)
 
 
 def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:

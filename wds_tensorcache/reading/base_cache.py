@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names
-from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate, needs_survey
+from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Choose
 from wds_tensorcache.reading.choices.chooser import Choices, Chooser, Randomness
@@ -303,7 +303,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         if choose is None and choices is not None:
             raise ValueError("choices without choose=, which says what the alternatives are")
         if not return_info and choose is None:
-            request = self._request(indices, surveys=needs_survey(collate))
+            request = self._request(indices, collate=collate)
             return self._read_batch(request, device, pin_memory, collate, pad_value)
         numbers = self._numbers(indices)
         randomness = Randomness()
@@ -331,7 +331,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             collate: As in `read_batch`, but not a function. `"auto"` stacks each tensor that has one shape in all samples, and
                 returns a list for any other tensor.
         """
-        request = self._request(indices, surveys=needs_survey(collate))
+        request = self._request(indices, collate=collate)
         return self._read_tensors(request, device, pin_memory, collate, pad_value)
 
     @abstractmethod
@@ -448,18 +448,17 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return list(self.schema)
 
     @abstractmethod
-    def _request(self, indices: Any, *, surveys: bool = False) -> Any:
+    def _request(self, indices: Any, *, collate: Any = None) -> Any:
         """Return a request for samples.
 
         Args:
             indices: Indices or keys, or a request of another view of the same cache.
-            surveys: Complete the batch by the tensors that any sample of the cache has, so that a padded tensor has rows also
-                if all samples of the batch lack it. Loads the index of every shard.
+            collate: As in `read_batch`. The batch has all tensors that it pads or lists, also if all samples lack one.
         """
 
-    def _request_chosen(self, numbers: Array, randomness: Randomness, *, surveys: bool = False) -> Any:
+    def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
         """Return a request for samples by index, with the alternatives that `randomness` chooses, if it has any."""
-        request = self._request(numbers, surveys=surveys)
+        request = self._request(numbers, collate=collate)
         if randomness.alternatives is None:
             return request
         return self._choose(request, randomness.alternatives, randomness.chooser(numbers))
@@ -474,7 +473,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         pad_value: PadValue = 0,
     ) -> Any:
         """Return the batch of samples by index, with the chosen alternatives; see `read_batch`."""
-        request = self._request_chosen(numbers, randomness, surveys=needs_survey(collate))
+        request = self._request_chosen(numbers, randomness, collate=collate)
         if randomness.alternatives is None or not request.values:
             return self._read_batch(request, device, pin_memory, collate, pad_value)
         groups, chooser = request.values, randomness.chooser(numbers)

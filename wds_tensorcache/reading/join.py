@@ -17,7 +17,7 @@ import torch
 from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
-from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Group, split
 from wds_tensorcache.reading.choices.chooser import Choices, Chooser
 from wds_tensorcache.reading.choices.chosen import ChosenRequest
@@ -288,13 +288,20 @@ class JoinedCache(Cache[_Sample]):
         named = zip(self._prefixes, self._tensor_names, strict=True)
         return list(dict.fromkeys(prefix + name for prefix, names in named for name in names))
 
-    def _request(self, indices: Any, *, surveys: bool = False) -> _JoinedRequest:
+    def _request(self, indices: Any, *, collate: Any = None) -> _JoinedRequest:
         """Return a request for samples, like `TensorCache._request`."""
         if isinstance(indices, _JoinedRequest):
             parts = [cache._request(part) for cache, part in zip(self._caches, indices.parts, strict=True)]
         else:
             numbers = self._numbers(indices)
-            parts = [cache._request(numbers, surveys=surveys) for cache in self._caches]
+            if isinstance(collate, Mapping):
+                collate = Collate(collate)
+            parts = [
+                cache._request(
+                    numbers, collate=collate.with_prefix(prefix) if isinstance(collate, Collate) else collate
+                )
+                for prefix, cache in self._prefixed()
+            ]
         return _JoinedRequest(parts, self._prefixes)
 
     def _choose(self, request: _JoinedRequest, alternatives: Alternatives, chooser: Chooser) -> _JoinedRequest:

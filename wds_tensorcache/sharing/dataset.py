@@ -298,7 +298,7 @@ class SharedDataset(Cache[Any]):
         layouts = layouts_of(request.rows)
         structure = request.structures.structure_for(layouts)
         for name in tensors:
-            if name not in structure.tensors:
+            if name not in structure.names:
                 has = list(flatten(self._request(indices).sample(0)))
                 raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
         return nest_batch(request, tensors, layouts, structure=structure)
@@ -314,11 +314,11 @@ class SharedDataset(Cache[Any]):
         self._store.close()
         self._samples.close()
 
-    def _request(self, indices: Any, *, surveys: bool = False) -> Request:
+    def _request(self, indices: Any, *, collate: Any = None) -> Request:
         if isinstance(indices, Request):
             return indices.in_view(self._store, self._structures)
         numbers = self._indices[numbers_of(indices, len(self), self._find)].tolist()
-        return Request(self._store, rows_of(self._samples, numbers), self._structures)
+        return Request(self._store, rows_of(self._samples, numbers), self._structures, ())
 
     def _sample(self, number: int) -> Any:
         return self._finish(self._samples.get(self._indices.item(number)))
@@ -367,7 +367,7 @@ class SharedDataset(Cache[Any]):
             for name, lazy in flatten(sample).items():
                 if self._wanted is None or self._wanted(name):
                     shapes = np.array([lazy.shape], np.int64).reshape(1, -1)
-                    contents.add_tensor(prefix + name, lazy._reference, shapes, np.ones(1, np.int64))
+                    contents.add_tensor(prefix, name, lazy._reference, shapes, np.ones(1, np.int64))
         contents.add_values(prefix, (samples[at] for at in spread(len(samples), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:

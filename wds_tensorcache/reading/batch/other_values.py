@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
-from wds_tensorcache.reading.batch.request import Request, Structure, Variant, keep_known
+from wds_tensorcache.reading.batch.request import NewNames, Request, Structure
 from wds_tensorcache.reading.structure import difference, value_at
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
@@ -50,9 +48,7 @@ class Decoded:
         self._lock = threading.Lock()
         # for each value of the first sample's template, its list of objects, with None for samples that do not match
         self._columns: list[Any] = []
-        # samples that match the template of a variant, with their values
-        self._variants: list[tuple[int, Variant, list[Any]]] = []
-        # samples that match no known template; None until the skeletons are read
+        # samples that do not match it; None until the skeletons are read
         self._others: list[int] | None = None
         self._samples: list[Any] | None = None
 
@@ -68,16 +64,14 @@ class Decoded:
         with self._lock:
             others, slot = self._match(), self._slot(path)
             if slot is not None and not others:
-                column = list(self._columns[slot]) if slot >= 0 else [None] * len(self)
-                for i, variant, values in self._variants:
-                    at = _slot_of(variant.template, variant.slots, path)
-                    if at is None:
-                        break
-                    column[i] = values[at] if at >= 0 else None
-                else:
-                    return column
+                return list(self._columns[slot]) if slot >= 0 else [None] * len(self)
             if self._samples is None:
-                self._samples = self._build_all(others)
+                try:
+                    self._samples = self._build_all(others)
+                except NewNames as exc:
+                    raise BatchError(
+                        "the index lacks names that samples of the batch have; read the batch again"
+                    ) from exc
         return [value_at(sample, path) for sample in self._samples]
 
     def check(self) -> None:
@@ -106,8 +100,7 @@ class Decoded:
         is_many = len(self) >= _MANY and self._io != "pread"
         matched, columns = _match_mapped(self._request, template, self._io) if is_many else _NONE
         found: list[list[Any] | None] = [None] * len(self)
-        other_templates = [layout.form.template for layout in self._layouts.items]
-        variants, unlike = [], []
+        unlike = []
         # cost per sample in Python: one step for its bytes, one for its values
         for i, skeleton, begin in rows.skeletons(self._io, matched):
             values = template.match(skeleton, begin)
@@ -115,11 +108,6 @@ class Decoded:
                 found[i] = values
                 continue
             unlike.append(i)
-            other = other_templates[self._layouts.which.item(i)]
-            if other is not None and other is not template:
-                values = other.match(skeleton, begin)
-                if values is not MISS:
-                    variants.append((i, other, values))
         if matched is None:
             blank = [None] * (len(template.segments) - 1)
             columns = list(zip(*([values or blank for values in found] if unlike else found), strict=True))
@@ -131,37 +119,12 @@ class Decoded:
             for number, _, some in rows.by_shard:
                 rows.shards[number].note_template(some, template)
         self._columns = columns
-        self._variants = [
-            (i, variant, values) for i, other, values in variants if (variant := self._variant(i, other, values))
-        ]
-        known = {i for i, *_ in self._variants}
-        return [i for i in unlike if i not in known]
+        return unlike
 
     def _slot(self, path: Path) -> int | None:
         """Return the index of the template's value at `path`; None if there is a container; -1 for a tensor, or for nothing."""
         template = self._structure.template
         return None if template is None else _slot_of(template, self._structure.slots, path)
-
-    def _variant(self, i: int, template: Template, values: list[Any]) -> Variant | None:
-        """Return the variant with the template and the values of sample `i`; None if only the sample itself tells.
-
-        Raises:
-            BatchError: The structure of the sample differs from that of the batch.
-        """
-        known = self._structure.variants
-        variant = known.get(id(template))
-        if variant is None:
-            self._build_other(i)
-            # Other samples of the template differ only in plain values, and only None may stand in place of a tensor.
-            nones = [
-                slot
-                for path, slot in _all_slots(_numbered(template), ())
-                if values[slot] is None
-                and isinstance(value_at(self._structure.sample, path), (NoneType, dict, list, tuple))
-            ]
-            variant = Variant(template, tuple(nones))
-            keep_known(known, id(template), variant)
-        return variant if all(values[slot] is None for slot in variant.nones) else None
 
     def _build_all(self, others: list[int]) -> list[Any]:
         """Return all samples, without tensors."""
@@ -169,10 +132,7 @@ class Decoded:
         samples: list[Any] = [None] * len(self)
         for i in others:
             samples[i] = self._build_other(i)
-        for i, variant, values in self._variants:
-            samples[i] = variant.template.build([*values, *(None for _ in variant.template.references)])
-        left = set(range(len(self))).difference(others, (i for i, *_ in self._variants))
-        for i in left:
+        for i in set(range(len(self))).difference(others):
             assert template is not None
             samples[i] = template.build(
                 [*(column[i] for column in self._columns), *(None for _ in template.references)]
@@ -188,9 +148,9 @@ class Decoded:
         return sample
 
     def _unlike(self, i: int, where: str, first: str, other: str) -> BatchError:
-        key = self._request.key
+        key, base = self._request.key, self._request.structures.find_base(self._layouts)
         return BatchError(
-            f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
+            f"sample {key(i)!r} has {other} {where}, but {key(base)!r} has {first}: their structures differ; "
             "collate with a function, or use read_tensors"
         )
 
@@ -198,15 +158,6 @@ class Decoded:
 def _numbered(template: Template) -> Any:
     """Return a sample with numbers in place of the template's values, and None in place of tensors."""
     return template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
-
-
-def _all_slots(numbered: Any, path: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the path of each value of a template, and its number."""
-    if isinstance(numbered, int):
-        yield path, numbered
-    elif numbered is not None:
-        for step, item in numbered.items() if type(numbered) is dict else enumerate(numbered):
-            yield from _all_slots(item, (*path, step))
 
 
 def _slot_of(template: Template, slots: dict[Path, int | None], path: Path) -> int | None:

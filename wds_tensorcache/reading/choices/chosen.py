@@ -14,14 +14,15 @@ import numpy as np
 
 from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.reference import MemorySource, parse_reference, reference_text, resolve
-from wds_tensorcache.codec.tree import Wanted, flatten, project, rebuild
+from wds_tensorcache.codec.reference import parse_reference, reference_text
+from wds_tensorcache.codec.tree import Wanted, flatten, project, rebuild, separate
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.assemble import nest_batch
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
-from wds_tensorcache.reading.batch.request import Request, Structures, keep_known
+from wds_tensorcache.reading.batch.request import Request, Structures, check_names, keep_known
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Group
 from wds_tensorcache.reading.choices.chooser import Choices, Chooser
+from wds_tensorcache.reading.schema import whole_schema
 
 __all__ = ["ChosenRequest", "choose_tensors", "nest_chosen"]
 
@@ -35,6 +36,7 @@ class ChosenRequest(Request):
 
     Attributes:
         alternatives: Alternatives that were chosen from.
+        chooser: How they were chosen.
         choices: For each group, the choice of each sample, int64 `[B]`.
         available: Alternatives that the samples of each distinct layout have.
         whole: Layouts of the samples with all their tensors.
@@ -43,6 +45,7 @@ class ChosenRequest(Request):
     """
 
     alternatives: Alternatives
+    chooser: Chooser
     choices: Sequence[Array]
     available: Sequence[_Available]
     whole: Layouts
@@ -58,9 +61,11 @@ class ChosenRequest(Request):
 
     def whole_sample(self, i: int) -> Any:
         structures: Any = self.structures
-        return structures.whole(self.rows.sample(i), self._chosen(i))
+        sample = self.rows.sample(i)
+        check_names(self.rows, i, sample)
+        return separate(structures.whole(sample, self._chosen(i)))[0]
 
-    def in_view(self, store: Any, structures: Structures) -> Request:
+    def in_view(self, store: Any, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
         choices, wanted = dict(zip(self.alternatives.groups, self.choices, strict=True)), structures.wanted
         if wanted is not None:  # without the groups that the view lacks
             names = [
@@ -69,11 +74,20 @@ class ChosenRequest(Request):
             ]
             kept = [group for group, each in zip(choices, names, strict=True) if any(map(wanted, each))]
             if not kept:
-                return Request(store, self.rows, structures)
+                return Request(store, self.rows, structures, fixed)
             alternatives = Alternatives(tuple(kept))
         else:
             alternatives = self.alternatives
-        return choose_tensors(Request(store, self.rows, structures), alternatives, lambda group, counts: choices[group])
+        request = Request(store, self.rows, structures, fixed)
+        return choose_tensors(request, alternatives, lambda group, counts: choices[group])
+
+    def again(self) -> Request:
+        structures: Any = self.structures
+        request = Request(self.store, replace(self.rows, known_layouts=[]), structures._base, self.fixed)
+        return choose_tensors(request, self.alternatives, self.chooser)
+
+    def schema(self) -> Any:
+        return self.alternatives.schema_of(whole_schema(self.store))
 
     def named_choices(self) -> Choices:
         """Return the choices by name."""
@@ -108,8 +122,8 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
             chosen together.
     """
     structures = _structures_for(request.structures, alternatives)
-    listed = layouts_of(request.rows)
-    whole = _with_texts(request, listed)
+    request.find_names()  # an old index may lack names of alternatives
+    whole = layouts_of(request.rows)
     available = [structures.available(layout) for layout in whole.items]
     values = [
         group
@@ -126,7 +140,7 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
                 patterns = [one for patterns in group.patterns for one in patterns]
                 raise BatchError(
                     f"sample {whole.key(number)!r} has none of the alternatives of {group.names[0]!r:.100}: "
-                    f"{list_names(patterns)}; it has {list_names(whole.items[number].tensors, patterns[0])}"
+                    f"{list_names(patterns)}; it has {list_names(whole.items[number].named, patterns[0])}"
                 )
         choices.append(chooser(group, np.array([len(each[at]) for each in available])[whole.which]))
     # cost per sample: one step in Python
@@ -140,20 +154,22 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
         for at, *chosen in numbers
     ]
     is_mixed = any(item.tensors.keys() != items[0].tensors.keys() for item in items)
-    lacking = [name for name in alternatives.names if name not in items[0].tensors]
-    exemplars = [each for each in listed.exemplars if structures.has_more(each[0], whole.items[0], lacking)]
-    narrowed = Layouts(request.rows, items, which, exemplars, is_mixed)
-    return ChosenRequest(request.store, request.rows, structures, alternatives, choices, available, whole, narrowed)
+    narrowed = Layouts(request.rows, items, which, is_mixed)
+    covers = alternatives.covers
+    fixed = (*(name for name in request.fixed if not covers(name)), *alternatives.names)
+    return ChosenRequest(
+        request.store, request.rows, structures, fixed, alternatives, chooser, choices, available, whole, narrowed
+    )
 
 
 def nest_chosen(request: ChosenRequest, tensors: Mapping[str, Any]) -> Any:
     """Return a batch with `tensors` by their names in the batch; see `Cache.nest`."""
     kept = request.keeping(tuple(tensors))
     layouts = kept.layouts()
-    structure = kept.structures.structure_for(layouts)
+    structure = kept.structures.structure_for(layouts, tuple(name for name in kept.fixed if name in tensors))
     for name in tensors:
-        if name not in structure.tensors:
-            known = list_names(structure.tensors, name)
+        if name not in structure.names:
+            known = list_names(structure.names, name)
             raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {known}")
     return nest_batch(kept, tensors, layouts, structure=structure)
 
@@ -176,7 +192,6 @@ class _ChosenStructures(Structures):
         self._available: dict[Any, tuple[Form, _Available]] = {}
         self._layouts: dict[Any, tuple[Layout, Layout]] = {}
         self._plans: dict[Any, tuple[Form, list[tuple[str, str]], tuple[str, ...]]] = {}
-        self._lazies: dict[Any, tuple[Layout, dict[str, Lazy]]] = {}
 
     def keeping(self, names: tuple[str, ...]) -> _ChosenStructures:
         """Return the structures with only the tensors `names` of the batch."""
@@ -187,22 +202,10 @@ class _ChosenStructures(Structures):
         known = self._available.get(id(layout.form))
         if known is None:
             wanted = self._base.wanted
-            names = [name for name in layout.tensors if wanted is None or wanted(name)]
+            names = [name for name in layout.named if wanted is None or wanted(name)]
             known = layout.form, self._available_among(names)
             keep_known(self._available, id(layout.form), known)
         return known[1]
-
-    def has_more(self, form: Form, layout: Layout, lacking: Collection[str]) -> bool:
-        """Return whether samples of a form have tensors that a layout lacks, or alternatives of the names `lacking`."""
-        names = [name for name, *_ in form.entries]
-        if any(name not in layout.tensors and not self._alternatives.covers(name) for name in names):
-            return True
-        found = zip(self._alternatives.groups, self._available_among(names), strict=True) if lacking else ()
-        return any(
-            first and name in lacking
-            for group, each in found
-            for name, first in zip(group.names, each[0] if each else (), strict=False)
-        )
 
     def _available_among(self, names: Sequence[str]) -> _Available:
         try:
@@ -220,27 +223,26 @@ class _ChosenStructures(Structures):
         return known[1]
 
     def _make(self, layout: Layout, chosen: Sequence[tuple[str, ...]]) -> Layout:
-        key = (id(layout.form), layout.texts, *chosen)
+        key = (id(layout.form), layout.texts, layout.further, *chosen)
         known = self._plans.get(key)
         if known is None:
             known = layout.form, *self._plan(layout, chosen)
             keep_known(self._plans, key, known)
         _, old, texts = known
         # hot path: once for each layout and choice of a batch
-        tensors = {name: layout.tensors[each] for name, each in old}
+        tensors = {name: layout.named[each] for name, each in old}
         return Layout(tensors, layout.data_begin, layout.nbytes, layout.form, texts)
 
     def _plan(self, layout: Layout, chosen: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
         """Return pairs of the name in the batch and in the sample, and the strings of the references by the former."""
-        assert layout.texts is not None
         assert self.wanted is not None
-        texts = dict(zip(layout.tensors, layout.texts, strict=True))
-        old = [(name, name) for name in layout.tensors if self.wanted(name)]
+        texts = layout.named_texts
+        old = [(name, name) for name in layout.named if self.wanted(name)]
         for group, names in zip(self._alternatives.groups, chosen, strict=True):
             for name, each in zip(group.names, names, strict=True):
                 if not each:
                     continue
-                if name in layout.tensors and self.wanted(name):
+                if name in layout.named and self.wanted(name):
                     raise BatchError(
                         f"choose={{{name!r}: …}}: samples have another tensor of this name; choose a new name"
                     )
@@ -296,24 +298,6 @@ class _ChosenStructures(Structures):
     def _whole(self, sample: Any) -> Any:
         return self.whole(sample)
 
-    def known_tensors(self, layout: Layout) -> dict[str, Lazy] | None:
-        known = self._lazies.get(id(layout))
-        return None if known is None else known[1]
-
-    def tensors(self, layouts: Layouts) -> dict[str, Lazy]:
-        layout = layouts.items[0]
-        is_plain = not layouts.is_mixed and not layouts.exemplars
-        tensors = self.known_tensors(layout) if is_plain else None
-        if tensors is None:
-            tensors = dict(self.structure_for(layouts).tensors)
-            for each in reversed(layouts.items):  # the first layout that has a tensor determines its kind and dtype
-                texts = dict(zip(each.tensors, each.texts or (), strict=True))
-                for name in tensors.keys() & texts.keys():
-                    tensors[name] = Lazy(resolve(each, texts[name]), MemorySource(b""))
-            if is_plain:
-                keep_known(self._lazies, id(layout), (layout, tensors))
-        return tensors
-
 
 def _structures_for(
     base: Structures, alternatives: Alternatives, kept: tuple[str, ...] | None = None
@@ -324,30 +308,6 @@ def _structures_for(
         known = _ChosenStructures(base, alternatives, kept)
         keep_known(base.chosen, key, known)
     return known  # type: ignore[no-any-return]
-
-
-def _with_texts(request: Request, layouts: Layouts) -> Layouts:
-    """Return layouts that have the strings of their references; those that the index lacks come from the skeletons."""
-    if all(layout.texts is not None for layout in layouts.items):
-        return layouts
-    items, which = list(layouts.items), layouts.which.copy()
-    for i, at in enumerate(layouts.which.tolist()):
-        layout = layouts.items[at]
-        if layout.texts is not None:
-            continue
-        references = {name: lazy._reference for name, lazy in flatten(request.rows.sample(i)).items()}
-        tensors = {name: tensor for name, tensor in layout.tensors.items() if name in references}
-        texts = [reference_text(references[name].kind, name, references[name].attribute) for name in tensors]
-        form = Form(tuple(entry for entry in layout.form.entries if entry[0] in references))
-        which[i] = len(items)
-        items.append(Layout(tensors, layout.data_begin, layout.nbytes, form, tuple(texts)))
-    used, which = np.unique(which, return_inverse=True)
-    first = which.item(0)
-    # the first sample's layout comes first
-    order = [first, *(number for number in range(len(used)) if number != first)]
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
-    return Layouts(layouts.rows, [items[used.item(number)] for number in order], place[which])
 
 
 def _renamed(lazy: Any, name: str) -> Any:
