@@ -18,10 +18,17 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.batch.request import columns_of
-from wds_tensorcache.reading.choices.alternatives import Alternatives, Choose
-from wds_tensorcache.reading.choices.chooser import Choices, Chooser, Randomness
-from wds_tensorcache.reading.choices.chosen import choose_tensors
-from wds_tensorcache.reading.choices.values import choices_of_values, place_in_samples, place_values
+from wds_tensorcache.reading.choose import (
+    Alternatives,
+    Choices,
+    Choose,
+    Chooser,
+    Randomness,
+    choices_of_values,
+    choose_tensors,
+    place_in_samples,
+    place_values,
+)
 from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.lookup.keys import KeysView, respelled
 from wds_tensorcache.reading.lookup.positions import numbers_of, spread
@@ -476,17 +483,17 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         request = self._request_chosen(numbers, randomness, collate=collate)
         if randomness.alternatives is None or not request.values:
             return self._read_batch(request, device, pin_memory, collate, pad_value)
-        groups, chooser = request.values, randomness.chooser(numbers)
+        chooser = randomness.chooser(numbers)
         keys = [request.key(i) for i in range(len(request))]
         if callable(collate):
             return self._read_batch(
                 request,
                 device,
                 pin_memory,
-                lambda samples: collate(place_in_samples(samples, groups, chooser, keys)),
+                lambda samples: collate(place_in_samples(samples, request, chooser, keys)),
                 pad_value,
             )
-        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), groups, chooser, keys)
+        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), request, chooser, keys)
 
     def _choices(self, numbers: Array, randomness: Randomness) -> Choices:
         """Return the choices of a batch; decodes values that are alternatives."""
@@ -496,7 +503,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             return found
         keys = [request.key(i) for i in range(len(request))]
         return found._with_more(
-            choices_of_values(self.nest(request, {}), request.values, randomness.chooser(numbers), keys), ""
+            choices_of_values(self.nest(request, {}), request, randomness.chooser(numbers), keys), ""
         )
 
     def _choose(self, request: Any, alternatives: Alternatives, chooser: Chooser) -> Any:

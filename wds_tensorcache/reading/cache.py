@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from wds_tensorcache.reading.batch.collate import Collate, Pad
 from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
-from wds_tensorcache.reading.choices.chosen import ChosenRequest, nest_chosen
+from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.lookup.positions import Inverse, Positions, as_array, numbers_of, spread, take
@@ -28,11 +27,13 @@ from wds_tensorcache.reading.schema import (
     TensorSchema,
     as_patterns,
     entries,
+    find_unknown,
     members_of,
     name_matcher,
     schema_of,
     stored_shapes,
     whole_schema,
+    with_trees,
 )
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.storage.remote.urls import is_url
@@ -108,14 +109,15 @@ class TensorCache(Cache[_Sample]):
         if self._store.has_remote and self._patterns is None and len(self):
             # the names of all shards would cost a request for each
             first = list(schema_of(self._store, self._where[:1]))
-            if all(fnmatch.filter(first, pattern) for pattern in patterns):
-                return TensorCache(self._store, self._order, patterns, tuple(first))
+            if find_unknown(patterns, first) is None:
+                return TensorCache(self._store, self._order, with_trees(patterns), tuple(first))
         names = list(self.schema)
-        for pattern in patterns:
-            if names and not fnmatch.filter(names, pattern):
-                if self._store.find_names():
-                    return self.select(patterns)
-                raise KeyError(unknown_name("tensor", pattern, names))
+        unknown = find_unknown(patterns, names)
+        if names and unknown is not None:
+            if self._store.find_names():
+                return self.select(patterns)
+            raise KeyError(unknown_name("tensor", unknown, names))
+        patterns = with_trees(patterns)
         if self._patterns is not None:
             patterns = tuple(glob.escape(name) for name in names if name_matcher(patterns)(name))
         return TensorCache(self._store, self._order, patterns, self._names or tuple(names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -26,6 +26,7 @@ __all__ = [
     "TensorSchema",
     "as_patterns",
     "entries",
+    "find_unknown",
     "format_tensor",
     "make_entry",
     "members_of",
@@ -37,6 +38,7 @@ __all__ = [
     "shapes_of",
     "stored_shapes",
     "whole_schema",
+    "with_trees",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -282,6 +284,17 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
             f"select takes names of tensors, got {patterns!r:.100}; for samples, cache[…] takes indices, keys or a mask"
         )
     return found
+
+
+def with_trees(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns that also match all tensors below a container whose name matches one of `patterns`."""
+    patterns = tuple(patterns)
+    return (*patterns, *(f"{pattern}.*" for pattern in patterns))
+
+
+def find_unknown(patterns: Iterable[str], names: Collection[str]) -> str | None:
+    """Return the first pattern that matches neither a tensor's name nor the name of a container of tensors."""
+    return next((each for each in patterns if not any(fnmatch.filter(names, one) for one in with_trees([each]))), None)
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -39,14 +39,17 @@ _NOTHING: Any = object()  # takes the place of a dict's item that only one of tw
 _END: Any = object()  # takes the place of a sequence's item that only one of two samples has
 
 
-def insert(sample: Any, name: str) -> tuple[Any, Path]:
+def insert(sample: Any, name: str, lazy: Any = None) -> tuple[Any, Path]:
     """Return a sample with a tensor at the path `name`, in place of None or of nothing, and the keys and indices of the path.
+
+    By default, the tensor is a placeholder, of which only the name matters.
 
     Raises:
         ValueError: The sample has another value there, or in place of a container of the tensor; or the name does not tell the
             type of a container that the sample lacks.
     """
-    lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
+    if lazy is None:
+        lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
     return _insert(sample, name.split("."), lazy)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import operator
 import os
@@ -21,7 +20,7 @@ from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
-from wds_tensorcache.reading.choices.chosen import ChosenRequest, nest_chosen
+from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.lookup.positions import numbers_of, spread
@@ -29,10 +28,12 @@ from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
     as_patterns,
+    find_unknown,
     format_tensor,
     make_entry,
     merge_schema,
     name_matcher,
+    with_trees,
 )
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.sharing.batch import rows_of
@@ -283,10 +284,10 @@ class SharedDataset(Cache[Any]):
                 if not unknown:
                     break
                 names |= dict.fromkeys(self._tensors_of(number))
-                unknown = tuple(pattern for pattern in unknown if not fnmatch.filter(names, pattern))
+                unknown = tuple(pattern for pattern in unknown if find_unknown([pattern], names) is not None)
             if unknown:
                 raise KeyError(unknown_name("tensor", unknown[0], list(names)))
-        return self._view(self._indices, (*self._selections, patterns), self._store)
+        return self._view(self._indices, (*self._selections, with_trees(patterns)), self._store)
 
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
 

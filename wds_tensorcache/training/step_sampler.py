@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.choices.alternatives import Alternatives
+from wds_tensorcache.reading.choose import Alternatives
 from wds_tensorcache.training.buckets import ByLength, make_streams
 from wds_tensorcache.training.state import identity_of, order_digest, position_from, state_of
 from wds_tensorcache.training.step_reader import StepReader

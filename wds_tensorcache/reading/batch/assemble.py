@@ -73,7 +73,7 @@ def nest_batch(
     if structure.visits is not None:
         names, paths, containers = structure.visits
         return assemble(containers, [*map(tensors.__getitem__, names), *map(partial(Leaves, decoded), paths)])
-    wanted = request.structures.wanted_in_whole
+    wanted = request.structures.wanted
     return map_leaves(structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted)
 
 
@@ -182,7 +182,7 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
     if device is not None:
         check_device(device)
     layouts = request.layouts()
-    wanted = request.structures.wanted_in_whole or (lambda name: True)
+    wanted = request.structures.wanted or (lambda name: True)
     names = [
         name for name in filter(wanted, layouts.items[0].named) if all(name in layout.named for layout in layouts.items)
     ]

@@ -142,7 +142,7 @@ class Decoded:
     def _build_other(self, i: int) -> Any:
         """Return sample `i`, which does not match the template; raise BatchError if its structure differs."""
         sample = self._request.whole_sample(i)
-        found = difference(self._structure.sample, sample, self._request.structures.wanted_in_whole)
+        found = difference(self._structure.sample, sample, self._request.structures.wanted)
         if found is not None:
             raise self._unlike(i, *found)
         return sample

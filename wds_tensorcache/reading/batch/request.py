@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from wds_tensorcache.codec.layout import Form
+from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.sample import names_in
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
 from wds_tensorcache.codec.tree import Path, Wanted, is_shared, map_leaves, names_of, project, separate
@@ -69,7 +69,7 @@ class Structures:
 
     Attributes:
         columns: Columns of batches with few layouts, by the ids of the layouts and the names that the batch must have.
-        chosen: Structures of the same samples with chosen alternatives; see `reading/choices`.
+        chosen: Structures of the same samples with chosen alternatives; see `reading/choose.py`.
     """
 
     def __init__(self, wanted: Wanted | None) -> None:
@@ -84,11 +84,6 @@ class Structures:
             Any, tuple[Form, tuple[str, ...]]
         ] = {}  # the value refers to the form, so the id is not reused
 
-    @property
-    def wanted_in_whole(self) -> Wanted | None:
-        """Function that returns whether the tensor with a name is selected, for samples from `Request.whole_sample`."""
-        return self.wanted
-
     def note_values(self) -> None:
         """Record that the values of a batch are used."""
         self.num_with_values = _NUM_WITH_VALUES
@@ -101,7 +96,7 @@ class Structures:
         """Return the first sample of the batch that has most selected tensors, and among these most tensors."""
         if not layouts.is_mixed:
             return 0
-        wanted = self.wanted_in_whole or (lambda name: True)
+        wanted = self.wanted or (lambda name: True)
         counts = [(sum(map(wanted, layout.named)), len(layout.named)) for layout in layouts.items]
         has_most = [count == max(counts) for count in counts]
         return next(i for i, at in enumerate(layouts.which.tolist()) if has_most[at])
@@ -132,7 +127,7 @@ class Structures:
     def _structure(self, layouts: Layouts, base: int, template: Template | None, missing: tuple[str, ...]) -> Structure:
         raw = layouts.rows.sample(base)
         check_names(layouts.rows, base, raw)
-        sample, wanted = separate(self._whole(raw))[0], self.wanted_in_whole or (lambda name: True)
+        sample, wanted = self.whole(raw, layouts.items[layouts.which.item(base)]), self.wanted or (lambda name: True)
         nones = []
         for name in missing:
             try:
@@ -152,9 +147,9 @@ class Structures:
         visits = _visits_of(sample, wanted) if template is not None and not missing else None
         return Structure(sample, names, template, visits, is_plain, tuple(nones))
 
-    def _whole(self, sample: Any) -> Any:
-        """Return a sample with the structure of the batch if all tensors are selected."""
-        return sample
+    def whole(self, sample: Any, layout: Layout) -> Any:
+        """Return a sample with the structure that the batch has if all tensors are selected. `layout` is that of the sample."""
+        return separate(sample)[0]
 
     def names_for(self, layouts: Layouts, fixed: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
         """Return the names of a batch's tensors, and whether every batch of these layouts has the same ones."""
@@ -288,9 +283,9 @@ class Request:
         Raises:
             NewNames: An old index lacks further names of the sample.
         """
-        sample = self.rows.sample(i)
+        sample, layouts = self.rows.sample(i), self.layouts()
         check_names(self.rows, i, sample)
-        return separate(sample)[0]
+        return self.structures.whole(sample, layouts.items[layouts.which.item(i)])
 
 
 def columns_of(request: Request, layouts: Layouts, ways: Collate | None = None) -> Columns:
