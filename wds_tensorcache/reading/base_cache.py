@@ -172,7 +172,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
-        Patterns are those of `fnmatch`. Other tensors are removed from dicts, and replaced by None in lists, tuples and deques;
+        Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Batches of the view have a place for each
+        of its tensors, also if all samples of a batch lack one. Other tensors are removed from dicts, and replaced by None in lists, tuples and deques;
         they are not read. Small values remain, in the same places of samples and batches. So do tensors in sets, in keys of
         dicts, and in objects of `allow=` classes.
 
@@ -282,7 +283,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
                 If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
-                chosen on first use.
+                chosen on first use. Tensors and values can be chosen together:
+                `{("text", "caption"): ("texts.*", "captions.*")}`.
             choices: Choice of each sample, integers `[B]`, by name in `choose`: the number of one of the alternatives that the
                 sample has. By default 0, the first one.
             return_info: Return a pair of the batch and its `BatchInfo`, which contains the shapes before padding.
@@ -291,12 +293,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             The samples' structure, with a batched tensor in place of each tensor, and a numpy array in place of each array.
             Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value becomes
             a list-like object of B values, decoded on first use; torch computes with numbers in it. A sample lacks a tensor, or
-            a container of tensors, if it has None in its place, or if a dict has no such key.
+            a container of tensors, if it has None in its place, or if a dict has no such key. The batch has the tensors that any
+            of its samples has, and those that are selected, or that `collate` pads or lists.
 
         Raises:
             IndexError, KeyError: An index is out of range, or no sample has a key.
-            ValueError: `indices` is empty, `collate` is unknown, or `choose` and `choices` do not fit each other.
-            BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or some samples lack a
+            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, or an alternative
+                is a container of tensors.
+            BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or samples lack a
                 tensor; with `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than `to`; or a name in
                 `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys. Or a sample has none
                 of the alternatives in `choose`, for example because a name there is misspelled.

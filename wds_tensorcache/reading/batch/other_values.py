@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
-from wds_tensorcache.reading.batch.request import NewNames, Request, Structure
+from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, Variant, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
@@ -48,7 +50,9 @@ class Decoded:
         self._lock = threading.Lock()
         # for each value of the first sample's template, its list of objects, with None for samples that do not match
         self._columns: list[Any] = []
-        # samples that do not match it; None until the skeletons are read
+        # samples that match the template of a variant, with their values
+        self._variants: list[tuple[int, Variant, list[Any]]] = []
+        # samples that match no known template; None until the skeletons are read
         self._others: list[int] | None = None
         self._samples: list[Any] | None = None
 
@@ -61,17 +65,25 @@ class Decoded:
         Raises:
             BatchError: A sample's structure differs from that of the first sample.
         """
+        try:
+            return self._column(path)
+        except NewNames as exc:
+            raise BatchError("the index lacks names that samples of the batch have; read the batch again") from exc
+
+    def _column(self, path: Path) -> list[Any]:
         with self._lock:
             others, slot = self._match(), self._slot(path)
             if slot is not None and not others:
-                return list(self._columns[slot]) if slot >= 0 else [None] * len(self)
+                column = list(self._columns[slot]) if slot >= 0 else [None] * len(self)
+                for i, variant, values in self._variants:
+                    at = _slot_of(variant.template, variant.slots, path)
+                    if at is None:
+                        break
+                    column[i] = values[at] if at >= 0 else None
+                else:
+                    return column
             if self._samples is None:
-                try:
-                    self._samples = self._build_all(others)
-                except NewNames as exc:
-                    raise BatchError(
-                        "the index lacks names that samples of the batch have; read the batch again"
-                    ) from exc
+                self._samples = self._build_all(others)
         return [value_at(sample, path) for sample in self._samples]
 
     def check(self) -> None:
@@ -100,7 +112,8 @@ class Decoded:
         is_many = len(self) >= _MANY and self._io != "pread"
         matched, columns = _match_mapped(self._request, template, self._io) if is_many else _NONE
         found: list[list[Any] | None] = [None] * len(self)
-        unlike = []
+        other_templates = [layout.form.template for layout in self._layouts.items]
+        variants, unlike = [], []
         # cost per sample in Python: one step for its bytes, one for its values
         for i, skeleton, begin in rows.skeletons(self._io, matched):
             values = template.match(skeleton, begin)
@@ -108,6 +121,11 @@ class Decoded:
                 found[i] = values
                 continue
             unlike.append(i)
+            other = other_templates[self._layouts.which.item(i)]
+            if other is not None and other is not template:
+                values = other.match(skeleton, begin)
+                if values is not MISS:
+                    variants.append((i, other, values))
         if matched is None:
             blank = [None] * (len(template.segments) - 1)
             columns = list(zip(*([values or blank for values in found] if unlike else found), strict=True))
@@ -119,12 +137,37 @@ class Decoded:
             for number, _, some in rows.by_shard:
                 rows.shards[number].note_template(some, template)
         self._columns = columns
-        return unlike
+        self._variants = [
+            (i, variant, values) for i, other, values in variants if (variant := self._variant(i, other, values))
+        ]
+        known = {i for i, *_ in self._variants}
+        return [i for i in unlike if i not in known]
 
     def _slot(self, path: Path) -> int | None:
         """Return the index of the template's value at `path`; None if there is a container; -1 for a tensor, or for nothing."""
         template = self._structure.template
         return None if template is None else _slot_of(template, self._structure.slots, path)
+
+    def _variant(self, i: int, template: Template, values: list[Any]) -> Variant | None:
+        """Return the variant with the template and the values of sample `i`; None if only the sample itself tells.
+
+        Raises:
+            BatchError: The structure of the sample differs from that of the batch.
+        """
+        known = self._structure.variants
+        variant = known.get(id(template))
+        if variant is None:
+            self._build_other(i)
+            # Other samples of the template differ only in plain values, and only None may stand in place of a tensor.
+            nones = [
+                slot
+                for path, slot in _all_slots(_numbered(template), ())
+                if values[slot] is None
+                and isinstance(value_at(self._structure.sample, path), (NoneType, dict, list, tuple))
+            ]
+            variant = Variant(template, tuple(nones))
+            keep_known(known, id(template), variant)
+        return variant if all(values[slot] is None for slot in variant.nones) else None
 
     def _build_all(self, others: list[int]) -> list[Any]:
         """Return all samples, without tensors."""
@@ -132,7 +175,10 @@ class Decoded:
         samples: list[Any] = [None] * len(self)
         for i in others:
             samples[i] = self._build_other(i)
-        for i in set(range(len(self))).difference(others):
+        for i, variant, values in self._variants:
+            samples[i] = variant.template.build([*values, *(None for _ in variant.template.references)])
+        left = set(range(len(self))).difference(others, (i for i, *_ in self._variants))
+        for i in left:
             assert template is not None
             samples[i] = template.build(
                 [*(column[i] for column in self._columns), *(None for _ in template.references)]
@@ -158,6 +204,15 @@ class Decoded:
 def _numbered(template: Template) -> Any:
     """Return a sample with numbers in place of the template's values, and None in place of tensors."""
     return template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
+
+
+def _all_slots(numbered: Any, path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the path of each value of a template, and its number."""
+    if isinstance(numbered, int):
+        yield path, numbered
+    elif numbered is not None:
+        for step, item in numbered.items() if type(numbered) is dict else enumerate(numbered):
+            yield from _all_slots(item, (*path, step))
 
 
 def _slot_of(template: Template, slots: dict[Path, int | None], path: Path) -> int | None:

@@ -19,7 +19,7 @@ from wds_tensorcache.reading.store import Store
 from wds_tensorcache.reading.structure import insert
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["NewNames", "Request", "Structure", "Structures", "check_names", "columns_of", "keep_known"]
+__all__ = ["NewNames", "Request", "Structure", "Structures", "Variant", "check_names", "columns_of", "keep_known"]
 
 _MAX_KNOWN = 64
 _NUM_WITH_VALUES = 16
@@ -29,6 +29,21 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 class NewNames(Exception):
     """A skeleton has shown names that an old index lacks. The shard now has another index, so the batch must be read anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Another template than that of a batch's structure. Its samples have this structure, but may lack tensors.
+
+    Attributes:
+        template: The template.
+        nones: Indices of the values that must be None, because the batch may have tensors in their places.
+        slots: As `Structure.slots`.
+    """
+
+    template: Template
+    nones: tuple[int, ...]
+    slots: dict[Path, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +61,7 @@ class Structure:
         nones: Paths of the tensors that the sample lacks; it has None or nothing there.
         slots: For each path that was looked up, the index of the template's value at that path; None for a container; -1 for a
             tensor, or if the sample has nothing there.
+        variants: Other templates of samples that have this structure, by the ids of the templates.
     """
 
     sample: Any
@@ -55,6 +71,7 @@ class Structure:
     is_plain: bool
     nones: tuple[Path, ...] = ()
     slots: dict[Path, int | None] = field(default_factory=dict)
+    variants: dict[int, Variant] = field(default_factory=dict)
 
 
 class Structures:
