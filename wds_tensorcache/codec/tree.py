@@ -219,7 +219,7 @@ def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False)
     """
     done: dict[int, Any] = {}
     found = _project(sample, wanted, done, prunes)
-    if _TWICE in done:  # a tensor occurs twice, so its places have names of their own
+    if _TWICE in done:  # a tensor occurs twice, so each of its places has a name
         apart, names = separate(sample)
         targets, kept = dict(names), dict[Any, Lazy]()
         found = _project(apart, wanted, {}, prunes)
@@ -333,7 +333,7 @@ def further_names(sample: Any, name_of: Callable[[Any], str | None]) -> tuple[tu
 def _names_of(
     sample: Any, places: Sequence[_Place], name_of: Callable[[Any], str | None]
 ) -> dict[int, tuple[str, str]]:
-    """Return the further name of a tensor, and its name, by position in `places`; other places have no name of their own."""
+    """Return the further name of a tensor, and its name, by position in `places`."""
     taken = {name for value, _ in walk(sample) if (name := name_of(value)) is not None} | {RESERVED}
     names: dict[int, tuple[str, str]] = {}
     met = set[str]()
@@ -368,7 +368,7 @@ def _path_of(link: _Link) -> str | None:
 
 
 def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
-    """Return a sample in which each named place of a tensor has a lazy tensor of its own, and the result of `further_names`."""
+    """Return a sample with another lazy tensor at each further name of a tensor, and the result of `further_names`."""
     places, shares = find_places(sample, _name_of_lazy)
     names = _names_of(sample, places, _name_of_lazy) if shares else {}
     if not names:

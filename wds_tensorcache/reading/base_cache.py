@@ -172,10 +172,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
-        Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Batches of the view have a place for each
-        of its tensors, also if all samples of a batch lack one. Other tensors are removed from dicts, and replaced by None in lists, tuples and deques;
-        they are not read. Small values remain, in the same places of samples and batches. So do tensors in sets, in keys of
-        dicts, and in objects of `allow=` classes.
+        Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all of
+        its tensors, also one that all samples of the batch lack. Other tensors are removed from dicts, and replaced by None in
+        lists, tuples and deques; they are not read. Small values remain, in the same places of samples and batches. So do
+        tensors in sets, in keys of dicts, and in objects of `allow=` classes.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -293,13 +293,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             The samples' structure, with a batched tensor in place of each tensor, and a numpy array in place of each array.
             Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value becomes
             a list-like object of B values, decoded on first use; torch computes with numbers in it. A sample lacks a tensor, or
-            a container of tensors, if it has None in its place, or if a dict has no such key. The batch has the tensors that any
-            of its samples has, and those that are selected, or that `collate` pads or lists.
+            a container of tensors, if it has None in its place, or if a dict has no such key. The batch has the tensors that
+            any of its samples has, and those that are selected, or that `collate` pads or lists.
 
         Raises:
             IndexError, KeyError: An index is out of range, or no sample has a key.
-            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, or an alternative
-                is a container of tensors.
+            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, or an
+                alternative is a container of tensors.
             BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or samples lack a
                 tensor; with `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than `to`; or a name in
                 `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys. Or a sample has none

@@ -539,7 +539,7 @@ class _ChosenStructures(Structures):
         sample = super().whole(sample, layout)
         lazies, further = flatten(sample), dict(layout.further)
         made = {name: lazies[further[name]]._renamed(name) for name in names if name in further}
-        # drops containers that held only alternatives, and keeps all others
+        # drops containers that held only alternatives, and keeps all other containers
         kept = project(sample, lambda name: name in made or not covers(name), prunes=True)
         if kept is None and type(sample) is dict:
             kept = {}
