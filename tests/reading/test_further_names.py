@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,26 @@ def test_names_that_are_no_further_names(tmp_path: Path) -> None:
             assert tc.realize(cache[0]).keys() == sample.keys()
             assert cache.read_batch([0, 0], collate=list)[1].keys() == sample.keys()
             cache.read_batch([0, 0])
+
+
+def test_forged_further_names(tmp_path: Path) -> None:
+    """An index that gives other names than the skeletons is refused."""
+    x, y = torch.zeros(2), torch.ones(2)
+    folder = write(tmp_path, [{"x": x, "y": y, "pick": y}] * 3)
+    (path,) = tmp_path.glob("*.tar")
+    raw = path.read_bytes()
+    with tc.open(folder) as cache:
+        index = cache._store.shards[0].index
+    for further in ((("pick", "x"),), (("other", "y"),), ()):
+        forged = replace(index, layouts=replace(index.layouts, further=(further,)))
+        if not further:  # an index of an old writer, which is right
+            forged = replace(index, layouts=replace(index.layouts, further=None))
+        path.write_bytes(raw[: index.end + 1024] + build_footer(forged))
+        with tc.open(folder) as cache:
+            if not further:
+                assert cache.read_batch([0, 1])["pick"].tolist() == [[1, 1]] * 2
+                continue
+            with pytest.raises(tc.FormatError, match="differ from the index"):
+                cache.read_batch([0, 1])
+            assert cache[0]["pick"].load().tolist() == [1, 1]
+    assert path.read_bytes() != raw

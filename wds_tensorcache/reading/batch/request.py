@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from wds_tensorcache.codec.layout import Form, Layout
-from wds_tensorcache.codec.sample import names_in
+from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
-from wds_tensorcache.codec.tree import Path, Wanted, is_shared, map_leaves, names_of, project, separate
-from wds_tensorcache.errors import BatchError
+from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, names_of, project, separate
+from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.reading.batch.collate import Collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
 from wds_tensorcache.reading.batch.rows import Rows
@@ -188,18 +188,28 @@ def _has(layouts: Layouts, names: tuple[str, ...]) -> bool:
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
-    """Compare the names of a sample's tensors with the index, which old writers wrote without further names.
+    """Compare the tensors of a sample with the index, which old writers wrote without further names.
 
     Raises:
-        NewNames: The index lacks some. From now on, the shard has another index.
+        FormatError: The index has other kinds, dtypes or names.
+        NewNames: The index lacks further names. From now on, the shard has another index.
     """
     items, which, _ = rows.known_layouts
-    number = rows.number.item(i)
-    shard = rows.shards[number]
-    if isinstance(shard, Shard) and shard.index.layouts.further is None:
-        if names_in(sample) != items[which.item(i)].further:
-            rows.shards[number] = shard.with_names()  # type: ignore[index]
-            raise NewNames
+    number, layout = rows.number.item(i), items[which.item(i)]
+    shard, texts = rows.shards[number], layout.named_texts
+    if not isinstance(shard, Shard):
+        return
+    lazies = flatten(sample)
+    is_same = True
+    for lazy in lazies.values():
+        found = lazy._reference
+        is_same &= texts.get(found.name) == reference_text(found.kind, found.name, found.attribute)
+    has_names = {name: lazy.name for name, lazy in lazies.items() if name != lazy.name} == dict(layout.further)
+    if is_same and not has_names and shard.index.layouts.further is None:
+        rows.shards[number] = shard.with_names()  # type: ignore[index]
+        raise NewNames
+    if not (is_same and has_names):
+        raise FormatError(f"{shard.path}: sample {rows.key(i)!r}: its tensors differ from the index")
 
 
 class _Slot:
