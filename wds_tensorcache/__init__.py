@@ -32,7 +32,7 @@ _NAMES = {
     "reading.base_cache": "BatchInfo Cache",
     "reading.batch.collate": "Pad pad",
     "reading.cache": "TensorCache",
-    "reading.choices.chooser": "Choices",
+    "reading.choose": "Choices",
     "reading.description": "Description TensorDescription ValueDescription",
     "reading.join": "JoinedCache join",
     "reading.lookup.keys": "KeysView",

@@ -30,7 +30,7 @@ from wds_tensorcache.integrations.webdataset_tar import TarSamples, tarfile_to_s
 from wds_tensorcache.reading.base_cache import BatchInfo, Cache
 from wds_tensorcache.reading.batch.collate import Pad, pad
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.choices.chooser import Choices
+from wds_tensorcache.reading.choose import Choices
 from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
 from wds_tensorcache.reading.join import JoinedCache, join
 from wds_tensorcache.reading.lookup.keys import KeysView

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+from collections import OrderedDict, defaultdict, deque
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.codec.second_implementation import (
     constant,
     digest_of,
     encode,
+    escape,
     parse_preamble,
     parse_safetensors,
     resolve,
@@ -119,20 +121,57 @@ def cache_of(suffix: str) -> tuple[str, str] | None:
     return None
 
 
-def references_of(body: bytes, tensors: dict[str, Any]) -> list[str] | None:
-    """Return the texts that refer to the tensors; None if the body cannot be read."""
-    met: dict[str, object] = {}
+class Placed:
+    """A tensor in a sample of which only the names matter."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def references_of(body: bytes, tensors: dict[str, Any]) -> tuple[list[str] | None, list[list[str]]]:
+    """Return the texts that refer to the tensors, and the further names; None and none if the body cannot be read."""
+    met: dict[str, Placed] = {}
 
     def reference(text: str) -> object:
-        return met.setdefault(text, resolve(text, tensors)[:0])
+        resolve(text, tensors)
+        return met.setdefault(text, Placed(text.partition(":")[2].partition("?")[0]))
 
     try:
-        run(body, reference)
+        sample = run(body, reference)
         by_name = {text.partition(":")[2].partition("?")[0]: text for text in met}
         check(by_name.keys() == tensors.keys() and len(met) == len(tensors), "2.2")
-        return [by_name[name] for name in tensors]
+        return [by_name[name] for name in tensors], further_of(sample, set(tensors))
     except Exception:  # also what Python's own constructors refuse
-        return None
+        return None, []
+
+
+def further_of(sample: Any, names: set[str]) -> list[list[str]]:
+    """Return each further name of a tensor, with its name (2.3)."""
+    found: list[list[str]] = []
+    used, met, placed = names | {"__metadata__"}, {id(sample)}, set()
+
+    def visit(value: Any, path: str) -> None:
+        is_dict = type(value) in (dict, OrderedDict, defaultdict)
+        for number, (key, item) in enumerate(value.items() if is_dict else enumerate(value)):
+            part = escape(key) if type(key) is str else str(key)
+            if is_dict and type(key) is not str and not (type(key) is int and abs(key) < 1 << 64):
+                part = f"@{number}"
+            where = f"{path}.{part}" if path else part
+            if type(item) is Placed:
+                if item.name in placed and where not in used and len(where) <= 1000 and len(found) < 1000:
+                    used.add(where)
+                    found.append([where, item.name])
+                placed.add(item.name)
+            elif type(item) in WALKED and id(item) not in met:
+                met.add(id(item))
+                visit(item, where)
+
+    if type(sample) in WALKED:
+        visit(sample, "")
+    return found
+
+
+WALKED = (dict, OrderedDict, defaultdict, list, tuple, deque)
 
 
 def index_arrays(
@@ -165,7 +204,7 @@ def index_arrays(
             tensors, data_begin, digest = parse_safetensors(member)
             body = raw[parse_preamble(raw, length, digest)[0] :]
             form = [[tensor, dtype, len(shape)] for tensor, (dtype, shape, _, _) in tensors.items()]
-            entry = form, references_of(body, tensors)
+            entry = (form, *references_of(body, tensors))
             forms += [] if entry in forms else [entry]
             layout = forms.index(entry), data_begin, [dim for row in tensors.values() for dim in row[1]]
             layouts += [] if layout in layouts else [layout]
@@ -183,7 +222,9 @@ def index_arrays(
             for place, column in enumerate(columns, 1):
                 arrays[f"{what}.{number}.{column}"] = [row[place] for row in table]
     names: dict[str, Any] = {"caches": list(caches), "members": list(others)}
-    names |= {"forms": [form for form, _ in forms], "references": [texts for _, texts in forms]}
+    names |= {"forms": [form for form, *_ in forms], "references": [texts for _, texts, _ in forms]}
+    if any(further for *_, further in forms):
+        names["further"] = [further for *_, further in forms]
     if fingerprint is not None:
         names["fingerprint"] = json.loads(json.dumps(fingerprint, sort_keys=True))
     return arrays, names, end
@@ -262,6 +303,12 @@ def _parse_index(index: bytes, end: int) -> tuple[dict[str, Any], dict[str, Any]
             check(type(name) is str and dtype in WIDTH and type(ndim) is int and 0 <= ndim <= 64, "4.3: form")
         named = None if texts is None else [text.partition(":")[2].partition("?")[0] for text in texts]
         check(named is None or named == [name for name, _, _ in form], "4.3: references")
+    check(len(names.get("further", names["forms"])) == len(names["forms"]), "4.3: further names")
+    for form, further in zip(names["forms"], names.get("further", ()), strict=False):
+        tensors = [name for name, _, _ in form]
+        check(type(further) is list and all(type(name) is str for name, _ in further), "4.3: further names")
+        check(all(tensor in tensors for _, tensor in further), "4.3: further names")
+        check(len({*tensors, *(name for name, _ in further)}) == len(tensors) + len(further), "4.3: further names")
     sizes, at, dims = [], 0, arrays["layouts.dims"]
     for form_number, data_begin in layouts:
         check(form_number < len(names["forms"]), "4.3: form")

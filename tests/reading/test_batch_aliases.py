@@ -171,9 +171,10 @@ def test_one_tensor_in_containers_that_are_one_or_two(tmp_path: Path, collate: s
 
     samples = [sample(0, is_one=True), sample(1, is_one=False), sample(2, is_one=True)]
     with tc.open(write(tmp_path, samples)) as cache:
-        with pytest.raises(tc.BatchError, match="their structures differ"):
-            cache.read_batch([0, 1], collate=collate)
-        for numbers, shared in (([0, 2], True), ([1, 0], False), ([1], False)):
+        for unlike in ([0, 1], [1, 0]):
+            with pytest.raises(tc.BatchError, match="their structures differ|has no tensor 'b.0'"):
+                cache.read_batch(unlike, collate=collate)
+        for numbers, shared in (([0, 2], True), ([1], False)):
             batch = cache.read_batch(numbers, collate=collate)
             assert batch["a"][1] == numbers
             assert batch["b"][1] == [i + 10 * (i == 1) for i in numbers]

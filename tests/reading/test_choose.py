@@ -443,3 +443,79 @@ def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
         for batch, info in loader.with_info():
             assert ((batch["image"] < 0).any(1) == torch.from_numpy(info.choices["image"] > 0)).all()
             assert (info.mask("mask").any(1) == torch.from_numpy(info.indices % 3 == 1)).all()
+
+
+# --- containers, and tensors together with values ---
+
+
+def test_a_container_of_tensors_is_no_alternative(folder: str, cache: Any) -> None:
+    message = r"choose={'text': 'captions'}: .* choose among them by 'captions\.\*'"
+    for rows in ([5], [5, 6], [5, 6, 7]):
+        with pytest.raises(ValueError, match=message):
+            cache.read_batch(rows, choose={"text": "captions"}, collate="list")
+        with pytest.raises(ValueError, match=message):
+            cache.read_batch(rows, choose={"text": "captions"}, collate=list)
+    for make in (tc.Loader, tc.torch_loader):
+        with pytest.raises(ValueError, match=message):
+            make(cache, 2, choose={"text": "captions"})
+    view = cache.select(["captions"])
+    assert set(tc.flatten(view[5])) == {f"captions.{number}" for number in range(6)}
+    assert set(cache.select(["cond"]).schema) == {"cond.0"}
+
+
+def with_pairs(i: int) -> dict[str, Any]:
+    """A sample whose texts and captions belong together."""
+    numbers = range(2 + i % 3)
+    return {
+        "texts": [torch.tensor([i, number]) for number in numbers],
+        "captions": [f"{i} {number}" for number in numbers],
+        "tags": {"a": [f"{i} {number}" for number in numbers]},
+        "more": ["one", "two"],
+    }
+
+
+@pytest.fixture
+def paired(tmp_path: Path) -> Iterator[Any]:
+    with tc.open(write(tmp_path, [with_pairs(i) for i in range(COUNT)], max_samples=7)) as opened:
+        yield opened
+
+
+TOGETHER = {("text", "caption", "tag"): ("texts.*", "captions.*", "tags.a.*")}
+
+
+def test_tensors_and_values_that_are_chosen_together(paired: Any) -> None:
+    for cache in (paired, tc.join([paired])):
+        loader = tc.Loader(cache, 4, choose=TOGETHER)
+        numbers = set()
+        for _ in range(3):
+            for batch, info in loader.with_info():
+                expected = [f"{i} {number}" for i, number in batch["text"].tolist()]
+                assert batch["caption"] == expected == batch["tag"].tolist()
+                assert info.choices.chosen("caption") == [f"captions.{n}" for n in info.choices["text"].tolist()]
+                assert info.choices.chosen("text") == [f"texts.{n}" for n in info.choices["caption"].tolist()]
+                assert pickle.loads(pickle.dumps(info)).choices == info.choices
+                numbers |= {*info.choices["tag"].tolist()}
+        assert numbers == {0, 1, 2, 3}
+        samples = cache.read_batch([1, 2], choose=TOGETHER, choices={"text": [2, 3]}, collate=list)
+        assert [sample["caption"] for sample in samples] == ["1 2", "2 3"] == [sample["tag"] for sample in samples]
+        assert [sample["text"].tolist() for sample in samples] == [[1, 2], [2, 3]]
+    with pytest.raises(tc.BatchError, match="sample '000' has 2 of 'x', 2 of 'text'|'001' has 2 of 'x', 3 of 'text'"):
+        paired.read_batch([1], choose={("text", "x"): ("texts.*", "more.*")})["x"].tolist()
+
+
+def test_values_of_one_cache_with_tensors_of_another(paired: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "b", [{"captions": with_pairs(i)["captions"]} for i in range(COUNT)])
+    joined = tc.join({"a": paired, "b": folder})
+    choose = {("a.text", "caption"): ("a.texts.*", "b.captions.*")}
+    for batch in tc.Loader(joined, 4, choose=choose):
+        assert batch["caption"] == [f"{i} {number}" for i, number in batch["a"]["text"].tolist()]
+
+
+def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.warns(UserWarning, match=r"'text' and 'caption' independently.*\('texts\.\*', 'captions\.\*'\)"):
+        tc.Loader(paired, 4, choose={"text": "texts.*", "caption": "captions.*"})
+    tc.Loader(paired, 4, choose=TOGETHER)
+    tc.Loader(paired, 4, choose={"text": "texts.*", "more": "more.*"})
+    with tc.open(strings) as cache:
+        tc.Loader(cache, 4, choose=STRINGS)
+    assert not recwarn.list

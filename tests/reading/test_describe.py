@@ -273,7 +273,7 @@ def test_shapes_are_counted_exactly(shards: list[list[tuple[int, ...]]]) -> None
         for ndim in {len(shape) for shape in shapes}:
             rows = [shape for shape in shapes if len(shape) == ndim]
             array = np.array(rows, np.int64).reshape(len(rows), ndim)
-            contents.add_tensor("x", lazy._reference, array, np.arange(len(rows)) + 1)
+            contents.add_tensor("", "x", lazy._reference, array, np.arange(len(rows)) + 1)
             expected.update(dict.fromkeys(rows, 0))
             for number, shape in enumerate(rows, 1):
                 expected[shape] += number

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wds_tensorcache.reading.choices.alternatives import Alternatives
-from wds_tensorcache.reading.choices.chooser import Randomness
+from wds_tensorcache.reading.choose import Alternatives, Randomness
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
 
 Array = np.ndarray[Any, Any]

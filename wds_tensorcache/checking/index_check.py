@@ -105,17 +105,18 @@ def _compare_index(found: Checked, index: ShardIndex, where: str, reported: set[
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
     """Yield, for each member in an index, its key and suffix, and its fields: offset, length, and more for tensors.
 
-    The last field contains the texts of the references to the tensors. It is None if they are unknown, and for all members
-    other than tensors.
+    The last two fields contain the further names of the tensors, and the texts of the references to them. Each is None if it is
+    unknown, and for all members other than tensors.
     """
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.numbers, table.begins, table.sizes)
     for row, kind, at, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):
         suffix, cache = table.suffixes[kind], table.caches[kind]
-        more: tuple[Any, ...] = (None,)
+        more: tuple[Any, ...] = (None, None)
         if cache is not None and suffix.endswith(TENSORS):
             layout = index.layouts[cache.layout.item(at)]
-            more = (tuple(layout.tensors.values()), layout.data_begin, cache.digest.item(at), layout.texts)
+            further = None if index.layouts.further is None else layout.further
+            more = (tuple(layout.tensors.values()), layout.data_begin, cache.digest.item(at), further, layout.texts)
         yield (keys[row], suffix), (begin, nbytes, *more)
 
 
@@ -128,8 +129,9 @@ def _compare(found: Checked, says: _Places, has: _Places, where: str, reported: 
         if key in reported or one == other:
             continue
         if one is not None and other is not None and key not in found.doubtful:
-            # a sidecar may differ only in references that one writer did not read, because they need `allow=`
-            if one[:-1] == other[:-1] and None in (one[-1], other[-1]):
+            # A writer may not have read references, because they need `allow=`. Old writers did not list further names.
+            pairs = zip(one[-2:], other[-2:], strict=True)
+            if one[:-2] == other[:-2] and all(a == b or a is None or b is None for a, b in pairs):
                 continue
         reported.add(key)
         if key not in known:

@@ -13,7 +13,7 @@ import xxhash
 from wds_tensorcache.checking.damaged_tar import Break, Member, Salvage
 from wds_tensorcache.checking.indexed_places import find_places
 from wds_tensorcache.checking.report import Fault, Report
-from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Layout, is_bound, parse_header
+from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Further, Layout, is_bound, parse_header
 from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
@@ -332,14 +332,14 @@ def _check_cache(
         what = "the skeleton is damaged: its digest does not match its bytes"
         sample.fault(skeleton.begin, what, "damaged")
     else:
-        entry.references = _decode(sample, text, body, entry.layout, allow)
+        entry.references, entry.further = _decode(sample, text, body, entry.layout, allow)
     return entry
 
 
 def _decode(
     sample: _Sample, text: bytes, body: int, layout: Layout, allow: Mapping[tuple[str, str], type]
-) -> tuple[str, ...] | None:
-    """Return a skeleton's references to its tensors; None if it needs classes from `allow=`."""
+) -> tuple[tuple[str, ...] | None, Further]:
+    """Return a skeleton's references to its tensors, None if it needs classes from `allow=`; and their further names."""
     try:
         return list_references(
             text, body, layout
@@ -353,4 +353,4 @@ def _decode(
         if exc.needs is None:
             raise
         sample.needs.append(exc.needs)
-    return None  # every index stores None for a sample that needs `allow=`
+    return None, ()  # every index stores this for a sample that needs `allow=`

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from json.encoder import encode_basestring
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.errors import FormatError
@@ -28,6 +28,7 @@ __all__ = [
     "MAX_HEADER_NBYTES",
     "MAX_NDIM",
     "Form",
+    "Further",
     "Layout",
     "StoredTensor",
     "build_safetensors_header",
@@ -54,6 +55,7 @@ _METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
 # Hazard: headers come from files, so a hostile file could fill the tables if they had no limits.
 _MAX_LAYOUTS = 1024
 _MAX_CACHED_NBYTES = 1 << 16
+Further: TypeAlias = tuple[tuple[str, str], ...]  # further names of tensors, each with the tensor's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,13 @@ class Form:
         entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
         template: `Template` learned from an earlier skeleton of this form; None before that.
         num_interpreted: Number of skeletons that were read without the template.
+        names: A template, and the further names of the tensors in samples that match it.
     """
 
     entries: tuple[tuple[str, str, int], ...]
     template: Any = None
     num_interpreted: int = 0
+    names: tuple[Any, Further] = None, ()
 
 
 @dataclass(slots=True)
@@ -99,6 +103,8 @@ class Layout:
         nbytes: Length of the whole member, including its header.
         form: Form of this layout.
         texts: String of the reference to each tensor, in the same order; None if unknown, as after `parse_header`.
+        further: Further names of tensors, each with the tensor's name.
+        named: Tensors by all of their names.
         references: References by their strings; filled by `resolve`.
         resolved: A template; its references, in the order of the template; and the strings of these references, in the order of
             the tensors. Set by `resolve_template`.
@@ -109,8 +115,22 @@ class Layout:
     nbytes: int
     form: Form = field(compare=False, repr=False)
     texts: tuple[str, ...] | None = field(default=None, compare=False)
+    further: Further = field(default=(), compare=False)
+    named: dict[str, StoredTensor] = field(init=False, compare=False, repr=False)
     references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.named = self.tensors
+        if self.further:
+            self.named = self.tensors | {further: self.tensors[name] for further, name in self.further}
+
+    @property
+    def named_texts(self) -> dict[str, str]:
+        """Strings of the references by all names of the tensors; `texts` must be known."""
+        assert self.texts is not None
+        texts = dict(zip(self.tensors, self.texts, strict=True))
+        return texts | {further: texts[name] for further, name in self.further}
 
 
 # Layouts by all bytes of their header after its digest, or by the arguments of `make_layout`.
@@ -139,10 +159,12 @@ def _is_small(form: Form) -> bool:
     return sum(len(name) + 64 for name, *_ in form.entries) <= _MAX_CACHED_NBYTES
 
 
-def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
+def make_layout(
+    form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None, further: Further = ()
+) -> Layout:
     """Return the layout of `form` whose shapes, concatenated, are `dims`; the caller has validated them."""
     # Hazard: the author of an index can choose integers whose hashes collide; the hashes of bytes have a secret seed.
-    contents = (form, array("Q", dims).tobytes(), data_begin, texts)
+    contents = (form, array("Q", dims).tobytes(), data_begin, texts, further)
     layout = _LAYOUTS.get(contents)
     if layout is not None:
         return layout
@@ -153,7 +175,7 @@ def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[s
         end = begin + math.prod(shape) * STORED[dtype][0]
         tensors[name] = StoredTensor(name, dtype, shape, begin, end)
         begin, first = end, first + ndim
-    layout = Layout(tensors, data_begin, begin, form, texts)
+    layout = Layout(tensors, data_begin, begin, form, texts, further)
     return _keep(_LAYOUTS, contents, layout) if _is_small(form) else layout
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,6 +49,10 @@ class Lazy:
     def view_buffer(cls, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Return a buffer as a tensor or array, after checking its values. Memory: aliases the buffer."""
         return cls.check(cls.view_memory(buffer, dtype, shape))
+
+    def _renamed(self, name: str) -> Any:
+        """Return the same tensor under another name."""
+        return type(self)(replace(self._reference, name=name), self._source)
 
     def load(self) -> Any:
         raise NotImplementedError

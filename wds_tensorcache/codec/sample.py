@@ -9,8 +9,8 @@ from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.header import Layout, parse_header, plan_member, plan_small_member
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.header import Further, Layout, parse_header, plan_member, plan_small_member
+from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor
 from wds_tensorcache.codec.preamble import (
     build_preamble,
     had_preamble,
@@ -25,6 +25,7 @@ from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
+from wds_tensorcache.codec.tree import further_names
 from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "encode_views",
     "list_references",
     "match_body",
+    "names_in",
 ]
 
 
@@ -55,6 +57,7 @@ class EncodedSample:
         layout, digest: Contents of the header.
         references: Strings of the references to the tensors, in the order of the tensors' bytes; None if readers of the
             skeleton need `allow=`.
+        further: Further names of tensors that occur several times, each with the tensor's name; none if `references` is None.
     """
 
     skeleton: bytes
@@ -63,6 +66,7 @@ class EncodedSample:
     layout: Layout
     digest: int
     references: tuple[str, ...] | None
+    further: Further = ()
 
 
 def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
@@ -75,15 +79,18 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
         written = None if family is None else family.write(sample, align)
     except RecursionError:
         written = None  # `_walk` raises the error
+    further: Further = ()
     if written is None:
         writer = _walk(sample, allow)
         written = _plan(writer, align)
+        if writer.shares_tensors and not writer.needs_allow:
+            further = further_names(sample, writer.name_of)
         if family is not None:
             family.miss(sample, written[0], list(writer.tensors.values()))
     body, header, layout, buffers, references = written
     digest = tensors_digest(header, buffers)
     skeleton = build_preamble(layout.nbytes, digest, body) + body
-    return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references)
+    return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references, further)
 
 
 def _walk(sample: Any, allow: Allowed) -> SkeletonWriter:
@@ -272,8 +279,10 @@ def _interpret(
     return sample, met
 
 
-def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, ...]:
-    """Return the strings of the references in a skeleton with its body at `begin`, in the order of the tensors' bytes.
+def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[str, ...], Further]:
+    """Return the strings of the references in a skeleton with its body at `begin`, and the further names of its tensors.
+
+    The strings are in the order of the tensors' bytes.
 
     Raises:
         UnsafeSkeletonError, FormatError: The skeleton needs `allow=`, or is damaged.
@@ -281,8 +290,18 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, .
     template = layout.form.template
     if template is not None and template.match(skeleton, begin) is not MISS:
         resolve_template(layout, template)  # raises for impossible shapes
-        return layout.resolved[2]  # type: ignore[no-any-return]
-    return _in_order(layout, _interpret(skeleton, begin, layout, _NOWHERE, True, {})[1])
+        if layout.form.names[0] is not template:
+            values = [None] * (len(template.segments) - 1)
+            tensors = [open_tensor(reference, _NOWHERE, True) for reference in layout.resolved[1]]
+            layout.form.names = template, names_in(template.build([*values, *tensors]))
+        return layout.resolved[2], layout.form.names[1]
+    sample, texts = _interpret(skeleton, begin, layout, _NOWHERE, True, {})
+    return _in_order(layout, texts), names_in(sample)
+
+
+def names_in(sample: Any) -> Further:
+    """Return the further names of the lazy tensors of a sample, each with the tensor's name."""
+    return further_names(sample, lambda value: value.name if isinstance(value, Lazy) else None)
 
 
 def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:

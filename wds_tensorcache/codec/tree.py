@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor, PendingLoads, check_device
+from wds_tensorcache.codec.skeleton.tensor_names import RESERVED, component
 
 __all__ = [
     "ATOMS",
@@ -28,12 +29,16 @@ __all__ = [
     "Wanted",
     "children",
     "empty_like",
+    "find_places",
     "flatten",
+    "further_names",
     "is_shared",
     "map_leaves",
+    "names_of",
     "project",
     "realize",
     "rebuild",
+    "separate",
     "shown",
     "walk",
 ]
@@ -45,6 +50,9 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 DICTS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, deque)
 _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
+_MAX_NAMES = 1000  # further names of a sample's tensors
+_MAX_NAME = 1000  # characters of a further name
+_TWICE = 0  # in place of an id, the mark of a tensor that `_project` has met twice
 _DROPPED: Any = object()  # takes the place of a tensor that `project` or `map_leaves` removes
 
 
@@ -205,7 +213,18 @@ def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False)
 
     With `prunes`, containers that lose everything in them are also treated like a refused tensor.
     """
-    found = _project(sample, wanted, {}, prunes)
+    done: dict[int, Any] = {}
+    found = _project(sample, wanted, done, prunes)
+    if _TWICE in done:  # a tensor occurs twice, so each of its places has a name
+        apart, names = separate(sample)
+        targets, kept = dict(names), dict[Any, Lazy]()
+        found = _project(apart, wanted, {}, prunes)
+        # the first place that is kept gives the tensor its name
+        found = rebuild(
+            found,
+            lambda lazy: kept.setdefault((id(lazy._source), targets.get(lazy.name, lazy.name)), lazy),
+            Lazy,
+        )
     return None if found is _DROPPED else found
 
 
@@ -215,6 +234,7 @@ def _project(value: Any, wanted: Callable[[str], bool], done: dict[int, Any], pr
     if cls in ATOMS:
         return value
     if isinstance(value, Lazy):
+        done[_TWICE if id(value) in done else id(value)] = value
         return value if wanted(value.name) else _DROPPED
     if id(value) in done or (cls not in DICTS and cls not in SEQUENCES):
         return done.get(id(value), value)
@@ -249,10 +269,135 @@ def empty_like(value: Any) -> Any:
 
 
 def flatten(sample: Any) -> dict[str, Any]:
-    """Return a dict of the lazy tensors and arrays of a nested sample by name, for example `latent.samples`, in order."""
-    tensors: dict[str, Any] = {}
-    map_leaves(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None)
-    return tensors
+    """Return a dict of the lazy tensors and arrays of a nested sample by name, for example `latent.samples`, in order.
+
+    A tensor in several places has a name for each.
+    """
+    places, shares = find_places(sample, _name_of_lazy)
+    if not shares:
+        return {lazy.name: lazy for _, _, lazy, _ in places}
+    names = _names_of(sample, places, _name_of_lazy)
+    return {names[at][0] if at in names else lazy.name: lazy for at, (_, _, lazy, _) in enumerate(places)}
+
+
+def names_of(sample: Any) -> list[str]:
+    """Return the names of the lazy tensors of a sample from `separate`, in order."""
+    return list(dict.fromkeys(lazy.name for _, _, lazy, _ in find_places(sample, _name_of_lazy)[0]))
+
+
+# the container of a place, the key or index there, the position of a key in its dict, and the place of the container
+_Link: TypeAlias = "tuple[Any, int, _Link] | None"
+# id of a container, key or index in it, the tensor there, and the way from the root to this place
+_Place: TypeAlias = "tuple[int, Any, Any, _Link]"
+
+
+def find_places(sample: Any, name_of: Callable[[Any], str | None]) -> tuple[list[_Place], bool]:
+    """Return the places of the tensors of a sample, in the order of the walk, and whether a tensor has several.
+
+    Each container is visited once. `name_of` returns the name of a tensor, and None for any other value.
+    """
+    if name_of(sample) is not None:
+        return [(0, None, sample, None)], False
+    places: list[_Place] = []
+    met, tensors = {id(sample)}, set[str]()
+
+    def visit(container: Any, link: _Link) -> bool:
+        shares = False
+        is_dict = type(container) in DICTS
+        for at, (step, item) in enumerate(container.items() if is_dict else enumerate(container)):
+            cls = type(item)
+            if cls in ATOMS:
+                continue
+            if cls in DICTS or cls in SEQUENCES:
+                if id(item) not in met:
+                    met.add(id(item))
+                    shares |= visit(item, (step, at, link))
+            elif (name := name_of(item)) is not None:
+                places.append((id(container), step, item, (step, at, link)))
+                shares |= name in tensors
+                tensors.add(name)
+        return shares
+
+    shares = visit(sample, None) if type(sample) in DICTS or type(sample) in SEQUENCES else False
+    return places, shares
+
+
+def further_names(sample: Any, name_of: Callable[[Any], str | None]) -> tuple[tuple[str, str], ...]:
+    """Return the further names of a sample's tensors, each with the tensor's name (FORMAT.md 2.3)."""
+    places, shares = find_places(sample, name_of)
+    return tuple(_names_of(sample, places, name_of).values()) if shares else ()
+
+
+def _names_of(
+    sample: Any, places: Sequence[_Place], name_of: Callable[[Any], str | None]
+) -> dict[int, tuple[str, str]]:
+    """Return the further name of a tensor, and its name, by position in `places`."""
+    taken = {name for value, _ in walk(sample) if (name := name_of(value)) is not None} | {RESERVED}
+    names: dict[int, tuple[str, str]] = {}
+    met = set[str]()
+    for at, (_, _, tensor, link) in enumerate(places):
+        name = name_of(tensor)
+        assert name is not None
+        if name not in met:
+            met.add(name)
+            continue
+        path = _path_of(link)
+        if path is not None and path not in taken:
+            taken.add(path)
+            names[at] = path, name
+            if len(names) == _MAX_NAMES:
+                break
+    return names
+
+
+def _path_of(link: _Link) -> str | None:
+    """Return the path of a place; None if it is too long. Hazard: many places below one long key would fill memory."""
+    parts, left = list[str](), _MAX_NAME
+    while link is not None:
+        key, at, link = link
+        if type(key) is str and len(key) > left:
+            return None
+        parts.append(component(key, at))
+        left -= len(parts[-1])
+        if left < 0:
+            return None
+        left -= 1  # the dot
+    return ".".join(reversed(parts))
+
+
+def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
+    """Return a sample with another lazy tensor at each further name of a tensor, and the result of `further_names`."""
+    places, shares = find_places(sample, _name_of_lazy)
+    names = _names_of(sample, places, _name_of_lazy) if shares else {}
+    if not names:
+        return sample, ()
+    made = {(places[at][0], places[at][1]): places[at][2]._renamed(name) for at, (name, _) in names.items()}
+    done: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        cls = type(value)
+        if cls not in DICTS and cls not in SEQUENCES:
+            return value
+        if id(value) in done:
+            return done[id(value)]
+        if cls is not tuple:
+            done[id(value)] = result = empty_like(value)
+            if cls in DICTS:
+                result.update((key, item_at(value, key, item)) for key, item in value.items())
+            else:
+                result.extend(item_at(value, at, item) for at, item in enumerate(value))
+            return result
+        return done.setdefault(id(value), tuple(item_at(value, at, item) for at, item in enumerate(value)))
+
+    def item_at(container: Any, step: Any, item: Any) -> Any:
+        place = id(container), step
+        return made[place] if place in made else copied(item)
+
+    return copied(sample), tuple(names.values())
+
+
+def _name_of_lazy(value: Any) -> str | None:
+    return value.name if isinstance(value, Lazy) else None
 
 
 def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:

@@ -16,12 +16,19 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names
-from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate, needs_survey
+from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.batch.request import columns_of
-from wds_tensorcache.reading.choices.alternatives import Alternatives, Choose
-from wds_tensorcache.reading.choices.chooser import Choices, Chooser, Randomness
-from wds_tensorcache.reading.choices.chosen import choose_tensors
-from wds_tensorcache.reading.choices.values import choices_of_values, place_in_samples, place_values
+from wds_tensorcache.reading.choose import (
+    Alternatives,
+    Choices,
+    Choose,
+    Chooser,
+    Randomness,
+    choices_of_values,
+    choose_tensors,
+    place_in_samples,
+    place_values,
+)
 from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.lookup.keys import KeysView, respelled
 from wds_tensorcache.reading.lookup.positions import numbers_of, spread
@@ -165,9 +172,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
-        Patterns are those of `fnmatch`. Other tensors are removed from dicts, and replaced by None in lists, tuples and deques;
-        they are not read. Small values remain, in the same places of samples and batches. So do tensors in sets, in keys of
-        dicts, and in objects of `allow=` classes.
+        Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all of
+        its tensors, also one that all samples of the batch lack. Other tensors are removed from dicts, and replaced by None in
+        lists, tuples and deques; they are not read. Small values remain, in the same places of samples and batches. So do
+        tensors in sets, in keys of dicts, and in objects of `allow=` classes.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -275,7 +283,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
                 If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
-                chosen on first use.
+                chosen on first use. Tensors and values can be chosen together:
+                `{("text", "caption"): ("texts.*", "captions.*")}`.
             choices: Choice of each sample, integers `[B]`, by name in `choose`: the number of one of the alternatives that the
                 sample has. By default 0, the first one.
             return_info: Return a pair of the batch and its `BatchInfo`, which contains the shapes before padding.
@@ -284,12 +293,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             The samples' structure, with a batched tensor in place of each tensor, and a numpy array in place of each array.
             Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value becomes
             a list-like object of B values, decoded on first use; torch computes with numbers in it. A sample lacks a tensor, or
-            a container of tensors, if it has None in its place, or if a dict has no such key.
+            a container of tensors, if it has None in its place, or if a dict has no such key. The batch has the tensors that
+            any of its samples has, and those that are selected, or that `collate` pads or lists.
 
         Raises:
             IndexError, KeyError: An index is out of range, or no sample has a key.
-            ValueError: `indices` is empty, `collate` is unknown, or `choose` and `choices` do not fit each other.
-            BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or some samples lack a
+            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, or an
+                alternative is a container of tensors.
+            BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or samples lack a
                 tensor; with `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than `to`; or a name in
                 `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys. Or a sample has none
                 of the alternatives in `choose`, for example because a name there is misspelled.
@@ -303,7 +314,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         if choose is None and choices is not None:
             raise ValueError("choices without choose=, which says what the alternatives are")
         if not return_info and choose is None:
-            request = self._request(indices, surveys=needs_survey(collate))
+            request = self._request(indices, collate=collate)
             return self._read_batch(request, device, pin_memory, collate, pad_value)
         numbers = self._numbers(indices)
         randomness = Randomness()
@@ -331,7 +342,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             collate: As in `read_batch`, but not a function. `"auto"` stacks each tensor that has one shape in all samples, and
                 returns a list for any other tensor.
         """
-        request = self._request(indices, surveys=needs_survey(collate))
+        request = self._request(indices, collate=collate)
         return self._read_tensors(request, device, pin_memory, collate, pad_value)
 
     @abstractmethod
@@ -448,18 +459,17 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return list(self.schema)
 
     @abstractmethod
-    def _request(self, indices: Any, *, surveys: bool = False) -> Any:
+    def _request(self, indices: Any, *, collate: Any = None) -> Any:
         """Return a request for samples.
 
         Args:
             indices: Indices or keys, or a request of another view of the same cache.
-            surveys: Complete the batch by the tensors that any sample of the cache has, so that a padded tensor has rows also
-                if all samples of the batch lack it. Loads the index of every shard.
+            collate: As in `read_batch`. The batch has all tensors that it pads or lists, also if all samples lack one.
         """
 
-    def _request_chosen(self, numbers: Array, randomness: Randomness, *, surveys: bool = False) -> Any:
+    def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
         """Return a request for samples by index, with the alternatives that `randomness` chooses, if it has any."""
-        request = self._request(numbers, surveys=surveys)
+        request = self._request(numbers, collate=collate)
         if randomness.alternatives is None:
             return request
         return self._choose(request, randomness.alternatives, randomness.chooser(numbers))
@@ -474,20 +484,20 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         pad_value: PadValue = 0,
     ) -> Any:
         """Return the batch of samples by index, with the chosen alternatives; see `read_batch`."""
-        request = self._request_chosen(numbers, randomness, surveys=needs_survey(collate))
+        request = self._request_chosen(numbers, randomness, collate=collate)
         if randomness.alternatives is None or not request.values:
             return self._read_batch(request, device, pin_memory, collate, pad_value)
-        groups, chooser = request.values, randomness.chooser(numbers)
+        chooser = randomness.chooser(numbers)
         keys = [request.key(i) for i in range(len(request))]
         if callable(collate):
             return self._read_batch(
                 request,
                 device,
                 pin_memory,
-                lambda samples: collate(place_in_samples(samples, groups, chooser, keys)),
+                lambda samples: collate(place_in_samples(samples, request, chooser, keys)),
                 pad_value,
             )
-        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), groups, chooser, keys)
+        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), request, chooser, keys)
 
     def _choices(self, numbers: Array, randomness: Randomness) -> Choices:
         """Return the choices of a batch; decodes values that are alternatives."""
@@ -497,7 +507,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             return found
         keys = [request.key(i) for i in range(len(request))]
         return found._with_more(
-            choices_of_values(self.nest(request, {}), request.values, randomness.chooser(numbers), keys), ""
+            choices_of_values(self.nest(request, {}), request, randomness.chooser(numbers), keys), ""
         )
 
     def _choose(self, request: Any, alternatives: Alternatives, chooser: Chooser) -> Any:

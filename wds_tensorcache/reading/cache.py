@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
+import copy
 import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,10 +13,11 @@ from wds_tensorcache.codec.tree import flatten, project
 from wds_tensorcache.errors import list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.collate import Collate, Pad
 from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
-from wds_tensorcache.reading.choices.chosen import ChosenRequest, nest_chosen
+from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.lookup.positions import Inverse, Positions, as_array, numbers_of, spread, take
@@ -26,10 +27,13 @@ from wds_tensorcache.reading.schema import (
     TensorSchema,
     as_patterns,
     entries,
+    find_unknown,
     members_of,
     name_matcher,
     schema_of,
     stored_shapes,
+    whole_schema,
+    with_trees,
 )
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.storage.remote.urls import is_url
@@ -49,8 +53,15 @@ class TensorCache(Cache[_Sample]):
         each shard ascend and the key ranges of shards do not overlap.
     """
 
-    def __init__(self, store: Store, order: Positions | None = None, patterns: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        order: Positions | None = None,
+        patterns: tuple[str, ...] | None = None,
+        names: tuple[str, ...] = (),
+    ) -> None:
         self._store = store
+        self._names = names  # of tensors whose places every batch has, selected or not
         everything = range(len(store))
         self._order = None if isinstance(order, range) and order == everything else order  # None for all samples
         self._where: Positions = everything if self._order is None else self._order
@@ -59,9 +70,12 @@ class TensorCache(Cache[_Sample]):
         self._narrowed: dict[tuple[str, ...], TensorCache[_Sample]] = {}  # views made by `nest`, by tensor names
         self._wanted = name_matcher(patterns) if patterns is not None else None
         self._structures = Structures(self._wanted)
+        self._last_fixed: tuple[Any, tuple[str, ...]] | None = (
+            None  # an argument `collate`, and the result of `_fixed_by`
+        )
 
     def __reduce__(self) -> Any:
-        return TensorCache, (self._store, self._order, self._patterns)
+        return TensorCache, (self._store, self._order, self._patterns, self._names)
 
     def __len__(self) -> int:
         return len(self._where)
@@ -89,16 +103,19 @@ class TensorCache(Cache[_Sample]):
         patterns = as_patterns(patterns)
         if self._store.has_remote and self._patterns is None and len(self):
             # the names of all shards would cost a request for each
-            some = list(schema_of(self._store, self._where[:1]))
-            if all(fnmatch.filter(some, pattern) for pattern in patterns):
-                return TensorCache(self._store, self._order, patterns)
+            first = list(schema_of(self._store, self._where[:1]))
+            if find_unknown(patterns, first) is None:
+                return TensorCache(self._store, self._order, with_trees(patterns), tuple(first))
         names = list(self.schema)
-        for pattern in patterns:
-            if names and not fnmatch.filter(names, pattern):
-                raise KeyError(unknown_name("tensor", pattern, names))
+        unknown = find_unknown(patterns, names)
+        if names and unknown is not None:
+            if self._store.find_names():
+                return self.select(patterns)
+            raise KeyError(unknown_name("tensor", unknown, names))
+        patterns = with_trees(patterns)
         if self._patterns is not None:
             patterns = tuple(glob.escape(name) for name in names if name_matcher(patterns)(name))
-        return TensorCache(self._store, self._order, patterns)
+        return TensorCache(self._store, self._order, patterns, self._names or tuple(names))
 
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
 
@@ -111,48 +128,64 @@ class TensorCache(Cache[_Sample]):
         if view is None:
             if len(self._narrowed) >= _MAX_VIEWS:
                 self._narrowed.clear()
-            view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)))
+            view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)), self._names)
             self._narrowed[names] = view
         request = view._request(request)
         layouts = layouts_of(request.rows)
-        structure = request.structures.structure_for(layouts)
+        present = {name for layout in layouts.items for name in layout.named}
+        missing = tuple(name for name in names if name not in present)
         for name in names:
-            if name not in structure.tensors or (self._wanted is not None and not self._wanted(name)):
+            is_known = (self._wanted is None or self._wanted(name)) and (
+                name not in missing or name in self._batch_names()
+            )
+            if not is_known:
                 has = list(flatten(self._request(indices).sample(0)))
                 raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
+        structure = request.structures.structure_for(layouts, (*missing, *request.fixed))
         return nest_batch(request, tensors, layouts, structure=structure)
 
     def close(self) -> None:
         self._store.close()
 
-    def _request(self, indices: Any, *, surveys: bool = False) -> Request:
+    def _request(self, indices: Any, *, collate: Any = None) -> Request:
         if isinstance(indices, Request):
-            return indices.in_view(self._store, self._structures)
+            return indices.in_view(self._store, self._structures, self._names)
         numbers = numbers_of(indices, len(self._where), self._find)
         positions = numbers if self._order is None else as_array(take(self._where, numbers))
-        exemplars = self._store.survey() if surveys else ()
-        return Request(self._store, locate(self._store, positions, exemplars), self._structures)
+        return Request(self._store, locate(self._store, positions), self._structures, self._fixed_by(collate))
+
+    def _fixed_by(self, collate: Any) -> tuple[str, ...]:
+        """Return the names of tensors whose places every batch has: those of a view, and those that `collate` pads or lists."""
+        is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
+        if not is_named:
+            return self._names
+        known = self._last_fixed
+        if known is None or known[0] != collate:
+            ways = (
+                collate
+                if isinstance(collate, Collate)
+                else Collate(collate if isinstance(collate, Mapping) else {"*": collate})
+            )
+            fixed = tuple(dict.fromkeys([*self._names, *filter(ways.fixes, self._batch_names())]))
+            known = self._last_fixed = copy.copy(collate), fixed
+        return known[1]
 
     def _batch_names(self) -> list[str]:
-        shards = [self._store.shards[number] for number in self._store.survey()]
-        stored = {name: None for shard in shards for names, *_ in shard.variants for name in sorted(names)}
-        return list(
-            dict.fromkeys([*self.schema, *(name for name in stored if self._wanted is None or self._wanted(name))])
-        )
+        return list(filter(self._wanted, whole_schema(self._store)))
 
     def _take(self, numbers: slice | Array) -> TensorCache[_Sample]:
-        return TensorCache(self._store, take(self._where, numbers), self._patterns)
+        return TensorCache(self._store, take(self._where, numbers), self._patterns, self._names)
 
     def _single_threaded(self) -> TensorCache[_Sample]:
-        return TensorCache(self._store.with_threads(1), self._order, self._patterns)
+        return TensorCache(self._store.with_threads(1), self._order, self._patterns, self._names)
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         return entries(self._store, self._where, self._wanted if selected else None)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
-        for reference, shapes, counts in stored_shapes(self._store, self._where):
-            if self._wanted is None or self._wanted(reference.name):
-                contents.add_tensor(prefix + reference.name, reference, shapes, counts)
+        for name, reference, shapes, counts in stored_shapes(self._store, self._where):
+            if self._wanted is None or self._wanted(name):
+                contents.add_tensor(prefix, name, reference, shapes, counts)
         contents.add_values(prefix, self._whole_samples(spread(len(self), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:

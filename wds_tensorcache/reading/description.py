@@ -253,11 +253,14 @@ class Contents:
         self._schemas: dict[str, TensorSchema] = {}
         self._shapes: dict[str, _ShapeCounts] = {}
         self._values: dict[str, _Value] = {}
+        self._nbytes = 0
 
-    def add_tensor(self, name: str, reference: Reference, shapes: Array, counts: Array) -> None:
+    def add_tensor(self, prefix: str, name: str, reference: Reference, shapes: Array, counts: Array) -> None:
         """Add a tensor: its shapes, int64 `[n, ndim]`, and the number of samples of each."""
-        self._schemas[name] = merge_schema(self._schemas.get(name), schema_from(reference, shapes, counts))
-        self._shapes.setdefault(name, _ShapeCounts()).add(shapes, counts)
+        whole, schema = prefix + name, schema_from(name, reference, shapes, counts)
+        self._nbytes += schema.nbytes if name == reference.name else 0  # bytes under several names count once
+        self._schemas[whole] = merge_schema(self._schemas.get(whole), schema)
+        self._shapes.setdefault(whole, _ShapeCounts()).add(shapes, counts)
 
     def add_values(self, prefix: str, samples: Iterable[Any]) -> None:
         """Add the values of samples; `prefix` is the path of the samples in those of a joined cache."""
@@ -288,7 +291,7 @@ class Contents:
         return Description(
             num_samples,
             num_shards,
-            sum(tensor.nbytes for tensor in tensors.values()),
+            self._nbytes,
             tensors,
             values,
             members,

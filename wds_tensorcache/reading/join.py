@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
@@ -17,16 +16,22 @@ import torch
 from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
-from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
-from wds_tensorcache.reading.choices.alternatives import Alternatives, Group, split
-from wds_tensorcache.reading.choices.chooser import Choices, Chooser
-from wds_tensorcache.reading.choices.chosen import ChosenRequest
+from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
+from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, ChosenValue, Group, split
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import open
-from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, make_entry
+from wds_tensorcache.reading.schema import (
+    Entry,
+    TensorSchema,
+    as_patterns,
+    find_unknown,
+    make_entry,
+    name_matcher,
+    with_trees,
+)
 from wds_tensorcache.shards.fingerprint import common_fields
 from wds_tensorcache.storage.remote.urls import shown as shown_url
 
@@ -141,7 +146,8 @@ class _JoinedRequest:
 
     parts: Sequence[Any]
     prefixes: Sequence[str]
-    values: Sequence[Group] = ()  # alternatives that are not tensors
+    values: Sequence[ChosenValue] = ()  # names whose alternatives are not tensors
+    counts: Mapping[Group, Array] = field(default_factory=dict)  # as in `ChosenRequest`
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -216,13 +222,12 @@ class JoinedCache(Cache[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> JoinedCache[_Sample]:
         patterns = as_patterns(patterns)
         whole = [[prefix + name for name in cache.schema] for prefix, cache in self._prefixed()]
-        for pattern in patterns:
-            if not any(fnmatch.filter(names, pattern) for names in whole):
-                raise KeyError(unknown_name("tensor", pattern, list(chain.from_iterable(whole))))
-        views = []
+        every = list(chain.from_iterable(whole))
+        if (unknown := find_unknown(patterns, every)) is not None:
+            raise KeyError(unknown_name("tensor", unknown, every))
+        views, matches = [], name_matcher(with_trees(patterns))
         for (prefix, cache), names in zip(self._prefixed(), whole, strict=True):
-            kept = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-            views.append(cache.select([glob.escape(name[len(prefix) :]) for name in kept]))
+            views.append(cache.select([glob.escape(name[len(prefix) :]) for name in filter(matches, names)]))
         return JoinedCache(views, self._names)
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
@@ -282,13 +287,20 @@ class JoinedCache(Cache[_Sample]):
         named = zip(self._prefixes, self._tensor_names, strict=True)
         return list(dict.fromkeys(prefix + name for prefix, names in named for name in names))
 
-    def _request(self, indices: Any, *, surveys: bool = False) -> _JoinedRequest:
+    def _request(self, indices: Any, *, collate: Any = None) -> _JoinedRequest:
         """Return a request for samples, like `TensorCache._request`."""
         if isinstance(indices, _JoinedRequest):
             parts = [cache._request(part) for cache, part in zip(self._caches, indices.parts, strict=True)]
         else:
             numbers = self._numbers(indices)
-            parts = [cache._request(numbers, surveys=surveys) for cache in self._caches]
+            if isinstance(collate, Mapping):
+                collate = Collate(collate)
+            parts = [
+                cache._request(
+                    numbers, collate=collate.with_prefix(prefix) if isinstance(collate, Collate) else collate
+                )
+                for prefix, cache in self._prefixed()
+            ]
         return _JoinedRequest(parts, self._prefixes)
 
     def _choose(self, request: _JoinedRequest, alternatives: Alternatives, chooser: Chooser) -> _JoinedRequest:
@@ -307,7 +319,7 @@ class JoinedCache(Cache[_Sample]):
                 )
             return chooser(group, counts)
 
-        parts = list(request.parts)
+        parts, tensors = list(request.parts), set[str]()
         for number, groups in enumerate(known):
             if groups:
 
@@ -315,8 +327,16 @@ class JoinedCache(Cache[_Sample]):
                     return choose_once(groups[group], counts)
 
                 parts[number] = self._caches[number]._choose(parts[number], Alternatives(tuple(groups)), choose_here)
-        in_caches = {group for groups in known for group in groups.values()}
-        return _JoinedRequest(parts, self._prefixes, [each for each in alternatives.groups if each not in in_caches])
+                tensors |= {self._prefixes[number] + name for group in groups for name in group.names}
+        values = [
+            ChosenValue(name, patterns, group)
+            for group in alternatives.groups
+            for name, patterns in zip(group.names, group.patterns, strict=True)
+            if name not in tensors
+        ]
+        for value in values:
+            value.check(self._batch_names())
+        return _JoinedRequest(parts, self._prefixes, values, all_counts)
 
     def _request_shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor]:
         named = zip(self._prefixed(), request.parts, strict=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import dtype_name
-from wds_tensorcache.codec.header import Form
+from wds_tensorcache.codec.header import Form, Further
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import list_names
@@ -25,6 +26,7 @@ __all__ = [
     "TensorSchema",
     "as_patterns",
     "entries",
+    "find_unknown",
     "format_tensor",
     "make_entry",
     "members_of",
@@ -35,6 +37,8 @@ __all__ = [
     "schema_of",
     "shapes_of",
     "stored_shapes",
+    "whole_schema",
+    "with_trees",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -108,34 +112,42 @@ class _Forms:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[str, ...] | None], tuple[Form, dict[str, Reference]]] = {}
+        self._known: dict[tuple[int, tuple[str, ...] | None, Further], tuple[Form, dict[str, Reference]]] = {}
 
     def references(self, shard: Shard, row: int) -> dict[str, Reference]:
         """Return the references of a sample by tensor name. Their shapes may come from another sample of the same form."""
         layout = shard.layout(row)
-        key = (id(layout.form), layout.texts)
+        key = (id(layout.form), layout.texts, layout.further)
         if key not in self._known:
             if layout.texts is not None:
-                found = [resolve(layout, text) for text in layout.texts]
+                found = {name: resolve(layout, text) for name, text in layout.named_texts.items()}
             else:
-                found = [lazy._reference for lazy in flatten(shard.sample(row)).values()]
-            self._known[key] = layout.form, {reference.name: reference for reference in found}
+                found = {name: lazy._reference for name, lazy in flatten(shard.sample(row)).items()}
+            self._known[key] = layout.form, found
         return self._known[key][1]
 
 
 def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
     """Return the schema of the samples at `positions`. Cost: a few numpy operations per shard and form."""
     result: dict[str, TensorSchema] = {}
-    for reference, shapes, counts in stored_shapes(store, positions):
-        result[reference.name] = merge_schema(result.get(reference.name), schema_from(reference, shapes, counts))
+    for name, reference, shapes, counts in stored_shapes(store, positions):
+        result[name] = merge_schema(result.get(name), schema_from(name, reference, shapes, counts))
     return result
 
 
-def schema_from(reference: Reference, shapes: Array, counts: Array) -> TensorSchema:
+def whole_schema(store: Store) -> Mapping[str, TensorSchema]:
+    """Return the schema of all samples. Cost: loads the index of every shard, once."""
+    if store.schema is None:
+        store.load_indexes()
+        store.schema = schema_of(store, range(len(store)))
+    return store.schema
+
+
+def schema_from(name: str, reference: Reference, shapes: Array, counts: Array) -> TensorSchema:
     """Return the schema of one tensor from its distinct shapes, int64 `[n, ndim]`, and the number of samples of each."""
     low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
     return TensorSchema(
-        reference.name,
+        name,
         reference.kind,
         reference.dtype,
         tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
@@ -144,12 +156,12 @@ def schema_from(reference: Reference, shapes: Array, counts: Array) -> TensorSch
     )
 
 
-def stored_shapes(store: Store, positions: Positions) -> Iterator[tuple[Reference, Array, Array]]:
+def stored_shapes(store: Store, positions: Positions) -> Iterator[tuple[str, Reference, Array, Array]]:
     """Yield the shapes of each tensor of the samples at `positions`, for each shard and form.
 
     Yields:
-        The reference of the tensor in one of the samples, shapes, int64 `[n, ndim]`, and the number of samples of each. A shape
-        may occur several times. Cost: a few numpy operations per tensor, shard and form.
+        The name of the tensor, its reference in one of the samples, shapes, int64 `[n, ndim]`, and the number of samples of
+        each. A shape may occur several times. Cost: a few numpy operations per tensor, shard and form.
     """
     forms = _Forms()
     for shard, _, rows in by_shard(store, positions):
@@ -163,14 +175,15 @@ def stored_shapes(store: Store, positions: Positions) -> Iterator[tuple[Referenc
         for number, used in zip(present.tolist(), np.split(layouts, cuts[1:]), strict=True):
             form, sample = table.forms[number], first[used].min().item()
             references = forms.references(shard, sample)
-            begin = table.dims_begin[used]
-            for name, _, ndim in form.entries:
-                dims = table.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
-                begin = begin + ndim
-                found = references.get(name)
-                if found is None:
-                    continue  # inside a set, a dict's key or an allowed object, where tensors have no path
-                yield found, dims[:, : len(found.shape)], counts[used]
+            ends = accumulate(ndim for *_, ndim in form.entries)
+            firsts = {name: end - ndim for (name, _, ndim), end in zip(form.entries, ends, strict=True)}
+            further = [name for name, found in references.items() if name != found.name]
+            # inside a set, a dict's key or an allowed object, tensors have no path
+            for name in [*filter(references.__contains__, firsts), *further]:
+                reference = references[name]
+                begins = table.dims_begin[used, None] + firsts[reference.name]
+                dims = table.dims[begins + np.arange(len(reference.shape))].astype(np.int64)
+                yield name, reference, dims, counts[used]
 
 
 def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
@@ -222,7 +235,7 @@ def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | 
         references = forms.references(shard, row)
         shapes = {
             name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
-            for name, tensor in layout.tensors.items()
+            for name, tensor in layout.named.items()
             if wanted is None or wanted(name)
         }
         yield make_entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
@@ -242,9 +255,9 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
         found = []
         for row in rows[some].tolist():
             references = forms.references(shard, row)
-            stored = shard.layout(row).tensors.get(name)
+            stored = shard.layout(row).named.get(name)
             if stored is None:
-                has = list_names(shard.layout(row).tensors, name)
+                has = list_names(shard.layout(row).named, name)
                 raise KeyError(f"sample {shard.key(row)!r} has no tensor {name!r:.100}; it has {has}")
             shape = stored.shape[: len(references[name].shape)] if name in references else stored.shape
             found.append(numbers.setdefault(tuple(shape), len(numbers)))
@@ -271,6 +284,17 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
             f"select takes names of tensors, got {patterns!r:.100}; for samples, cache[…] takes indices, keys or a mask"
         )
     return found
+
+
+def with_trees(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns that also match all tensors below a container whose name matches one of `patterns`."""
+    patterns = tuple(patterns)
+    return (*patterns, *(f"{pattern}.*" for pattern in patterns))
+
+
+def find_unknown(patterns: Iterable[str], names: Collection[str]) -> str | None:
+    """Return the first pattern that matches neither a tensor's name nor the name of a container of tensors."""
+    return next((each for each in patterns if not any(fnmatch.filter(names, one) for one in with_trees([each]))), None)
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

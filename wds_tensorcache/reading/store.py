@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from bisect import bisect_right
@@ -11,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.codec.header import Form
+from wds_tensorcache.codec.sample import names_in
 from wds_tensorcache.codec.skeleton.template import Template
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.reading.remote.load_indexes import load_indexes
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.shard import Shard
@@ -83,7 +87,9 @@ class Store:
         # local files of remote shards that contain all of their samples, by shard number
         self.whole_copies: dict[int, weakref.ref[BlockFile]] = {}
         self.values = KeptValues()
-        self._exemplars: tuple[int, ...] | None = None
+        self.schema: Mapping[str, Any] | None = None  # of all samples; see `reading.schema.whole_schema`
+        self._examined: set[int] = set()  # numbers of shards that `find_names` has examined
+        self._has_names: dict[Form, bool] = {}
         self._table: KeyTable | None = None
         self._executor: tuple[int, ThreadPoolExecutor] | None = None  # and the process that made it
 
@@ -96,7 +102,7 @@ class Store:
     def with_threads(self, num_threads: int) -> Store:
         """Return a store that reads with `num_threads` threads, and shares the files and memory of this one."""
         store = Store(self.shards, self.files, self.pool, num_threads, self.fingerprint, self.left_out)
-        store._exemplars, store.whole_copies, store.values = self._exemplars, self.whole_copies, self.values
+        store.schema, store.whole_copies, store.values = self.schema, self.whole_copies, self.values
         return store
 
     def load_indexes(self, numbers: Iterable[int] | None = None) -> None:
@@ -106,26 +112,27 @@ class Store:
             load_indexes([self.shards[number] for number in wanted])
             self._unloaded.difference_update(wanted)
 
-    def survey(self) -> tuple[int, ...]:
-        """Return numbers of shards that together have all tensors; none if all samples have tensors of the same names.
+    def find_names(self, numbers: Iterable[int] | None = None) -> bool:
+        """Look for further names that old indexes of these shards, or of all, lack; return whether any was found.
 
-        Raises:
-            FormatError: An index is damaged.
-
-        Cost: loads the index of every shard, once.
+        The shards then have other indexes. Cost: one skeleton of each form; and all skeletons of the shards in which such a
+        sample has further names. Each shard is examined once.
         """
-        if self._exemplars is None:
-            self.load_indexes()
-            found, covered, different = list[int](), set[str](), set[frozenset[str]]()
-            for number, shard in enumerate(self.shards):
-                for names, *_ in shard.variants if len(shard) else ():
-                    if len(different) < 2:
-                        different.add(names)
-                    if not names <= covered:
-                        covered |= names
-                        found.append(number)
-            self._exemplars = tuple(dict.fromkeys(found)) if len(different) > 1 else ()
-        return self._exemplars
+        found = False
+        for number in range(len(self.shards)) if numbers is None else numbers:
+            if number in self._examined:
+                continue
+            self._examined.add(number)
+            shard = self.shards[number]
+            for form, row in shard.forms() if shard.index.layouts.further is None else ():
+                if form not in self._has_names:
+                    with contextlib.suppress(FormatError):  # reading the sample raises it
+                        self._has_names[form] = bool(names_in(shard.sample(row)))
+                if self._has_names.get(form):
+                    self.shards[number] = shard.with_names()
+                    self.schema, found = None, True
+                    break
+        return found
 
     def locate(self, position: int) -> tuple[Shard, int]:
         """Return the shard of the sample at `position`, and the sample's row: its number among the samples with this cache."""

@@ -1,17 +1,23 @@
-"""The structure of a batch: combine the structures of its samples, compare them, and nest samples into a batch.
+"""The structure of a batch: complete the structure of a sample, compare samples, and nest samples into a batch.
 
 Samples may lack tensors. The place of an *optional* tensor contains the tensor in some samples of a batch. In other samples, it
-contains None, or nothing if the place is in a dict. The same holds for a container of tensors. The structure of a batch has all
-tensors that any sample of the batch has, and those that other samples of the same shards have.
+contains None, or nothing if the place is in a dict. The same holds for a container of tensors. The structure of a batch is that
+of the sample with most tensors; the names of the tensors that it lacks tell their places.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
+from urllib.parse import unquote
 
-from wds_tensorcache.codec.lazy import Lazy
+import torch
+
+from wds_tensorcache.codec.lazy import Lazy, LazyTensor
+from wds_tensorcache.codec.reference import MemorySource, Reference
+from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.codec.tree import (
     DICTS,
     SEQUENCES,
@@ -21,65 +27,61 @@ from wds_tensorcache.codec.tree import (
     empty_like,
     flatten,
     map_leaves,
+    names_of,
+    separate,
+    shown,
 )
 from wds_tensorcache.errors import BatchError
 
-__all__ = ["difference", "merge", "nest", "value_at"]
+__all__ = ["difference", "insert", "nest", "value_at"]
 
 _NOTHING: Any = object()  # takes the place of a dict's item that only one of two samples has
 _END: Any = object()  # takes the place of a sequence's item that only one of two samples has
 
 
-def merge(first: Any, other: Any) -> tuple[Any, list[Path]]:
-    """Complete the structure of a sample by that of another one.
+def insert(sample: Any, name: str, lazy: Any = None) -> tuple[Any, Path]:
+    """Return a sample with a tensor at the path `name`, in place of None or of nothing, and the keys and indices of the path.
 
-    Returns:
-        `first` with the tensors, and the containers of tensors, that it lacks and `other` has; and the paths at which
-        `first` has None in place of a tensor or a container. Values that are not tensors
-        are those of `first`, also where the two samples differ.
+    By default, the tensor is a placeholder, of which only the name matters.
+
+    Raises:
+        ValueError: The sample has another value there, or in place of a container of the tensor; or the name does not tell the
+            type of a container that the sample lacks.
     """
-    merger = _Merger()
-    return merger.visit(first, other, ()), merger.nones
+    if lazy is None:
+        lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
+    return _insert(sample, name.split("."), lazy)
 
 
-class _Merger:
-    """A walk over two samples at once; each container of the first is visited once."""
-
-    def __init__(self) -> None:
-        self.nones: list[Path] = []
-        self._holds = Holding()
-        # id -> (container of the first, the same completed); the container is kept so that its id is not reused
-        self._done: dict[int, tuple[Any, Any]] = {}
-
-    def visit(self, first: Any, other: Any, path: Path) -> Any:
-        if first is None and self._holds(other):
-            self.nones.append(path)
-            return other
-        if not self._holds(other):
-            return first
-        cls = type(first)
-        is_sequence = cls in SEQUENCES and type(other) is cls and len(first) == len(other)
-        if not is_sequence and (cls not in DICTS or type(other) is not cls):
-            return first
-        if id(first) in self._done:
-            return self._done[id(first)][1]
-        if cls is tuple:
-            items = (self.visit(one, two, (*path, at)) for at, (one, two) in enumerate(zip(first, other, strict=True)))
-            return self._done.setdefault(id(first), (first, tuple(items)))[1]
-        result = empty_like(first)
-        self._done[id(first)] = first, result
-        if is_sequence:
-            for at, (one, two) in enumerate(zip(first, other, strict=True)):
-                result.append(self.visit(one, two, (*path, at)))
-            return result
-        # the order of keys is the same, whichever of two samples comes first, if one of them has all keys of the other
-        for key in other if first.keys() <= other.keys() else dict.fromkeys([*first, *other]):
-            if key not in first:
-                if self._holds(other[key]):
-                    result[key] = other[key]
-            else:
-                result[key] = self.visit(first[key], other[key], (*path, key)) if key in other else first[key]
-        return result
+def _insert(value: Any, parts: Sequence[str], lazy: Any) -> tuple[Any, Path]:
+    if not parts:
+        if value is not None and not isinstance(value, Lazy):
+            raise ValueError(f"there is {shown(value)} at {lazy.name!r}")
+        # a tensor of another name is there if its container occurs twice
+        return lazy if value is None else value, ()
+    part, cls = parts[0], type(value)
+    if value is None:  # a container that the sample lacks
+        if part.isdecimal():
+            raise ValueError(f"the sample lacks a container of {lazy.name!r}")
+        value = {}
+    elif cls in SEQUENCES and part.isdecimal() and int(part) < len(value):
+        at = int(part)
+        item, path = _insert(value[at], parts[1:], lazy)
+        if item is value[at]:
+            return value, (at, *path)
+        items = [item if number == at else other for number, other in enumerate(value)]
+        return deque(items, value.maxlen) if cls is deque else cls(items), (at, *path)
+    elif cls not in DICTS:
+        raise ValueError(f"there is {shown(value)} in place of a container of {lazy.name!r}")
+    new = "" if part == "%" else unquote(part)
+    key = next((key for at, key in enumerate(value) if component(key, at) == part), new)
+    item, path = _insert(value.get(key), parts[1:], lazy)
+    if item is value.get(key):
+        return value, (key, *path)
+    result = empty_like(value)
+    result.update(value)
+    result[key] = item
+    return result, (key, *path)
 
 
 def value_at(sample: Any, path: Path) -> Any:
@@ -105,19 +107,26 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
         BatchError: The structures of two samples differ.
         KeyError: `tensors` has a name that is not a tensor of any sample.
     """
-    known, whole = [flatten(sample) for sample in samples], samples[0]
-    for number, names in enumerate(known):
-        if names.keys() != known[0].keys():
-            whole, _ = merge(whole, samples[number])
+    samples = [separate(sample)[0] for sample in samples]
+    names = [names_of(sample) for sample in samples]
+    base = max(range(len(samples)), key=lambda at: (sum(name in tensors for name in names[at]), len(names[at])))
+    whole = samples[base]
+    for name in dict.fromkeys(name for each in names for name in each if name not in names[base]):
+        try:
+            whole, _ = insert(whole, name)
+        except ValueError as exc:
+            if name in tensors:
+                what = f"sample {base} of the batch lacks tensor {name!r}, and has no place for it: {exc}"
+                raise BatchError(f"the structures of samples differ: {what}") from exc
     for number, sample in enumerate(samples):
         if found := difference(whole, sample, tensors.__contains__):
             where, first, other = found
             raise BatchError(
-                f"the structures of samples 0 and {number} of the batch differ: {where}, the first has {first}, "
+                f"the structures of samples {base} and {number} of the batch differ: {where}, the first has {first}, "
                 f"but the other has {other}"
             )
     for name in tensors:
-        if not any(name in names for names in known):
+        if not any(name in each for each in names):
             raise KeyError(f"the samples have no tensor {name!r}")
     return map_leaves(
         whole,
@@ -165,7 +174,11 @@ class _Difference:
             others = kind  # even if the other sample lacks all tensors in it
         if self._is_lacking(first, other) or (others == "" and (first is None or first is _NOTHING or first is _END)):
             return None
-        if kind == "" and other is _END:
+        if (
+            (kind == "" and other is _END)
+            or (first is None and other is _NOTHING)
+            or (first is _NOTHING and other is None)
+        ):
             return None
         if first is _NOTHING or other is _NOTHING or first is _END or other is _END or kind != others:
             return path, self._described(first), self._described(other)

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_safetensors_header, form_of, parse_header, parse_json
+from wds_tensorcache.codec.header import Form, Further, build_safetensors_header, form_of, parse_header, parse_json
 from wds_tensorcache.codec.preamble import sign_header, tensors_digest
 from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.errors import FormatError
@@ -58,6 +58,8 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
         "forms": [form.entries for form in layouts.forms],
         "references": layouts.references,
     }
+    if layouts.further is not None and any(layouts.further):
+        names["further"] = layouts.further
     if index.fingerprint is not None:
         names["fingerprint"] = index.fingerprint
     named["names"] = np.frombuffer(json.dumps(names, separators=(",", ":")).encode(), np.uint8)
@@ -204,6 +206,10 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
             tensors = [name for _, name, _ in map(parse_reference, texts)]
             _check(tensors == [entry[0] for entry in form.entries], "references", texts)
     references = tuple(None if texts is None else tuple(texts) for texts in names["references"])
+    further = None
+    if "further" in names:
+        _check(type(names["further"]) is list and len(names["further"]) == len(forms), "further", names["further"])
+        further = tuple(_further_of(form, each) for form, each in zip(forms, names["further"], strict=True))
     return ShardIndex(
         Keys(arrays["keys.text"], arrays["keys.ends"]),
         {
@@ -215,12 +221,27 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
             for number, suffix in enumerate(names["members"])
         },
         LayoutTable(
-            tuple(forms), references, arrays["layouts.form"], arrays["layouts.data_begin"], arrays["layouts.dims"]
+            tuple(forms),
+            references,
+            arrays["layouts.form"],
+            arrays["layouts.data_begin"],
+            arrays["layouts.dims"],
+            further,
         ),
         end,
         names.get("fingerprint"),
         _assemble_origins(arrays),
     )
+
+
+def _further_of(form: Form, pairs: Any) -> Further:
+    """Return the further names of a form's tensors, each with the tensor's name."""
+    _check(type(pairs) is list, "further", pairs)
+    further = tuple((name, tensor) for name, tensor in pairs)
+    tensors, names = {name for name, *_ in form.entries}, [name for name, _ in further]
+    are_names = all(type(name) is str for name in names) and all(tensor in tensors for _, tensor in further)
+    _check(are_names and len({*names, *tensors}) == len(names) + len(tensors), "further", pairs)
+    return further
 
 
 def _assemble_origins(arrays: dict[str, Any]) -> Origins | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import Form, Layout, make_layout
+from wds_tensorcache.codec.header import Form, Further, Layout, make_layout
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import SKELETON, TENSORS, NamedKey, member_suffix
@@ -62,6 +62,8 @@ class LayoutTable:
     """The layouts of a shard: the form of each, the offset of its first tensor in the member, and all shapes in `dims`.
 
     `references` contains, for each form, the texts with which skeletons refer to its tensors; None if they are unknown.
+    `further` contains, for each form, the further names of its tensors, each with the tensor's name; None if the index does not
+    list them, and so samples of old writers may have some.
     """
 
     forms: tuple[Form, ...]
@@ -69,6 +71,7 @@ class LayoutTable:
     form: Array
     data_begin: Array
     dims: Array
+    further: tuple[Further, ...] | None = None
     dims_begin: Array = field(init=False)
     nbytes: Array = field(init=False)  # length of the whole member
 
@@ -115,7 +118,8 @@ class LayoutTable:
         form, texts = self.forms[form_number], self.references[form_number]
         begin = self.dims_begin.item(number)
         ndim = sum(entry[2] for entry in form.entries)
-        return make_layout(form, tuple(self.dims[begin : begin + ndim].tolist()), self.data_begin.item(number), texts)
+        dims, data_begin = tuple(self.dims[begin : begin + ndim].tolist()), self.data_begin.item(number)
+        return make_layout(form, dims, data_begin, texts, () if self.further is None else self.further[form_number])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Layout, is_bound, parse_header
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Further, Layout, is_bound, parse_header
 from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex, narrow
@@ -33,6 +33,7 @@ class CacheEntry:
     layout: Layout
     digest: int | None
     references: tuple[str, ...] | None  # the skeleton's references to the tensors; None if they cannot be read
+    further: Further = ()  # further names of tensors that occur several times, each with the tensor's name
 
 
 @dataclass(slots=True)
@@ -45,14 +46,14 @@ class IndexBuilder:
     _caches: dict[str, array[int]] = field(default_factory=dict)
     _members: dict[str, array[int]] = field(default_factory=dict)
     _origins: list[tuple[int, str | None]] = field(default_factory=list)
-    # Layout numbers by id(layout) and references. `_layouts` keeps these layouts alive, so that no id is used twice.
-    _numbers_by_id: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
+    # Layout numbers by id(layout), references and further names. `_layouts` keeps these layouts alive, so no id is used twice.
+    _numbers_by_id: dict[tuple[int, tuple[str, ...] | None, Further], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
     # Layout numbers by form, offset of the first tensor, and shapes. Hazard: a hostile shard could contain shapes whose hashes
     # collide if they were tuples of int; Python salts the hash of bytes.
     _numbers_by_content: dict[tuple[int, int, bytes], int] = field(default_factory=dict)
     _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    _table: tuple[list[tuple[Form, tuple[str, ...] | None]], array[int], array[int], array[int]] = field(
+    _table: tuple[list[tuple[Form, tuple[str, ...] | None, Further]], array[int], array[int], array[int]] = field(
         default_factory=lambda: ([], array("Q"), array("Q"), array("Q"))
     )
 
@@ -75,9 +76,9 @@ class IndexBuilder:
         self._text += key.encode("utf-8", "surrogateescape")
         self._ends.append(len(self._text))
         for cache in caches:
-            number = self._numbers_by_id.get((id(cache.layout), cache.references))
+            number = self._numbers_by_id.get((id(cache.layout), cache.references, cache.further))
             if number is None:
-                number = self._number(cache.layout, cache.references)
+                number = self._number(cache.layout, cache.references, cache.further)
             table = self._caches.get(cache.name)
             if table is None:
                 table = self._caches[cache.name] = array("Q")
@@ -95,12 +96,12 @@ class IndexBuilder:
         for suffix, begin, nbytes in members:
             self._members.setdefault(suffix, array("Q")).extend((row, position + begin, nbytes))
 
-    def _number(self, layout: Layout, references: tuple[str, ...] | None) -> int:
+    def _number(self, layout: Layout, references: tuple[str, ...] | None, further: Further) -> int:
         """Return the number of a layout; if no equal layout has one, add the layout to the table."""
         forms, form, data_begin, dims = self._table
-        form_number = self._forms.setdefault((layout.form.entries, references), len(forms))
+        form_number = self._forms.setdefault((layout.form.entries, references, further), len(forms))
         if form_number == len(forms):
-            forms.append((layout.form, references))
+            forms.append((layout.form, references, further))
         shape = array("Q", (dim for tensor in layout.tensors.values() for dim in tensor.shape))
         content = (form_number, layout.data_begin, shape.tobytes())
         if content not in self._numbers_by_content:
@@ -110,7 +111,7 @@ class IndexBuilder:
             dims.extend(shape)
         if len(self._layouts) < 1024:
             self._layouts.append(layout)
-            self._numbers_by_id[id(layout), references] = self._numbers_by_content[content]
+            self._numbers_by_id[id(layout), references, further] = self._numbers_by_content[content]
         return self._numbers_by_content[content]
 
     def finish(self, end: int) -> ShardIndex:
@@ -134,11 +135,12 @@ class IndexBuilder:
             caches,
             members,
             LayoutTable(
-                tuple(known for known, _ in forms),
-                tuple(references for _, references in forms),
+                tuple(known for known, *_ in forms),
+                tuple(references for _, references, _ in forms),
                 narrow(form),
                 narrow(data_begin),
                 narrow(dims),
+                tuple(further for *_, further in forms),
             ),
             end,
             origins=Origins.of(self._origins),
@@ -204,9 +206,9 @@ def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tupl
     layout, digest = parse_header(scanner.peek(begin, begin + min(8 + length, nbytes, MAX_HEADER_NBYTES)), nbytes)
     text = scanner.peek(skeleton[0], skeleton[0] + skeleton[1])
     body, _ = check_binding(text, nbytes, digest)
-    references: tuple[str, ...] | None
+    names: tuple[tuple[str, ...] | None, Further]
     try:
-        references = list_references(text, body, layout)
+        names = list_references(text, body, layout)
     except TensorCacheError:
-        references = None  # the skeleton needs allow=, or is damaged; reading the sample raises the error
-    return CacheEntry(name, *skeleton, begin, layout, digest, references)
+        names = None, ()  # the skeleton needs allow=, or is damaged; reading the sample raises the error
+    return CacheEntry(name, *skeleton, begin, layout, digest, *names)

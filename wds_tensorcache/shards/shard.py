@@ -7,9 +7,10 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from struct import Struct
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -21,47 +22,26 @@ from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ListedCounts, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
-from wds_tensorcache.shards.remote.find_index import FindIndex
+from wds_tensorcache.shards.remote.find_index import FindIndex, scan_remote
 from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
 from wds_tensorcache.storage.remote.urls import is_url
 
-__all__ = ["FileRange", "Shard", "Variant"]
+__all__ = ["FileRange", "Shard"]
 
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
-_MAX_VARIANTS = 64
 _BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, as in a preamble
-Variant: TypeAlias = "tuple[frozenset[str], Form, int]"
-
-
-def _variants_of(index: ShardIndex, columns: CacheColumns) -> tuple[Variant, ...]:
-    """Return `Shard.variants`. Cost: one pass over the rows if the shard has several forms."""
-    table = index.layouts
-    if len(table.forms) == 1:
-        return ((frozenset(name for name, *_ in table.forms[0].entries), table.forms[0], 0),)
-    numbers, rows = np.unique(table.form[columns.layout], return_index=True)
-    used = [(table.forms[number], row) for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
-    found: list[Variant] = []
-    other: list[Variant] = []  # one without further names, which shows that samples differ
-    covered = set[str]()
-    for form, row in sorted(used, key=lambda each: -len(each[0].entries)):
-        names = frozenset(name for name, *_ in form.entries)
-        if (not found or not names <= covered) and len(found) < _MAX_VARIANTS:  # a hostile file could have any number
-            covered |= names
-            found.append((names, form, row))
-        elif not other and names != found[0][0]:
-            other = [(names, form, row)]
-    return tuple(found + other if len(found) == 1 else found)
 
 
 class _Loaded(Generic[_T]):
@@ -83,8 +63,6 @@ class Shard:
         index: Index of the shard; loaded on first use of any of these attributes.
         columns: Columns of this cache in the index.
         layout_of_all: Layout of all samples; None unless the shard has exactly one.
-        variants: Samples that together have all tensors: names of the sample's tensors, its form, and its row. Several if
-            samples differ in the names of their tensors. At most 64.
 
     Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """
@@ -92,7 +70,6 @@ class Shard:
     index = _Loaded[ShardIndex]()
     columns = _Loaded[CacheColumns]()
     layout_of_all = _Loaded["Layout | None"]()
-    variants = _Loaded["tuple[Variant, ...]"]()
     _template_numbers = _Loaded[Array]()  # the number of each sample's template, uint8; 0 if unknown
 
     def __init__(
@@ -131,6 +108,30 @@ class Shard:
             self._count = len(self.columns)
         return self._count
 
+    def forms(self) -> list[tuple[Form, int]]:
+        """Return each form of the samples, with the row of one of them."""
+        numbers, rows = np.unique(self.index.layouts.form[self.columns.layout], return_index=True)
+        return [(self.index.layouts.forms[at], row) for at, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
+
+    def with_names(self) -> Shard:
+        """Return this shard with an index that has the further names of tensors, from a scan: old indexes lack them.
+
+        Raises:
+            FormatError: The shard does not match its index.
+        """
+        file = self.files.remote(self.path) if self.is_remote else self.file
+        scanned = scan_remote(file) if isinstance(file, RemoteFile) else scan_shard(file.read, file.nbytes)
+        names = scanned.caches.get(self.name, _NONE)
+        if not np.array_equal(names.digest, self.columns.digest):
+            what = "the index does not match the shard, which was changed or damaged; `tensorcache verify` (tc.verify) reports it"
+            raise FormatError(f"{self.path}: {what}")
+        caches = {**self.index.caches, self.name: replace(self.columns, layout=names.layout)}
+        index = replace(self.index, caches=caches, layouts=scanned.layouts)
+        return Shard(
+            self.path, self.name, self.files, self.pool, self._allow, len(self), index, self._listed,
+            find_index=self._find_index,
+        )  # fmt: skip
+
     def take_index(self, other: Shard) -> None:
         """Use the index that is loaded in `other`, another cache of the same shard."""
         self._index = other.index
@@ -159,7 +160,6 @@ class Shard:
         loaded = {"index": index, "columns": columns}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
         loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
-        loaded["variants"] = _variants_of(index, columns)
         for name, value in loaded.items():
             setattr(self, name, value)
 

@@ -43,7 +43,6 @@ class _BatchAsShard:
     """The samples of a batch as a `RowSource`. Row `i` is sample `i` of the batch."""
 
     layout_of_all = None
-    variants = ()
     path = "shared memory"
 
     def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
@@ -62,13 +61,13 @@ class _BatchAsShard:
         if parsed.named_layout is None:
             layout = parsed.layout
             try:
-                texts = list_references(parsed.skeleton, parsed.body, layout)
+                names = list_references(parsed.skeleton, parsed.body, layout)
             except UnsafeSkeletonError as exc:
                 if exc.needs is None:
                     raise
             else:
                 dims = [dim for tensor in layout.tensors.values() for dim in tensor.shape]
-                layout = make_layout(layout.form, dims, layout.data_begin, texts)
+                layout = make_layout(layout.form, dims, layout.data_begin, *names)
             parsed.named_layout = layout
         return parsed.named_layout
 

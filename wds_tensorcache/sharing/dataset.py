@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import operator
 import os
@@ -21,7 +20,7 @@ from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
-from wds_tensorcache.reading.choices.chosen import ChosenRequest, nest_chosen
+from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.lookup.positions import numbers_of, spread
@@ -29,10 +28,12 @@ from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
     as_patterns,
+    find_unknown,
     format_tensor,
     make_entry,
     merge_schema,
     name_matcher,
+    with_trees,
 )
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.sharing.batch import rows_of
@@ -282,10 +283,10 @@ class SharedDataset(Cache[Any]):
                 if not unknown:
                     break
                 names |= dict.fromkeys(self._tensors_of(number))
-                unknown = tuple(pattern for pattern in unknown if not fnmatch.filter(names, pattern))
+                unknown = tuple(pattern for pattern in unknown if find_unknown([pattern], names) is not None)
             if unknown:
                 raise KeyError(unknown_name("tensor", unknown[0], list(names)))
-        return self._view(self._indices, (*self._selections, patterns), self._store)
+        return self._view(self._indices, (*self._selections, with_trees(patterns)), self._store)
 
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
 
@@ -297,7 +298,7 @@ class SharedDataset(Cache[Any]):
         layouts = layouts_of(request.rows)
         structure = request.structures.structure_for(layouts)
         for name in tensors:
-            if name not in structure.tensors:
+            if name not in structure.names:
                 has = list(flatten(self._request(indices).sample(0)))
                 raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
         return nest_batch(request, tensors, layouts, structure=structure)
@@ -313,11 +314,11 @@ class SharedDataset(Cache[Any]):
         self._store.close()
         self._samples.close()
 
-    def _request(self, indices: Any, *, surveys: bool = False) -> Request:
+    def _request(self, indices: Any, *, collate: Any = None) -> Request:
         if isinstance(indices, Request):
             return indices.in_view(self._store, self._structures)
         numbers = self._indices[numbers_of(indices, len(self), self._find)].tolist()
-        return Request(self._store, rows_of(self._samples, numbers), self._structures)
+        return Request(self._store, rows_of(self._samples, numbers), self._structures, ())
 
     def _sample(self, number: int) -> Any:
         return self._finish(self._samples.get(self._indices.item(number)))
@@ -366,7 +367,7 @@ class SharedDataset(Cache[Any]):
             for name, lazy in flatten(sample).items():
                 if self._wanted is None or self._wanted(name):
                     shapes = np.array([lazy.shape], np.int64).reshape(1, -1)
-                    contents.add_tensor(prefix + name, lazy._reference, shapes, np.ones(1, np.int64))
+                    contents.add_tensor(prefix, name, lazy._reference, shapes, np.ones(1, np.int64))
         contents.add_values(prefix, (samples[at] for at in spread(len(samples), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:

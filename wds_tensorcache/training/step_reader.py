@@ -10,8 +10,7 @@ import torch
 
 from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.reading.base_cache import BatchInfo
-from wds_tensorcache.reading.choices.alternatives import Alternatives
-from wds_tensorcache.reading.choices.chooser import Randomness
+from wds_tensorcache.reading.choose import Alternatives, Randomness
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.plan import Step

@@ -57,12 +57,14 @@ class SkeletonWriter:
 
     def __init__(self, allow: Allowed) -> None:
         self.tensors: dict[str, StorableTensor] = {}  # name -> tensor, in the order of the walk
+        self.shares_tensors = False  # whether a tensor occurs several times
         self.needs_allow = False  # whether a reader must allow classes
         self._allow = allow
         self._classes = {cls: key for key, cls in allow.items()}
         self._parts: list[bytes] = []  # opcodes; empty where `_join` may put a MEMOIZE or a GET
         self._gets: dict[int, int] = {}  # index of a GET in `_parts` -> index of its MEMOIZE
         self._slots: dict[int, tuple[int, object]] = {}  # id -> (index of its MEMOIZE, object, kept for its id)
+        self._names: dict[int, str] = {}  # id -> name of a tensor
         self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # value -> index of its MEMOIZE
         self._globals: dict[tuple[str, str], int] = {}
         self._canonicals: dict[int, tuple[object, tuple[bytes, bytes] | None]] = {}  # id -> (object, its sort keys)
@@ -105,6 +107,7 @@ class SkeletonWriter:
         known = self._slots.get(id(value))
         if known is not None:
             self._get(known[0])
+            self.shares_tensors |= id(value) in self._names
             return
         if depth > MAX_DEPTH and (cls in _NESTED or cls in self._classes):
             raise EncodeError(f"{place(path)}: containers nest more than {MAX_DEPTH} deep; flatten them")
@@ -125,6 +128,10 @@ class SkeletonWriter:
             self._save_call(NUMPY_DTYPE, value, path, depth)
         else:
             raise EncodeError(f"{place(path)}: {_remedy(value)}")
+
+    def name_of(self, value: object) -> str | None:
+        """Return the name of a tensor; None for any other value."""
+        return self._names.get(id(value))
 
     def _get(self, slot: int) -> None:
         self._gets[len(self._parts)] = slot
@@ -320,6 +327,7 @@ class SkeletonWriter:
         self._global("builtins", "format")
         self._save_atom(stored.reference, str, op.write_text)
         self._slots[id(value)] = (len(self._parts) + 1, value)
+        self._names[id(value)] = path
         self._parts += CODE[op.TUPLE1] + CODE[op.REDUCE], b""
 
     def _save_object(self, value: Any, path: str, depth: int) -> None:

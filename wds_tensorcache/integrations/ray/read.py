@@ -13,8 +13,7 @@ from wds_tensorcache.arguments import check_options
 from wds_tensorcache.integrations.ray.need_ray import need_ray
 from wds_tensorcache.integrations.ray.rows.bits import to_bits
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.choices.alternatives import Alternatives, Choose
-from wds_tensorcache.reading.choices.chooser import Randomness
+from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.lookup.positions import by_shard, spread
 from wds_tensorcache.reading.open_cache import open
@@ -159,10 +158,4 @@ def _nbytes(cache: TensorCache[Any], alternatives: Alternatives | None) -> Array
 
 def _layout_nbytes(layout: Layout, wanted: Any, alternatives: Alternatives | None) -> int:
     sizes = {name: tensor.end - tensor.begin for name, tensor in layout.tensors.items() if wanted(name)}
-    if alternatives is None:
-        return sum(sizes.values())
-    total = sum(size for name, size in sizes.items() if not alternatives.covers(name))
-    for group in alternatives.groups:
-        each = group.alternatives_in(list(sizes))
-        total += sum(sizes.get(name, 0) for names in each for name in names) // max(len(each), 1)
-    return total
+    return sum(sizes.values()) if alternatives is None else alternatives.chosen_nbytes(sizes)

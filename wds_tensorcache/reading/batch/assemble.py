@@ -13,7 +13,7 @@ from wds_tensorcache.codec.lazy import Lazy, check_device
 from wds_tensorcache.codec.skeleton.template import assemble
 from wds_tensorcache.codec.tree import map_leaves, rebuild
 from wds_tensorcache.codec.views import check_array
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Pad, PadValue, as_collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, lacks_any
@@ -22,7 +22,7 @@ from wds_tensorcache.reading.batch.other_values import Decoded
 from wds_tensorcache.reading.batch.padding import Padding, fill_paddings, filler_of, padded_shape
 from wds_tensorcache.reading.batch.placement import Placement, nbytes_of, place_equal, place_in_turn
 from wds_tensorcache.reading.batch.read import read_rows
-from wds_tensorcache.reading.batch.request import Request, Structure, columns_of
+from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, columns_of
 
 __all__ = ["nest_batch", "read_batch", "read_tensors"]
 
@@ -35,14 +35,24 @@ def read_batch(
     """Return a batch; see `Cache.read_batch`."""
     if callable(collate):
         return collate(_read_samples(request, pin, device))
-    return nest_batch(request, *_read_tensors(request, device, pin, collate, pad_value, WAYS))
+    try:
+        return nest_batch(request, *_read_tensors(request, device, pin, collate, pad_value, WAYS))
+    except (NewNames, BatchError) as exc:
+        if isinstance(exc, BatchError) and not request.find_names():
+            raise
+        return read_batch(request.again(), device, pin, collate, pad_value)
 
 
 def read_tensors(
     request: Request, device: Any = None, pin: bool = False, collate: Any = "stack", pad_value: PadValue = 0
 ) -> dict[str, Any]:
     """Return the tensors of a batch by name; see `Cache.read_tensors`."""
-    return _read_tensors(request, device, pin, collate, pad_value, TENSOR_WAYS)[0]
+    try:
+        return _read_tensors(request, device, pin, collate, pad_value, TENSOR_WAYS)[0]
+    except (NewNames, BatchError) as exc:
+        if isinstance(exc, BatchError) and not request.find_names():
+            raise
+        return read_tensors(request.again(), device, pin, collate, pad_value)
 
 
 def nest_batch(
@@ -52,17 +62,17 @@ def nest_batch(
     structure: Structure | None = None,
 ) -> Any:
     """Return a batch with the structure of its samples, and with `tensors`, by name."""
-    structure = structure or request.structures.structure_for(layouts)
+    structure = structure or request.structures.structure_for(layouts, request.fixed)
     decoded = Decoded(request, layouts, structure)
-    may_lack = layouts.is_mixed or layouts.exemplars
-    if not structure.is_plain or get_worker_info() is not None or (may_lack and lacks_any(layouts, structure.tensors)):
+    may_lack = layouts.is_mixed or structure.nones
+    if not structure.is_plain or get_worker_info() is not None or (may_lack and lacks_any(layouts, structure.names)):
         # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
         # skeleton tells whether there is None in its place.
         decoded.check()
     if structure.visits is not None:
         names, paths, containers = structure.visits
         return assemble(containers, [*map(tensors.__getitem__, names), *map(partial(Leaves, decoded), paths)])
-    wanted = request.structures.wanted_in_whole
+    wanted = request.structures.wanted
     return map_leaves(structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted)
 
 
@@ -79,7 +89,7 @@ def _read_tensors(
     if device is not None:
         check_device(device)
     layouts = request.layouts()
-    columns = columns_of(request, layouts)
+    columns = columns_of(request, layouts, ways)
     count = len(request.rows.row)
     paddings: list[Padding] = []
     if ways is None and count <= columns.limit:  # fast path for most batches: no work per tensor
@@ -88,7 +98,7 @@ def _read_tensors(
     else:
         ways = ways or as_collate(collate, 0, allowed_ways)
         if ways is not collate:
-            ways.check_names(columns.names)
+            ways.check_names([*columns.names, *columns.twins])
         shapes, placement, paddings = _place(layouts, columns, ways.ways_for(columns.names))
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
     ahead = request.skeletons_ahead() if request.store.has_remote and allowed_ways is WAYS else ()
@@ -108,6 +118,8 @@ def _read_tensors(
             rows = zip(layouts.which.tolist(), placement.rows[number], strict=True)
             found = ((columns.references[number][at], begin) for at, begin in rows)
             tensors[name] = [one and memory.view(one, begin, one.shape) for one, begin in found]
+    for twin, name in columns.twins.items():
+        tensors[twin] = tensors[name]
     return tensors, layouts
 
 
@@ -129,14 +141,14 @@ def _place(
     paddings = []
     for number, way in enumerate(ways):
         first, can_stack = columns.first[number], count <= columns.limits[number]
-        if isinstance(way, Pad) and (first.shape or any(columns.references[number])):
+        if isinstance(way, Pad):
             shapes.append(padded_shape(columns, layouts, number, way))
             row_nbytes = nbytes_of(first, shapes[-1] or ())
             if (sizes[number] < row_nbytes).any():
                 paddings.append(Padding(number, row_nbytes, *filler_of(first, way.value)))
                 sizes[number] = row_nbytes
-        elif way == "list" or (way == "auto" and not can_stack) or not any(columns.references[number]):
-            shapes.append(None)  # None for each sample, if no sample has the tensor
+        elif way == "list" or (way == "auto" and not can_stack):
+            shapes.append(None)
         else:
             if not can_stack:
                 columns.check_stackable(layouts, number)
@@ -169,8 +181,9 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
     if device is not None:
         check_device(device)
     layouts = request.layouts()
+    wanted = request.structures.wanted or (lambda name: True)
     names = [
-        name for name in request.structures.tensors(layouts) if all(name in layout.tensors for layout in layouts.items)
+        name for name in filter(wanted, layouts.items[0].named) if all(name in layout.named for layout in layouts.items)
     ]
     columns = Columns(names, layouts.items)
     if columns.sizes is not None:
@@ -188,7 +201,7 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
         """Load a lazy tensor of sample `i`, and return it; return any other value unchanged."""
         if not isinstance(lazy, Lazy):
             return lazy
-        reference, number = lazy._reference, columns.numbers.get(lazy.name)
+        reference, number = lazy._reference, columns.numbers.get(columns.twins.get(lazy.name, lazy.name))
         begin = placement.rows[number][i] if number is not None else 0
         # the offset may be unaligned if samples differ in a tensor's dtype
         if number is not None and begin % reference.dtype.itemsize == 0:

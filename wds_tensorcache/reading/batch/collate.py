@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from wds_tensorcache.errors import BatchError, unknown_name
 
-__all__ = ["Collate", "Pad", "PadValue", "as_collate", "check_collate", "collate_for", "needs_survey", "pad"]
+__all__ = ["Collate", "Pad", "PadValue", "as_collate", "check_collate", "collate_for", "pad"]
 
 PadValue: TypeAlias = "complex | Mapping[str, complex]"
 WAYS = ("stack", "list", "pad")  # accepted by read_batch
@@ -91,6 +91,10 @@ class Collate:
         """Return the way to collate each tensor: that of its name, else of the first pattern that matches, else "stack"."""
         return [self._way(self.prefix + name) for name in names]
 
+    def fixes(self, name: str) -> bool:
+        """Return whether every batch has a tensor of this name: one that is padded or listed, also if all samples lack it."""
+        return self._way(self.prefix + name) not in ("stack", "auto")
+
     def _way(self, name: str) -> str | Pad:
         way = self.ways.get(name)
         if way is None:
@@ -98,11 +102,6 @@ class Collate:
         if way == "pad":
             return Pad(None, self.pad_value.get(name, 0) if isinstance(self.pad_value, Mapping) else self.pad_value)
         return way
-
-
-def needs_survey(collate: Any) -> bool:
-    """Return whether a batch depends on tensors that all its samples may lack: it pads them, or names them."""
-    return (isinstance(collate, str) and collate == "pad") or isinstance(collate, (Pad, Collate, Mapping))
 
 
 def check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wds_tensorcache.codec.header import Form, Layout, StoredTensor
-from wds_tensorcache.codec.reference import Reference, resolve
+from wds_tensorcache.codec.reference import Reference, reference_text, resolve
+from wds_tensorcache.codec.sample import names_in
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 
-__all__ = ["Columns", "Layouts", "check_same_names", "check_stackable", "lacks_any", "layouts_of"]
+if TYPE_CHECKING:
+    from wds_tensorcache.reading.schema import TensorSchema
+
+__all__ = ["Columns", "Layouts", "check_stackable", "lacks_any", "layouts_of"]
 
 Array = np.ndarray[Any, Any]
 _ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a layout lacks
@@ -30,15 +34,12 @@ class Layouts:
         rows: Samples of the batch.
         items: Distinct layouts, starting with the first sample's.
         which: Index into `items` for each sample, int64 `[B]`.
-        exemplars: Samples, of the batch or its shards, with tensors that the first sample lacks, each as `(form, shard
-            number, row)`.
         is_mixed: True if the samples of the batch differ in the names of their tensors.
     """
 
     rows: Rows
     items: Sequence[Layout]
     which: Array
-    exemplars: Sequence[tuple[Form, int, int]] = ()
     is_mixed: bool = False
 
     def key(self, number: int) -> str:
@@ -59,12 +60,9 @@ def layouts_of(rows: Rows) -> Layouts:
     numbers: dict[int, int] = {}
     items: list[Layout] = []
     found: list[Any] = []  # for each shard: one index, or one index per sample
-    varied = list(rows.exemplars)  # and the shards of the batch whose samples differ in the names of their tensors
     for number, _, some in rows.by_shard:
         layout = rows.shards[number].layout_of_all
         layouts, inverse = ([layout], 0) if layout is not None else rows.shards[number].layouts_of(some)
-        if len(rows.shards[number].variants) > 1 and number not in varied:
-            varied.append(number)
         present = []
         for layout in layouts:
             present.append(numbers.setdefault(id(layout), len(items)))
@@ -72,46 +70,51 @@ def layouts_of(rows: Rows) -> Layouts:
                 items.append(layout)
         found.append(np.array(present)[inverse])
     which = np.zeros(len(rows.row), np.int64)
-    if len(items) == 1:
-        # not the result, which refers to the rows
-        rows.known_layouts.extend((items, which, _exemplars(rows, items, which, varied) if varied else ()))
-        return Layouts(rows, *rows.known_layouts)
-    for (_, at, _), part in zip(rows.by_shard, found, strict=True):
-        which[at] = part
+    if len(items) > 1:
+        for (_, at, _), part in zip(rows.by_shard, found, strict=True):
+            which[at] = part
+    if any(layout.texts is None for layout in items):
+        items, which = _with_texts(rows, items, which)
     first = which.item(0)
     if first:  # move the first sample's layout to the front
         items.insert(0, items.pop(first))
         which = np.where(which == first, 0, which + (which < first))
     is_mixed = any(
-        layout.form is not items[0].form and layout.tensors.keys() != items[0].tensors.keys() for layout in items
-    )
-    exemplars = _exemplars(rows, items, which, varied) if varied or is_mixed else ()
-    rows.known_layouts.extend((items, which, exemplars, is_mixed))
+        layout.form is not items[0].form or layout.further != items[0].further for layout in items[1:]
+    ) and any(layout.named.keys() != items[0].named.keys() for layout in items[1:])
+    # not the result, which refers to the rows
+    rows.known_layouts.extend((items, which, is_mixed))
     return Layouts(rows, *rows.known_layouts)
 
 
-def _exemplars(
-    rows: Rows, items: Sequence[Layout], which: Array, varied: Sequence[int]
-) -> Sequence[tuple[Form, int, int]]:
-    """Return `Layouts.exemplars`: samples that together have all names that the first sample lacks, chosen greedily."""
-    found: dict[frozenset[str], tuple[Form, int, int]] = {}
-    for number, layout in enumerate(items):
-        i = int(np.argmax(which == number))
-        found.setdefault(frozenset(layout.tensors), (layout.form, rows.number.item(i), rows.row.item(i)))
-    for number in varied:
-        for names, form, row in rows.shards[number].variants:
-            found.setdefault(names, (form, number, row))
-    covered, result = set(items[0].tensors), []
-    for names in sorted(found, key=len, reverse=True):
-        if not names <= covered:
-            covered |= names
-            result.append(found[names])
-    return result
+def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list[Layout], Array]:
+    """Take the references that an index lacks from the skeletons; return layouts, and the index of each sample's."""
+    numbers: dict[Any, int] = {}
+    result: list[Layout] = []
+    made = np.empty(len(which), np.int64)
+    for i, at in enumerate(which.tolist()):
+        layout, further = items[at], items[at].further
+        key: Any = id(layout)
+        if layout.texts is None:
+            sample = rows.sample(i)
+            references = {lazy.name: lazy._reference for lazy in flatten(sample).values()}
+            tensors = {name: tensor for name, tensor in layout.tensors.items() if name in references}
+            texts = tuple(reference_text(references[name].kind, name, references[name].attribute) for name in tensors)
+            further = names_in(sample)
+            key = id(layout), texts, further
+        if key not in numbers:
+            numbers[key] = len(result)
+            if layout.texts is None:
+                form = Form(tuple(entry for entry in layout.form.entries if entry[0] in tensors))
+                layout = Layout(tensors, layout.data_begin, layout.nbytes, form, texts, further)
+            result.append(layout)
+        made[i] = numbers[key]
+    return result, made
 
 
 def lacks_any(layouts: Layouts, names: Iterable[str]) -> bool:
     """Return whether a sample of the batch lacks one of the tensors `names`."""
-    return any(name not in layout.tensors for name in names for layout in layouts.items)
+    return any(name not in layout.named for name in names for layout in layouts.items)
 
 
 class Columns:
@@ -119,6 +122,7 @@ class Columns:
 
     Attributes:
         names, numbers: Names of the tensors, and a dict from each name to its index in `names`.
+        twins: Further names that stand for the same tensor as another name in all layouts, each with that name.
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
@@ -126,7 +130,7 @@ class Columns:
         bools: `(tensor, layout)`, both as indices, of each bool tensor; the bytes of these tensors must be checked.
         references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; set by `resolve`, like
             `first`, `shapes`, `limits` and `limit`.
-        first: Reference of each tensor in the first layout that has it; if none has it, in another sample of the same shards.
+        first: Reference of each tensor in the first layout that has it; if none has it, as the schema describes the tensor.
         shapes: Shape of each tensor in `first`.
         limits: Largest number of samples for which each tensor can be stacked; 0 if its shapes differ, or a layout lacks it.
         limit: Minimum of `limits`.
@@ -138,12 +142,14 @@ class Columns:
     limits: list[int]
     limit: int
 
-    def __init__(self, names: Sequence[str], layouts: Sequence[Layout]) -> None:
+    def __init__(self, names: Sequence[str], layouts: Sequence[Layout], *, joins: bool = True) -> None:
+        self.twins = _twins(names, layouts) if joins and any(layout.further for layout in layouts) else {}
+        names = [name for name in names if name not in self.twins]
         self.names = tuple(names)
         self.numbers = {name: number for number, name in enumerate(names)}
         self.layouts = layouts
         self.references = []
-        stored = [[layout.tensors.get(name, _ABSENT) for layout in layouts] for name in names]
+        stored = [[layout.named.get(name, _ABSENT) for layout in layouts] for name in names]
         shape = (len(names), len(layouts))
         self.begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
         self.nbytes = np.array([[one.end for one in each] for each in stored], np.int64).reshape(shape) - self.begin
@@ -156,39 +162,29 @@ class Columns:
             if one.dtype == "BOOL"
         ]
 
-    def resolve(self, like: dict[str, Any], texts: Sequence[dict[str, str]], layouts: Layouts) -> None:
-        """Resolve the reference of each tensor in each layout.
-
-        Args:
-            like: A lazy tensor of one of the samples, by name.
-            texts: Reference texts in the skeletons of each layout, by tensor name.
-            layouts: Layouts of the batch.
+    def resolve(self, layouts: Layouts, schema: Mapping[str, TensorSchema]) -> None:
+        """Resolve the reference of each tensor in each layout. `schema` describes tensors that no layout has.
 
         Raises:
             BatchError: A tensor's kind or dtype differs between layouts.
         """
+        texts = [layout.named_texts for layout in layouts.items]
+        self.first = []
         for name in self.names:
             references = [
-                resolve(layout, text[name]) if name in layout.tensors else None
+                _resolve(layout, name, text[name]) if name in text else None
                 for layout, text in zip(layouts.items, texts, strict=True)
             ]
-            mine = like[name]._reference
-            if name not in layouts.items[0].tensors and not all(
-                one is None or _is_alike(one, mine) for one in references
-            ):
-                mine = _reference_in_batch(layouts, name) or mine  # that one may be of a sample outside the batch
-            for number, found in enumerate(references):
-                if found is not None and not _is_alike(found, mine):
+            first = next(filter(None, references), None) or _describe(schema[name])
+            for number, other in enumerate(references):
+                if other is not None and not _is_alike(other, first):
                     alike = next(n for n, one in enumerate(references) if one is not None)
                     raise BatchError(
-                        f"tensor {name!r} is {mine.kind} of {mine.dtype} in sample {layouts.key(alike)!r}, "
-                        f"but {found.kind} of {found.dtype} in {layouts.key(number)!r}" + _remedy_of_texts(mine, found)
+                        f"tensor {name!r} is {first.kind} of {first.dtype} in sample {layouts.key(alike)!r}, "
+                        f"but {other.kind} of {other.dtype} in {layouts.key(number)!r}" + _remedy_of_texts(first, other)
                     )
             self.references.append(references)
-        self.first = [
-            next(filter(None, each), like[name]._reference)
-            for name, each in zip(self.names, self.references, strict=True)
-        ]
+            self.first.append(first)
         self.shapes = [first.shape for first in self.first]
         # cost: one step per tensor and layout, done once for all batches of one layout
         self.limits = [
@@ -224,7 +220,10 @@ class Columns:
         references = self.references[tensor]
         lacking = next((number for number, one in enumerate(references) if one is None), None)
         if lacking is not None and not self.present(tensor):
-            raise BatchError(f"no sample of the batch has the tensor {self.names[tensor]!r}; do not select it")
+            raise BatchError(
+                f"no sample of the batch has the tensor {self.names[tensor]!r}; use collate='list' or 'pad' for this tensor, "
+                "or do not select it"
+            )
         if lacking is not None:
             at, first = self.present(tensor)[0]
             raise BatchError(
@@ -284,23 +283,24 @@ def _is_alike(one: Reference, other: Reference) -> bool:
     return one.kind == other.kind and one.dtype == other.dtype
 
 
-def _reference_in_batch(layouts: Layouts, name: str) -> Reference | None:
-    """Return the reference in the skeleton of the first sample that has a tensor of this name; None if it has another name."""
-    having = [number for number, layout in enumerate(layouts.items) if name in layout.tensors]
-    lazy = flatten(layouts.rows.sample(int(np.argmax(np.isin(layouts.which, having))))).get(name)
-    return None if lazy is None else lazy._reference
+def _resolve(layout: Layout, name: str, text: str) -> Reference:
+    reference = resolve(layout, text)
+    return reference if reference.name == name else replace(reference, name=name)
 
 
-def check_same_names(layouts: Layouts, names: Collection[str], wanted: Callable[[str], bool] | None) -> None:
-    """Raise BatchError if a layout has a tensor that `wanted` accepts, but that is neither in `names` nor in the first layout.
+def _describe(tensor: TensorSchema) -> Reference:
+    """Return a reference for a tensor that no sample of the batch has."""
+    dtype = tensor.dtype[0] if isinstance(tensor.dtype, tuple) else tensor.dtype
+    shape = tuple(size if isinstance(size, int) else size[1] for size in tensor.shape or ())
+    return Reference(tensor.name, tensor.kind, dtype, shape, 0, 0, None)
 
-    Such a tensor has no place in the batch, because the first sample has another value at its path.
-    """
-    first = layouts.items[0].tensors.keys()
-    for number, layout in enumerate(layouts.items if layouts.is_mixed else ()):
-        more = [name for name in layout.tensors.keys() - first - set(names) if wanted is None or wanted(name)]
-        if more:
-            raise BatchError(
-                f"sample {layouts.key(number)!r} has tensor {min(more)!r}, but {layouts.key(0)!r} has none, and not None in "
-                "its place; select the tensors that all samples have, filter by entry.shapes, or collate with a function"
-            )
+
+def _twins(names: Sequence[str], layouts: Sequence[Layout]) -> dict[str, str]:
+    """Return `Columns.twins`."""
+    first: dict[tuple[int, ...], str] = {}
+    twins: dict[str, str] = {}
+    for name in names:
+        key = tuple(id(layout.named.get(name)) for layout in layouts)
+        if first.setdefault(key, name) != name and any(name in layout.named for layout in layouts):
+            twins[name] = first[key]
+    return twins

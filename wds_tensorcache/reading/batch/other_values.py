@@ -13,7 +13,7 @@ from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
-from wds_tensorcache.reading.batch.request import Request, Structure, Variant, keep_known
+from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, Variant, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
 
 __all__ = ["Decoded"]
@@ -54,6 +54,12 @@ class Decoded:
         Raises:
             BatchError: A sample's structure differs from that of the first sample.
         """
+        try:
+            return self._column(path)
+        except NewNames as exc:
+            raise BatchError("the index lacks names that samples of the batch have; read the batch again") from exc
+
+    def _column(self, path: Path) -> list[Any]:
         with self._lock:
             others, slot = self._match(), self._slot(path)
             if slot is not None and not others:
@@ -183,15 +189,15 @@ class Decoded:
     def _build_other(self, i: int) -> Any:
         """Return sample `i`, which does not match the template; raise BatchError if its structure differs."""
         sample = self._request.whole_sample(i)
-        found = difference(self._structure.sample, sample, self._request.structures.wanted_in_whole)
+        found = difference(self._structure.sample, sample, self._request.structures.wanted)
         if found is not None:
             raise self._unlike(i, *found)
         return sample
 
     def _unlike(self, i: int, where: str, first: str, other: str) -> BatchError:
-        key = self._request.key
+        key, base = self._request.key, self._request.structures.find_base(self._layouts)
         return BatchError(
-            f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
+            f"sample {key(i)!r} has {other} {where}, but {key(base)!r} has {first}: their structures differ; "
             "collate with a function, or use read_tensors"
         )
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from wds_tensorcache.codec.header import Form, Layout
-from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
-from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, project
+from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, names_of, project, separate
 from wds_tensorcache.errors import BatchError, FormatError
-from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_same_names, layouts_of
+from wds_tensorcache.reading.batch.collate import Collate
+from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
 from wds_tensorcache.reading.batch.rows import Rows
+from wds_tensorcache.reading.schema import TensorSchema, whole_schema
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.reading.structure import merge
+from wds_tensorcache.reading.structure import insert
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["Request", "Structure", "Structures", "Variant", "columns_of", "keep_known"]
+__all__ = ["NewNames", "Request", "Structure", "Structures", "Variant", "check_names", "columns_of", "keep_known"]
 
 _MAX_KNOWN = 64
 _NUM_WITH_VALUES = 16
@@ -28,13 +27,17 @@ _MAX_LAYOUTS = 8  # batches of more layouts rarely have the same ones again
 _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
+class NewNames(Exception):
+    """A skeleton has shown names that an old index lacks. The shard now has another index, so the batch must be read anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Another template than that of a batch's first sample. Its samples have the structure of the batch, but may lack tensors.
+    """Another template than that of a batch's structure. Its samples have this structure, but may lack tensors.
 
     Attributes:
         template: The template.
-        nones: Numbers of the values that must be None, because the batch may have tensors in their places.
+        nones: Indices of the values that must be None, because the batch may have tensors in their places.
         slots: As `Structure.slots`.
     """
 
@@ -45,30 +48,28 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The structure of a batch, shared by all batches that begin with such a sample and complete it in the same way.
+    """How a batch is nested. Cached, and reused by batches with the same template and the same missing tensors.
 
     Attributes:
-        sample: Sample that shows the containers and their keys: the first one, with all tensors that any sample of the
-            batch or of its shards has, including those that are not selected.
-        tensors: Selected lazy tensors of `sample`, by name.
-        template: Template that the first sample matches, if any.
+        sample: Sample of the batch with most tensors, completed by the tensors that it lacks. It shows the containers and their
+            keys; tensors that are not selected remain.
+        names: Names of the selected tensors.
+        template: Template that the sample matches, if any.
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
-            `Template`. None if the first sample matches no template, or lacks tensors.
+            `Template`. None if the sample matches no template, or lacks tensors.
         is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
-        nones: Paths at which the first sample has None, and another sample has a tensor, or a container of tensors.
-        forms: Forms of the samples that completed `sample`.
+        nones: Paths of the tensors that the sample lacks; it has None or nothing there.
         slots: For each path that was looked up, the index of the template's value at that path; None for a container; -1 for a
-            tensor, or if the first sample has nothing there.
+            tensor, or if the sample has nothing there.
         variants: Other templates of samples that have this structure, by the ids of the templates.
     """
 
     sample: Any
-    tensors: dict[str, Lazy]
+    names: tuple[str, ...]
     template: Template | None
     visits: _Visits | None
     is_plain: bool
     nones: tuple[Path, ...] = ()
-    forms: tuple[Form, ...] = ()
     slots: dict[Path, int | None] = field(default_factory=dict)
     variants: dict[int, Variant] = field(default_factory=dict)
 
@@ -84,26 +85,21 @@ class Structures:
         wanted: Function that returns whether the tensor with a name is selected; None if all tensors are.
 
     Attributes:
-        columns: Columns of batches with few layouts, by the ids of the layouts.
-        chosen: Structures of the same samples with chosen alternatives; see `reading/choices`.
+        columns: Columns of batches with few layouts, by the ids of the layouts and the names that the batch must have.
+        chosen: Structures of the same samples with chosen alternatives; see `reading/choose.py`.
     """
 
     def __init__(self, wanted: Wanted | None) -> None:
         self.wanted = wanted
-        self.columns: dict[tuple[int, ...], Columns] = {}
+        self.columns: dict[tuple[Any, ...], Columns] = {}
         self.chosen: dict[Any, Structures] = {}
         # number of next batches from remote shards that fetch all skeletons together with the tensors
         self.num_with_values = 0
-        # by the id of the first sample's template; if it lacks tensors, also by the ids of `Structure.forms`
+        # by the id of the template, which the value refers to, and the names of missing tensors
         self._by_template: dict[Any, Structure] = {}
         self._by_form: dict[
-            Any, tuple[Form, dict[str, Lazy]]
+            Any, tuple[Form, tuple[str, ...]]
         ] = {}  # the value refers to the form, so the id is not reused
-
-    @property
-    def wanted_in_whole(self) -> Wanted | None:
-        """Function that returns whether the tensor with a name is selected, for samples from `Request.whole_sample`."""
-        return self.wanted
 
     def note_values(self) -> None:
         """Record that the values of a batch are used."""
@@ -113,54 +109,107 @@ class Structures:
         """Return a sample with only its selected tensors."""
         return sample if self.wanted is None else project(sample, self.wanted)
 
-    def structure_for(self, layouts: Layouts) -> Structure:
-        """Return the structure of a batch."""
-        rows = layouts.rows
-        template, forms = rows.template(), tuple(form for form, *_ in layouts.exemplars) if layouts.exemplars else ()
-        key: Any = (id(template), *map(id, forms)) if forms else id(template)
-        structure = self._by_template.get(key)  # the value refers to the template and the forms, so no id is reused
+    def find_base(self, layouts: Layouts) -> int:
+        """Return the first sample of the batch that has most selected tensors, and among these most tensors."""
+        if not layouts.is_mixed:
+            return 0
+        wanted = self.wanted or (lambda name: True)
+        counts = [(sum(map(wanted, layout.named)), len(layout.named)) for layout in layouts.items]
+        has_most = [count == max(counts) for count in counts]
+        return next(i for i, at in enumerate(layouts.which.tolist()) if has_most[at])
+
+    def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
+        """Return the structure of a batch. `fixed` are names that the batch must have.
+
+        Raises:
+            BatchError: A tensor has no place in the sample with most tensors.
+        """
+        base = self.find_base(layouts)
+        missing = self._missing(layouts, base, fixed) if layouts.is_mixed or not _has(layouts, fixed) else ()
+        template = layouts.rows.template(base)
+        key: Any = (id(template), missing) if missing else id(template)
+        structure = self._by_template.get(key)
         if structure is None:
-            structure = self._structure(layouts, template, forms)
+            structure = self._structure(layouts, base, template, missing)
             if template is not None:
                 keep_known(self._by_template, key, structure)
         return structure
 
-    def _structure(self, layouts: Layouts, template: Template | None, forms: tuple[Form, ...]) -> Structure:
-        sample, nones = self._whole(layouts.rows.sample(0)), set[Path]()
-        for _, number, row in layouts.exemplars:
+    def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of the batch's tensors that a sample lacks."""
+        present = layouts.items[layouts.which.item(base)].named
+        others = [name for layout in layouts.items for name in layout.named] if layouts.is_mixed else []
+        return tuple(dict.fromkeys(name for name in (*others, *fixed) if name not in present))
+
+    def _structure(self, layouts: Layouts, base: int, template: Template | None, missing: tuple[str, ...]) -> Structure:
+        raw = layouts.rows.sample(base)
+        check_names(layouts.rows, base, raw)
+        sample, wanted = self.whole(raw, layouts.items[layouts.which.item(base)]), self.wanted or (lambda name: True)
+        nones = []
+        for name in missing:
             try:
-                other = self._whole(layouts.rows.shards[number].sample(row))
-            except FormatError:
-                if ((layouts.rows.number == number) & (layouts.rows.row == row)).any():
-                    raise
-                continue  # a damaged sample outside the batch, which then lacks its tensors
-            sample, found = merge(sample, other)
-            nones.update(found)
-        wanted = self.wanted_in_whole or (lambda name: True)
-        tensors = {name: lazy for name, lazy in flatten(sample).items() if wanted(name)}
-        is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in tensors)
-        visits = _visits_of(sample, wanted) if template is not None and not forms else None
-        return Structure(sample, tensors, template, visits, is_plain, tuple(nones), forms)
+                sample, path = insert(sample, name)
+            except ValueError as exc:
+                if not wanted(name):
+                    continue
+                having = next((n for n, layout in enumerate(layouts.items) if name in layout.named), None)
+                raise BatchError(
+                    f"{'the batch' if having is None else f'sample {layouts.key(having)!r}'} has tensor {name!r}, but "
+                    f"{layouts.rows.key(base)!r} has none, and not None in its place; select the tensors that all samples "
+                    "have, filter by entry.shapes, or collate with a function"
+                ) from exc
+            nones.append(path)
+        names = tuple(filter(wanted, names_of(sample)))
+        is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in names)
+        visits = _visits_of(sample, wanted) if template is not None and not missing else None
+        return Structure(sample, names, template, visits, is_plain, tuple(nones))
 
-    def _whole(self, sample: Any) -> Any:
-        """Return a sample with the structure of the batch if all tensors are selected."""
-        return sample
+    def whole(self, sample: Any, layout: Layout) -> Any:
+        """Return a sample with the structure that the batch has if all tensors are selected. `layout` is that of the sample."""
+        return separate(sample)[0]
 
-    def known_tensors(self, layout: Layout) -> dict[str, Lazy] | None:
-        """Return the lazy tensors of an earlier sample with the same form and references, by name; None if there was none."""
-        known = self._by_form.get((id(layout.form), layout.texts))
-        return None if known is None else known[1]
-
-    def tensors(self, layouts: Layouts) -> dict[str, Lazy]:
-        """Return the batch's lazy tensors by name, with the kinds and dtypes of a sample's tensors."""
+    def names_for(self, layouts: Layouts, fixed: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+        """Return the names of a batch's tensors, and whether every batch of these layouts has the same ones."""
         layout = layouts.items[0]
-        tensors = None if layouts.exemplars else self.known_tensors(layout)
-        if tensors is None:
-            structure = self.structure_for(layouts)
-            tensors = structure.tensors
-            if structure.template is not None and layout.texts is not None and not layouts.exemplars:
-                keep_known(self._by_form, (id(layout.form), layout.texts), (layout.form, tensors))
-        return tensors
+        is_simple = not layouts.is_mixed and _has(layouts, fixed)
+        # the bytes of a fetched skeleton would cost a request, so a known form comes first
+        known = self._by_form.get((id(layout.form), layout.texts, layout.further)) if is_simple else None
+        if known is not None:
+            return known[1], True
+        structure = self.structure_for(layouts, fixed)
+        if is_simple and structure.template is not None:
+            keep_known(self._by_form, (id(layout.form), layout.texts, layout.further), (layout.form, structure.names))
+        return structure.names, structure.template is not None
+
+
+def _has(layouts: Layouts, names: tuple[str, ...]) -> bool:
+    """Return whether the first sample has all of these tensors."""
+    return all(map(layouts.items[0].named.__contains__, names))
+
+
+def check_names(rows: Rows, i: int, sample: Any) -> None:
+    """Compare the tensors of a sample with the index, which old writers wrote without further names.
+
+    Raises:
+        FormatError: The index has other kinds, dtypes or names.
+        NewNames: The index lacks further names. From now on, the shard has another index.
+    """
+    items, which, _ = rows.known_layouts
+    number, layout = rows.number.item(i), items[which.item(i)]
+    shard, texts = rows.shards[number], layout.named_texts
+    if not isinstance(shard, Shard):
+        return
+    lazies = flatten(sample)
+    is_same = True
+    for lazy in lazies.values():
+        found = lazy._reference
+        is_same &= texts.get(found.name) == reference_text(found.kind, found.name, found.attribute)
+    has_names = {name: lazy.name for name, lazy in lazies.items() if name != lazy.name} == dict(layout.further)
+    if is_same and not has_names and shard.index.layouts.further is None:
+        rows.shards[number] = shard.with_names()  # type: ignore[index]
+        raise NewNames
+    if not (is_same and has_names):
+        raise FormatError(f"{shard.path}: sample {rows.key(i)!r}: its tensors differ from the index")
 
 
 class _Slot:
@@ -203,11 +252,14 @@ class Request:
         store: Shards, and the memory and threads to read them.
         rows: Shard, row and byte offset of each sample.
         structures: Known structures of the cache's samples.
+        fixed: Names of tensors whose places every batch has, also if all samples lack one; those that are not selected are left
+            out, as in samples.
     """
 
     store: Store
     rows: Rows
     structures: Structures
+    fixed: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.rows.row)
@@ -232,51 +284,61 @@ class Request:
         shard = self.rows.shards[self.rows.number.item(0)]
         return () if not isinstance(shard, Shard) or shard.knows_template(self.rows.row.item(0)) else (0,)
 
-    def in_view(self, store: Store, structures: Structures) -> Request:
+    def in_view(self, store: Store, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
         """Return the request of the same samples in another view of the cache."""
-        return Request(store, self.rows, structures)
+        return Request(store, self.rows, structures, fixed)
+
+    def again(self) -> Request:
+        """Return the request of the same samples after the names in an index have changed."""
+        return replace(self, rows=replace(self.rows, known_layouts=[]))
+
+    def find_names(self) -> bool:
+        """Look for further names that old indexes lack; return whether they have new indexes now."""
+        return bool(self.store.shards) and self.store.find_names(number for number, *_ in self.rows.by_shard)
+
+    def schema(self) -> Mapping[str, TensorSchema]:
+        """Return the properties of the tensors of all batches. Cost: loads the index of every shard, once."""
+        return whole_schema(self.store)
 
     def sample(self, i: int) -> Any:
         """Return sample `i` of the batch, with lazy tensors."""
         return self.structures.selected(self.rows.sample(i))
 
     def whole_sample(self, i: int) -> Any:
-        """Return sample `i` with the structure that the batch has if all tensors are selected."""
-        return self.rows.sample(i)
+        """Return sample `i` with the structure that the batch has if all tensors are selected.
+
+        Raises:
+            NewNames: An old index lacks further names of the sample.
+        """
+        sample, layouts = self.rows.sample(i), self.layouts()
+        check_names(self.rows, i, sample)
+        return self.structures.whole(sample, layouts.items[layouts.which.item(i)])
 
 
-def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of a batch, for all tensors that any of its samples has, or another sample of their shards.
+def columns_of(request: Request, layouts: Layouts, ways: Collate | None = None) -> Columns:
+    """Return the columns of a batch, for all tensors that any of its samples has, and those that it must have.
+
+    `ways` are the ways to collate tensors; None if all are alike.
 
     Raises:
-        BatchError: A tensor has no place in the first sample, or differs in kind or dtype between samples.
+        BatchError: A tensor has no place in the sample with most tensors, or differs in kind or dtype between samples.
     """
-    known, key = request.structures.columns, tuple(map(id, layouts.items))
-    columns = None if layouts.exemplars else known.get(key)
+    known, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
+    columns = known.get(key)
     if columns is None:
-        tensors = request.structures.tensors(layouts)
-        check_same_names(layouts, tensors, request.structures.wanted_in_whole)
-        columns = Columns(list(tensors), layouts.items)
-        columns.resolve(tensors, [_texts(request, layouts, number) for number in range(len(layouts.items))], layouts)
-        is_known = not layouts.exemplars and request.structures.known_tensors(layouts.items[0]) is not None
-        if is_known and len(key) <= _MAX_LAYOUTS and all(layout.texts is not None for layout in layouts.items):
+        names, are_known = request.structures.names_for(layouts, request.fixed)
+        columns = _resolved(request, layouts, Columns(names, layouts.items))
+        if are_known and len(layouts.items) <= _MAX_LAYOUTS:
             keep_known(known, key, columns)  # columns refer to the layouts, so the ids are not reused
+    if columns.twins and ways is not None:
+        pairs = zip(ways.ways_for(list(columns.twins)), ways.ways_for(list(columns.twins.values())), strict=True)
+        if any(one != other for one, other in pairs):
+            names, _ = request.structures.names_for(layouts, request.fixed)
+            columns = _resolved(request, layouts, Columns(names, layouts.items, joins=False))
     return columns
 
 
-def _texts(request: Request, layouts: Layouts, number: int) -> dict[str, str]:
-    """Return the reference texts in the skeletons of a layout, by tensor name."""
-    layout = layouts.items[number]
-    if layout.texts is not None:
-        return dict(zip(layout.tensors, layout.texts, strict=True))
-    # the index has no references for these skeletons, so those of each sample may differ
-    found: dict[str, str] = {}
-    for i in np.flatnonzero(layouts.which == number).tolist():
-        references = [lazy._reference for lazy in flatten(request.sample(i)).values()]
-        texts = {r.name: reference_text(r.kind, r.name, r.attribute) for r in references}
-        found = found or texts
-        if texts != found:
-            name = next(name for name in found if texts.get(name) != found[name])
-            one, other = layouts.key(number), layouts.rows.key(i)
-            raise BatchError(f"tensor {name!r} differs in kind or dtype between samples {one!r} and {other!r}")
-    return found
+def _resolved(request: Request, layouts: Layouts, columns: Columns) -> Columns:
+    is_lacking = any(not any(name in layout.named for layout in layouts.items) for name in columns.names)
+    columns.resolve(layouts, request.schema() if is_lacking else {})
+    return columns

@@ -13,7 +13,7 @@ from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.reading.remote.fetch_batch import fetch_skeletons
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.shards.shard import Shard, Variant
+from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.gather import RangeFile
 
 __all__ = ["NO_SAMPLES", "RowSource", "Rows", "locate"]
@@ -29,8 +29,6 @@ class RowSource(Protocol):
 
     @property
     def layout_of_all(self) -> Layout | None: ...
-    @property
-    def variants(self) -> Sequence[Variant]: ...
     @property
     def file(self) -> RangeFile: ...
     def key(self, row: int, /) -> str: ...
@@ -51,7 +49,6 @@ class Rows:
         shards: All shards of the cache: `Store.shards`; of a cache that is not in files, one place with all samples.
         number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
         by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
-        exemplars: Numbers of further shards, which have samples with tensors that samples of the batch may lack.
         known_layouts: Result of `layouts_of`, for views that read the same samples; empty before.
         fetched: Bytes at `Shard.skeleton_extent` of samples of remote shards, by their positions in the batch.
     """
@@ -61,7 +58,6 @@ class Rows:
     row: Array
     begin: Array
     by_shard: Sequence[tuple[int, Any, Array]]
-    exemplars: Sequence[int] = ()
     known_layouts: list[Any] = field(default_factory=list)
     fetched: dict[int, bytes] = field(default_factory=dict)
 
@@ -79,18 +75,18 @@ class Rows:
         stored = self.fetched.get(i)
         return shard.sample(row) if stored is None or not isinstance(shard, Shard) else shard.sample(row, stored)
 
-    def template(self) -> Template | None:
-        """Return the template that the first sample's skeleton matches, if any.
+    def template(self, i: int) -> Template | None:
+        """Return the template that the skeleton of sample `i` of the batch matches, if any.
 
         Raises:
             ValueError: The batch is empty.
         """
         if not self.by_shard:
             raise ValueError(NO_SAMPLES)
-        shard, row = self.shards[self.number.item(0)], self.row.item(0)
+        shard, row = self.shards[self.number.item(i)], self.row.item(i)
         if _is_remote(shard) and not shard.knows_template(row):
-            self.fetch_skeletons((0,))  # `sample` needs it, too
-        stored = self.fetched.get(0)
+            self.fetch_skeletons((i,))  # `sample` needs it, too
+        stored = self.fetched.get(i)
         return shard.template(row) if stored is None or not isinstance(shard, Shard) else shard.template(row, stored)
 
     def fetch_skeletons(self, positions: Iterable[int] | None = None) -> None:
@@ -126,14 +122,8 @@ def _is_remote(shard: RowSource) -> TypeGuard[Shard]:
     return isinstance(shard, Shard) and shard.is_remote
 
 
-def locate(store: Store, positions: Array, exemplars: Sequence[int] = ()) -> Rows:
-    """Return the locations of samples.
-
-    Args:
-        store: Shards of the cache.
-        positions: Positions of the samples in `store`, int64 `[B]`.
-        exemplars: As in `Rows`.
-    """
+def locate(store: Store, positions: Array) -> Rows:
+    """Return the locations of samples; `positions` are those in `store`, int64 `[B]`."""
     shards = store.shards
     if len(shards) == 1 or not len(positions):
         number, row = np.zeros(len(positions), np.int64), positions
@@ -141,13 +131,13 @@ def locate(store: Store, positions: Array, exemplars: Sequence[int] = ()) -> Row
         number = np.searchsorted(store.starts, positions, "right") - 1
         row = positions - store.starts[number]
     if not len(positions):
-        return Rows(shards, number, row, number, (), exemplars)
+        return Rows(shards, number, row, number, ())
     if store.has_remote:
         store.load_indexes(set(number.tolist()))
     at = number.item(0)
     if len(shards) == 1 or (number == at).all():
         begin = shards[at].columns.tensors_begin[row].astype(np.int64)
-        return Rows(shards, number, row, begin, ((at, _ALL, row),), exemplars)
+        return Rows(shards, number, row, begin, ((at, _ALL, row),))
     order = np.argsort(number.astype(store.number_dtype), kind="stable")  # numpy uses a radix sort for short integers
     present, rows = number[order], row[order]
     edges = [0, *(np.flatnonzero(np.diff(present)) + 1).tolist(), len(order)]
@@ -156,4 +146,4 @@ def locate(store: Store, positions: Array, exemplars: Sequence[int] = ()) -> Row
         at = present.item(first)
         by_shard.append((at, order[first:last], rows[first:last]))
         begin[order[first:last]] = shards[at].columns.tensors_begin[rows[first:last]]
-    return Rows(shards, number, row, begin, by_shard, exemplars)
+    return Rows(shards, number, row, begin, by_shard)

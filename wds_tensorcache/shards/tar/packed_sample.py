@@ -53,9 +53,8 @@ def pack(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[
         position = skeleton_begin + len(skeleton) + -len(skeleton) % BLOCK
         begin = _add_member(parts, position, prefix + TENSORS, nbytes, encoded.header, *encoded.buffers)
         position = begin + nbytes + -nbytes % BLOCK
-        entries.append(
-            CacheEntry(name, skeleton_begin, len(skeleton), begin, encoded.layout, encoded.digest, encoded.references)
-        )
+        names = encoded.references, encoded.further
+        entries.append(CacheEntry(name, skeleton_begin, len(skeleton), begin, encoded.layout, encoded.digest, *names))
     for extension, raw in others.items():
         begin = _add_member(parts, position, f"{key}.{extension}", len(raw), raw)
         position = begin + len(raw) + -len(raw) % BLOCK

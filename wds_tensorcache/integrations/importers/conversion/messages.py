@@ -81,11 +81,11 @@ def receive(connection: Connection) -> Any:
 def _reduce_layout(layout: Layout) -> tuple[Any, ...]:
     """Leave out what other samples taught the layout and its form, such as templates."""
     dims = [dim for tensor in layout.tensors.values() for dim in tensor.shape]
-    return _layout, (layout.form.entries, dims, layout.data_begin, layout.texts)
+    return _layout, (layout.form.entries, dims, layout.data_begin, layout.texts, layout.further)
 
 
-def _layout(entries: Any, dims: Any, data_begin: Any, texts: Any) -> Layout:
-    return make_layout(form_of(entries), dims, data_begin, texts)
+def _layout(entries: Any, dims: Any, data_begin: Any, texts: Any, further: Any) -> Layout:
+    return make_layout(form_of(entries), dims, data_begin, texts, further)
 
 
 _REDUCERS = {**copyreg.dispatch_table, Layout: _reduce_layout}

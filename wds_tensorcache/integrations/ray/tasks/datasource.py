@@ -22,9 +22,7 @@ from wds_tensorcache.integrations.ray.rows.columns import Kind, value_kind
 from wds_tensorcache.integrations.ray.rows.structure import KEY, MEMBER
 from wds_tensorcache.integrations.ray.rows.table import make_table, values_of
 from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.choices.alternatives import Alternatives
-from wds_tensorcache.reading.choices.chooser import Randomness
-from wds_tensorcache.reading.choices.values import place_in_samples
+from wds_tensorcache.reading.choose import Alternatives, Randomness, place_in_samples
 
 __all__ = ["CacheDatasource", "Plan"]
 
@@ -200,7 +198,7 @@ def _samples(request: Any, numbers: Array, keys: Sequence[str], plan: Plan) -> l
     samples = [request.sample(i) for i in range(len(numbers))]
     if plan.randomness.alternatives is None or not request.values:
         return samples
-    return place_in_samples(samples, request.values, plan.randomness.chooser(numbers), keys)
+    return place_in_samples(samples, request, plan.randomness.chooser(numbers), keys)
 
 
 def _read_bits(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Alternatives of a tensor in one sample, such as crops or captions, of which a batch has one."""

@@ -1,0 +1,793 @@
+"""`choose=`: alternatives among the tensors and values of a sample, of which a batch has the chosen one.
+
+A chosen tensor is one more name of its alternative, so a batch reads it like any other tensor, and reads nothing else of the
+alternatives. Values are chosen when they are looked at.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NoReturn, TypeAlias
+from urllib.parse import unquote
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from wds_tensorcache.arguments import user_level
+from wds_tensorcache.codec.header import Form, Further, Layout
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.tree import Path, Wanted, flatten, project, rebuild
+from wds_tensorcache.errors import BatchError, list_names
+from wds_tensorcache.reading.batch.assemble import nest_batch
+from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
+from wds_tensorcache.reading.batch.leaves import Leaves
+from wds_tensorcache.reading.batch.request import Request, Structures, keep_known
+from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
+from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
+from wds_tensorcache.reading.structure import insert
+
+__all__ = [
+    "Alternatives",
+    "Choices",
+    "Choose",
+    "Chooser",
+    "ChosenRequest",
+    "ChosenValue",
+    "Group",
+    "Randomness",
+    "choices_of_values",
+    "choose_tensors",
+    "nest_chosen",
+    "place_in_samples",
+    "place_values",
+    "split",
+]
+
+Array = np.ndarray[Any, Any]
+# alternatives by name, or by a tuple of names that are chosen together
+Choose: TypeAlias = "Mapping[Any, Any]"
+# Called with a group and the number of alternatives of each sample; returns the index of the chosen one, int64 [B].
+Chooser: TypeAlias = "Callable[[Group, Array], Array]"
+_NUM_EXAMINED = 8  # samples in which the numbers of alternatives are compared
+_EXPECTED = (
+    "lists of tensor names, or of patterns, by name: {'latent': ['latent', 'latent_flipped'], 'text': 'captions.*'}"
+)
+
+# --- the argument ---
+
+
+@dataclass(frozen=True)
+class Group:
+    """Names that are chosen together, with the alternatives of each.
+
+    Attributes:
+        names: Names in the batch.
+        patterns: For each name, the names or patterns of its alternatives in a sample.
+    """
+
+    names: tuple[str, ...]
+    patterns: tuple[tuple[str, ...], ...]
+
+    @cached_property
+    def purpose(self) -> str:
+        """Text that makes the choices of different groups independent."""
+        return purpose_of("choose", self.names)
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """A parsed `choose=`. Equal arguments give equal objects."""
+
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, choose: Any) -> Alternatives:
+        """Return the alternatives for an argument `choose=`; see `Cache.read_batch`.
+
+        Raises:
+            ValueError: `choose` is not such a dict, or gives a name twice.
+        """
+        if isinstance(choose, Alternatives):
+            return choose
+        if not isinstance(choose, Mapping) or not choose:
+            raise ValueError(f"choose={choose!r:.200}, expected a dict of {_EXPECTED}")
+        groups = tuple(_parse_group(name, wanted) for name, wanted in choose.items())
+        names = [name for group in groups for name in group.names]
+        if len(set(names)) < len(names):
+            raise ValueError(f"choose={choose!r:.200}: a name occurs twice")
+        return cls(groups)
+
+    @classmethod
+    def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives | None:
+        """Return the alternatives for an argument `choose=`, which may be None, after checking them with `check`."""
+        if choose is None:
+            return None
+        alternatives = cls.of(choose)
+        for cache in caches:
+            alternatives.check(cache)
+        return alternatives
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the chosen tensors and values in the batch."""
+        return [name for group in self.groups for name in group.names]
+
+    @cached_property
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """Names and patterns of the alternatives of each name."""
+        return {name: each for group in self.groups for name, each in zip(group.names, group.patterns, strict=True)}
+
+    @cached_property
+    def covers(self) -> Wanted:
+        """Function that returns whether the tensor with a name is an alternative."""
+        return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)
+
+    def check(self, cache: Any) -> None:
+        """Raise an error unless `cache` has these alternatives. Warn if choices seem to belong together, but are made apart.
+
+        Raises:
+            BatchError: A name or pattern matches no tensor of the cache; or a name in the batch is that of a tensor that is
+                not one of its alternatives.
+            ValueError: A name is that of a container of tensors, whose tensors have the pattern `NAME.*`.
+        """
+        known = list(cache.schema)
+        for name, patterns in self.patterns.items():
+            if not _expand(patterns, known):
+                ChosenValue(name, patterns, self.groups[0]).check(known)
+            try:
+                cache.select(patterns)
+            except KeyError as exc:
+                if not len(cache) or not any(find_values(cache._sample(0), patterns)):
+                    raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}") from exc
+        for name in known:
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns.get(name, "*")):
+                raise _other_tensor(name)
+        self._warn_of_pairs(cache)
+
+    def _warn_of_pairs(self, cache: Any) -> None:
+        """Warn of two patterns that are chosen apart, although all examined samples have as many of one as of the other."""
+        patterns = [(group.names[0], group.patterns[0]) for group in self.groups if group.patterns[0][0].endswith("*")]
+        if len(patterns) < 2:
+            return
+        counts = []
+        for number in spread(len(cache), _NUM_EXAMINED):
+            sample = cache._sample(number)
+            names = list(flatten(sample))
+            counts.append([len(_expand(each, names)) or _count_values(sample, each) for _, each in patterns])
+        for at, (name, one) in enumerate(patterns):
+            for beside, (second, other) in enumerate(patterns[:at]):
+                if all(count[at] == count[beside] for count in counts) and any(count[at] > 1 for count in counts):
+                    warnings.warn(
+                        f"choose= chooses {second!r} and {name!r} independently, although samples have equally many "
+                        f"alternatives of both; if they belong together, pass {{({second!r}, {name!r}): "
+                        f"({other[0]!r}, {one[0]!r})}}",
+                        stacklevel=user_level(),
+                    )
+
+    def patterns_for(self, names: Sequence[str]) -> list[str]:
+        """Return patterns that select what a batch with only the tensors `names` needs."""
+        return [
+            pattern
+            for name in names
+            for pattern in (self.patterns[name] if name in self.patterns else (glob.escape(name),))
+        ]
+
+    def schema_of(self, schema: Mapping[str, TensorSchema]) -> dict[str, TensorSchema]:
+        """Return the properties of a batch's tensors, from those of the samples' tensors."""
+        found = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
+        for name, patterns in self.patterns.items():
+            for each in _expand(patterns, list(schema)):
+                found[name] = merge_schema(found.get(name), replace(schema[each], name=name))
+        return found
+
+    def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes of the tensors of a batch's sample, on average, from those of the sample's tensors."""
+        total = sum(size for name, size in sizes.items() if not self.covers(name))
+        for patterns in self.patterns.values():
+            found = _expand(patterns, list(sizes))
+            total += sum(sizes[name] for name in found) // max(len(found), 1)
+        return total
+
+
+def _parse_group(name: Any, wanted: Any) -> Group:
+    shown = f"choose={{{name!r:.100}: {wanted!r:.200}}}"
+    names = name if isinstance(name, tuple) else (name,)
+    each = [wanted] if isinstance(wanted, str) or (isinstance(name, tuple) and isinstance(wanted, tuple)) else wanted
+    if not isinstance(each, Sequence) or not each or not names or not all(isinstance(one, str) for one in names):
+        raise ValueError(f"{shown}, expected {_EXPECTED}")
+    rows = [one if isinstance(name, tuple) else (one,) for one in each]
+    for row in rows:
+        if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(one, str) for one in row):
+            what = "a tuple of names" if isinstance(name, tuple) else "a name or pattern"
+            raise ValueError(f"{shown}: each alternative is {what}, as many as in the key; expected {_EXPECTED}")
+    return Group(names, tuple(zip(*rows, strict=True)))
+
+
+def _expand(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names that match patterns, each once: by pattern, then in natural order, `captions.2` before `captions.10`."""
+    ordered = sorted(names, key=_natural)
+    found = (
+        name
+        for pattern in patterns
+        for name in (
+            [pattern] if pattern in names else [each for each in ordered if fnmatch.fnmatchcase(each, pattern)]
+        )
+    )
+    return list(dict.fromkeys(found))
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+
+def _container_of_tensors(name: str, pattern: str) -> ValueError:
+    return ValueError(
+        f"choose={{{name!r:.100}: {pattern!r:.100}}}: samples have a container of tensors there; choose among them by "
+        f"{pattern + '.*'!r:.100}"
+    )
+
+
+def _other_tensor(name: str) -> BatchError:
+    return BatchError(f"choose={{{name!r}: …}}: the samples have another tensor of this name; choose a new name")
+
+
+# --- choosing ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Randomness:
+    """Everything that determines the seeds and choices of a batch besides the sample indices.
+
+    Attributes:
+        seed: Seed of the loader.
+        epochs: Epoch of the batch, or of each sample, int64 `[B]`.
+        alternatives: Alternatives to choose from; None if there are none.
+        given: Choices that the caller made, by name; None to choose by the seeds.
+    """
+
+    seed: int = 0
+    epochs: int | Array = 0
+    alternatives: Alternatives | None = None
+    given: Mapping[str, Any] | None = None
+
+    def check_given(self) -> None:
+        """Raise ValueError if a choice is given for a name that has no alternatives."""
+        names = self.alternatives.names if self.alternatives is not None else []
+        for name in self.given or ():
+            if name not in names:
+                raise ValueError(f"choices has {name!r:.100}, but choose= has {list_names(names, name)}")
+
+    def seeds(self, indices: Array) -> Array:
+        """Return a seed for each sample, int64 `[B]`."""
+        return sample_seeds(self.seed, self.epochs, indices)
+
+    def chooser(self, indices: Array) -> Chooser:
+        """Return the function that chooses for the samples at `indices`: each alternative with equal probability, or as given.
+
+        A random choice depends only on the seed of the sample, its number of alternatives and the names of the group.
+
+        Raises (on use):
+            ValueError: The choices for a name are not integers `[B]`, or differ between names that are chosen together.
+            IndexError: A sample has no such alternative.
+        """
+        given, count = self.given, len(indices)
+        if given is None:
+            seeds = self.seeds(indices)
+            return lambda group, counts: (fractions_of(seeds, group.purpose) * counts).astype(np.int64)
+
+        def choose(group: Group, counts: Array) -> Array:
+            found = [np.asarray(given[name]) for name in group.names if name in given] or [np.zeros(count, np.int64)]
+            for each in found:
+                if each.shape != (count,) or each.dtype.kind not in "iu" or not np.array_equal(each, found[0]):
+                    raise ValueError(
+                        f"choices for {list_names(group.names)}: expected {count} integers, got {each!r:.200}"
+                    )
+            outside = np.flatnonzero((found[0] < 0) | (found[0] >= counts))
+            if len(outside):
+                at = outside.item(0)
+                raise IndexError(
+                    f"choices[{group.names[0]!r}][{at}] = {found[0][at]} out of range [0, {counts[at]}), "
+                    "the alternatives of the sample"
+                )
+            return found[0].astype(np.int64)
+
+        return choose
+
+
+class Choices(Mapping[str, Array]):
+    """The choices in a batch, by name: `choices["text"]` is the number of each sample's alternative, int64 `[B]`.
+
+    `choices.chosen("text")` gives the names of the chosen alternatives, "" for a sample that lacks the tensor.
+    `read_batch(indices, choose=…, choices=choices)` reads the same tensors again.
+
+    Threads/fork/pickle: immutable, safe everywhere.
+    """
+
+    __slots__ = ("_choices", "_chosen")
+    _choices: dict[str, Array]
+    _chosen: dict[str, list[str]]
+
+    def __init__(self, choices: dict[str, Array], chosen: dict[str, list[str]]) -> None:
+        object.__setattr__(self, "_choices", choices)
+        object.__setattr__(self, "_chosen", chosen)
+
+    def chosen(self, name: str) -> list[str]:
+        """Return the name of each sample's chosen alternative; raise KeyError if the batch has no choice of this name."""
+        return list(self._chosen[name])
+
+    def _with_more(self, others: Choices, prefix: str) -> Choices:
+        """Return these choices and `others`, whose names get a prefix."""
+        choices = {prefix + name: found for name, found in others._choices.items()}
+        chosen = {prefix + name: [each and prefix + each for each in found] for name, found in others._chosen.items()}
+        return Choices(self._choices | choices, self._chosen | chosen)
+
+    def __getitem__(self, name: str) -> Array:
+        return np.array(self._choices[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._choices)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError("Choices are immutable")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Choices) and self._chosen == other._chosen
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Choices({self._chosen!r})"
+
+    def __reduce__(self) -> Any:
+        return Choices, (self._choices, self._chosen)
+
+
+# --- tensors ---
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRequest(Request):
+    """A request with one alternative chosen for each sample.
+
+    Attributes:
+        base: The request for whole samples.
+        alternatives, chooser: Alternatives that were chosen from, and how.
+        choices: By group, the choice of each sample, int64 `[B]`. Values that are chosen with tensors have the same choices.
+        counts: By group, the number of alternatives of each sample, int64 `[B]`.
+        narrowed: Layouts of the samples, in which chosen tensors are further names.
+        chosen: For each of these layouts, the name of the chosen tensor by name in the batch.
+        values: Names whose alternatives are not tensors.
+    """
+
+    base: Request
+    alternatives: Alternatives
+    chooser: Chooser
+    choices: dict[Group, Array]
+    counts: dict[Group, Array]
+    narrowed: Layouts
+    chosen: Sequence[dict[str, str]]
+    values: Sequence[ChosenValue]
+
+    def layouts(self) -> Layouts:
+        return self.narrowed
+
+    def sample(self, i: int) -> Any:
+        layout = self.narrowed.items[self.narrowed.which.item(i)]
+        return project(self.structures.whole(self.rows.sample(i), layout), self.structures.wanted or bool)
+
+    def in_view(self, store: Any, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
+        base, alternatives = self.base.in_view(store, structures, fixed), self.alternatives
+        if structures.wanted is not None:  # without the groups that the view lacks
+            names = {name for layout in layouts_of(self.rows).items for name in layout.named if structures.wanted(name)}
+            kept = [group for group in self.choices if any(_expand(each, list(names)) for each in group.patterns)]
+            alternatives = Alternatives(tuple(kept))
+        if not alternatives.groups:
+            return base
+        return choose_tensors(base, alternatives, lambda group, counts: self.choices[group])
+
+    def again(self) -> Request:
+        return choose_tensors(self.base.again(), self.alternatives, self.chooser)
+
+    def schema(self) -> Mapping[str, TensorSchema]:
+        return self.alternatives.schema_of(whole_schema(self.store))
+
+    def named_choices(self) -> Choices:
+        """Return the choices among tensors by name."""
+        values = [value.name for value in self.values]
+        chosen = [self.chosen[at] for at in self.narrowed.which.tolist()]
+        found = {name: each for group, each in self.choices.items() for name in group.names if name not in values}
+        return Choices(found, {name: [names.get(name, "") for names in chosen] for name in found})
+
+    def keeping(self, names: Sequence[str]) -> ChosenRequest:
+        """Return this request with only the tensors `names` of the batch."""
+        return replace(self, structures=_structures_for(self.base.structures, self.alternatives, tuple(names)))
+
+
+def choose_tensors(request: Request, alternatives: Alternatives, chooser: Chooser) -> ChosenRequest:
+    """Return a request that has only the chosen alternative of each group.
+
+    Raises:
+        BatchError: A sample has none of the alternatives of a name, or different numbers of alternatives for names that are
+            chosen together.
+    """
+    request.find_names()  # an old index may lack names of alternatives
+    structures, stored = _structures_for(request.structures, alternatives), layouts_of(request.rows)
+    available = [structures.available(layout) for layout in stored.items]
+    names = {name for each in available for name, found in each.items() if found}
+    values, fixed = list[ChosenValue](), [name for name in request.fixed if not alternatives.covers(name)]
+    choices, all_counts = dict[Group, Array](), dict[Group, Array]()
+    for group in alternatives.groups:
+        has_tensors = any(name in names for name in group.names)
+        for name, patterns in zip(group.names, group.patterns, strict=True):
+            # some of the names that are chosen together may be those of tensors that all samples of the batch lack
+            if name not in names and not (has_tensors and _expand(patterns, list(whole_schema(request.store)))):
+                values.append(ChosenValue(name, patterns, group))
+                values[-1].check([name for layout in stored.items for name in layout.named])
+            elif len(group.names) > 1:
+                fixed.append(name)
+        if has_tensors:
+            counts = [_count(stored, at, group, each) for at, each in enumerate(available)]
+            all_counts[group] = np.array(counts)[stored.which]
+            choices[group] = chooser(group, all_counts[group])
+    # cost per sample: one step in Python
+    combined = list(zip(stored.which.tolist(), *(each.tolist() for each in choices.values()), strict=True))
+    distinct = sorted(set(combined))  # in one order, so that other batches find their columns again
+    distinct.remove(combined[0])
+    numbers = {each: number for number, each in enumerate([combined[0], *distinct])}
+    which = np.array([numbers[each] for each in combined], np.int64)
+    items, chosen = list[Layout](), list[dict[str, str]]()
+    for at, *picked in numbers:
+        pairs = zip(choices, picked, strict=True)
+        chosen.append({n: found[pick] for group, pick in pairs for n in group.names if (found := available[at][n])})
+        items.append(structures.narrow(stored.items[at], chosen[-1]))
+    is_mixed = any(item.named.keys() != items[0].named.keys() for item in items)
+    narrowed, base = Layouts(request.rows, items, which, is_mixed), request
+    return ChosenRequest(
+        base.store, base.rows, structures, tuple(fixed),
+        base, alternatives, chooser, choices, all_counts, narrowed, chosen, values,
+    )  # fmt: skip
+
+
+def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Sequence[str]]) -> int:
+    """Return the number of alternatives that samples of a layout have for a group."""
+    counts = {name: len(available[name]) for name in group.names if available[name]}
+    if not counts:
+        patterns = [pattern for each in group.patterns for pattern in each]
+        raise BatchError(
+            f"sample {stored.key(at)!r} has none of the alternatives of {group.names[0]!r:.100}: {list_names(patterns)}; "
+            f"it has {list_names(stored.items[at].named, patterns[0])}"
+        )
+    if len({*counts.values()}) > 1:
+        shown = ", ".join(f"{count} of {name!r}" for name, count in counts.items())
+        raise BatchError(f"sample {stored.key(at)!r} has {shown}; {_EQUAL}")
+    return counts.popitem()[1]
+
+
+_EQUAL = "names that are chosen together need equal numbers of alternatives"
+
+
+def nest_chosen(request: ChosenRequest, tensors: Mapping[str, Any]) -> Any:
+    """Return a batch with `tensors` by their names in the batch; see `Cache.nest`."""
+    kept = request.keeping(tuple(tensors))
+    layouts = kept.layouts()
+    structure = kept.structures.structure_for(layouts, tuple(name for name in kept.fixed if name in tensors))
+    for name in tensors:
+        if name not in structure.names:
+            known = list_names(structure.names, name)
+            raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {known}")
+    return nest_batch(kept, tensors, layouts, structure=structure)
+
+
+class _ChosenStructures(Structures):
+    """The structures of samples with chosen alternatives. `kept` limits the tensors of the batch; None for all."""
+
+    def __init__(self, base: Structures, alternatives: Alternatives, kept: tuple[str, ...] | None) -> None:
+        is_selected, covers, names = base.wanted, alternatives.covers, alternatives.patterns
+        super().__init__(
+            lambda name: (
+                (name in names or (not covers(name) and (is_selected is None or is_selected(name))))
+                and (kept is None or name in kept)
+            )
+        )
+        self._base, self._alternatives = base, alternatives
+        # each value refers to the object whose id is in the key, so the id is not reused
+        self._available: dict[Any, tuple[Form, dict[str, list[str]]]] = {}
+        self._narrowed: dict[Any, tuple[Layout, Layout]] = {}
+
+    def available(self, layout: Layout) -> dict[str, list[str]]:
+        """Return the alternatives of a sample with this layout, by name in the batch."""
+        key = id(layout.form), layout.texts, layout.further
+        known = self._available.get(key)
+        if known is None:
+            names = list(filter(self._base.wanted, layout.named))
+            found = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
+            known = layout.form, found
+            keep_known(self._available, key, known)
+        return known[1]
+
+    def narrow(self, layout: Layout, chosen: Mapping[str, str]) -> Layout:
+        """Return a layout that has the chosen tensors under their names in the batch."""
+        key = (id(layout), *chosen.items())
+        known = self._narrowed.get(key)
+        if known is None:
+            covers = self._alternatives.covers
+            for name in chosen:
+                if name in layout.named and not covers(name) and (self._base.wanted or bool)(name):
+                    raise _other_tensor(name)
+            further: Further = tuple((name, layout.named[each].name) for name, each in chosen.items())
+            parts = layout.tensors, layout.data_begin, layout.nbytes, layout.form, layout.texts
+            known = layout, Layout(*parts, (*layout.further, *further), layout.references)
+            keep_known(self._narrowed, key, known)
+        return known[1]
+
+    def whole(self, sample: Any, layout: Layout) -> Any:
+        """Return a sample with the chosen alternatives, and with all tensors that are not alternatives.
+
+        Raises:
+            BatchError: There is no place in the sample for a chosen tensor.
+        """
+        names, covers = self._alternatives.patterns, self._alternatives.covers
+        sample = super().whole(sample, layout)
+        lazies, further = flatten(sample), dict(layout.further)
+        made = {name: lazies[further[name]]._renamed(name) for name in names if name in further}
+        # drops containers that held only alternatives, and keeps all other containers
+        kept = project(sample, lambda name: name in made or not covers(name), prunes=True)
+        if kept is None and type(sample) is dict:
+            kept = {}
+        kept = rebuild(kept, lambda lazy: made.get(lazy.name, lazy), Lazy)
+        for patterns in names.values():
+            for pattern in patterns:
+                _remove_none(kept, pattern.removesuffix(".*"), names)  # in place of an alternative
+        for name in made.keys() - lazies.keys():
+            try:
+                kept, _ = insert(kept, name, made[name])
+            except ValueError as exc:
+                raise _no_place(name) from exc
+        return kept
+
+
+def _structures_for(
+    base: Structures, alternatives: Alternatives, kept: tuple[str, ...] | None = None
+) -> _ChosenStructures:
+    key = alternatives, kept
+    known: Any = base.chosen.get(key)
+    if known is None:
+        known = _ChosenStructures(base, alternatives, kept)
+        keep_known(base.chosen, key, known)
+    return known  # type: ignore[no-any-return]
+
+
+def _remove_none(sample: Any, name: str, kept: Mapping[str, Any]) -> None:
+    """Remove None at the path `name` from its dict, unless the name is one of `kept`."""
+    *path, last = map(unquote, name.split("."))
+    for part in path:
+        sample = sample.get(part) if type(sample) is dict else None
+    if type(sample) is dict and name not in kept and last in sample and sample[last] is None:
+        del sample[last]
+
+
+def _no_place(name: str) -> BatchError:
+    return BatchError(f"choose={{{name!r}: …}}: samples have another value at this place; choose a new name")
+
+
+def split(
+    alternatives: Alternatives, prefixes: Sequence[str], names: Sequence[Sequence[str]]
+) -> list[dict[Group, Group]]:
+    """Return each joined cache's part of `alternatives`: groups with the names of tensors there, and the whole group of each.
+
+    Args:
+        alternatives: Alternatives among the tensors of all caches.
+        prefixes: For each cache, the prefix of its tensors' names.
+        names: For each cache, the names of its tensors, without prefix.
+
+    Raises:
+        ValueError: The alternatives of a name are in several caches, or the name is not one of the same cache.
+    """
+    parts: list[dict[Group, Group]] = [{} for _ in prefixes]
+    for group in alternatives.groups:
+        inner: list[list[tuple[str, tuple[str, ...]]]] = [[] for _ in prefixes]
+        for name, patterns in zip(group.names, group.patterns, strict=True):
+            wheres = [
+                _expand(patterns, [prefix + each for each in known])
+                for prefix, known in zip(prefixes, names, strict=True)
+            ]
+            homes = [number for number, found in enumerate(wheres) if found]
+            if len(homes) > 1:
+                raise ValueError(
+                    f"choose={{{name!r}: …}}: {wheres[homes[0]][0]!r} and {wheres[homes[1]][0]!r} are tensors of different "
+                    "caches; write all alternatives into one cache and join that, or read both and choose in a transform"
+                )
+            for number in homes:
+                prefix = prefixes[number]
+                if not name.startswith(prefix):
+                    raise ValueError(
+                        f"choose={{{name!r}: …}}: {wheres[number][0]!r} is an alternative; expected a name that begins with "
+                        f"{prefix!r}, because the batch has the chosen tensor among those of its cache"
+                    )
+                inner[number].append(
+                    (name[len(prefix) :], tuple(glob.escape(each[len(prefix) :]) for each in wheres[number]))
+                )
+        for part, pairs in zip(parts, inner, strict=True):
+            if pairs:
+                part[Group(tuple(name for name, _ in pairs), tuple(each for _, each in pairs))] = group
+    return parts
+
+
+# --- values ---
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenValue:
+    """A name whose alternatives are not tensors, for example captions as strings; `group` is chosen together."""
+
+    name: str
+    patterns: tuple[str, ...]
+    group: Group
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise ValueError if an alternative is a container of tensors; `names` are those of the tensors of samples."""
+        for pattern in self.patterns:
+            if fnmatch.filter(names, f"{pattern}.*"):
+                raise _container_of_tensors(self.name, pattern)
+
+
+_Source = tuple[str, Any, bool]  # name, value, and whether the value is a list of alternatives
+
+
+def find_values(batch: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any, list[_Source]]]:
+    """Yield each dict that has an alternative that is not a tensor, its key there, and the alternatives in the value."""
+    for pattern in patterns:
+        *path, last = map(unquote, pattern.split("."))
+        is_list = last == "*" and bool(path)
+        if is_list:
+            *path, last = path
+            pattern = pattern.removesuffix(".*")
+        target = batch
+        for part in path:
+            target = target.get(part) if type(target) is dict else None
+        if type(target) is not dict or last not in target:
+            continue
+        value = target[last]
+        if is_list and type(value) is dict:
+            yield target, last, [(f"{pattern}.{key}", each, False) for key, each in value.items()]
+        elif type(value) is not dict:
+            yield target, last, [(pattern, value, is_list)]
+
+
+def _count_values(sample: Any, patterns: Sequence[str]) -> int:
+    sources = [source for *_, found in find_values(sample, patterns) for source in found]
+    return sum(len(value) if is_list and isinstance(value, (list, tuple)) else 1 for _, value, is_list in sources)
+
+
+def place_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Any:
+    """Put the chosen values into a batch in place of the alternatives, and return the batch.
+
+    Raises:
+        BatchError: The batch has none of the alternatives, or another value at the place of the chosen one.
+    """
+    counts = dict(request.counts)
+    for value in request.values:
+        chosen = Leaves(_Chosen(_take(batch, value), value, chooser, keys, counts), tuple(value.name.split(".")))
+        if get_worker_info() is not None:
+            chosen.tolist()  # an error during pickling of the batch would not reach the caller
+        _put(batch, value.name, chosen)
+    return batch
+
+
+def place_in_samples(samples: list[Any], request: Any, chooser: Chooser, keys: Sequence[str]) -> list[Any]:
+    """Put the chosen values into samples in place of the alternatives, and return the samples."""
+    counts = dict(request.counts)
+    for value in request.values:
+        sources = [_take(sample, value) for sample in samples]
+        for sample, (_, chosen) in zip(samples, _choose(sources, value, chooser, keys, counts)[1], strict=True):
+            _put(sample, value.name, chosen)
+    return samples
+
+
+def choices_of_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Choices:
+    """Return the choices among the values of a batch that has all alternatives. This decodes them."""
+    choices: dict[str, Array] = {}
+    chosen: dict[str, list[str]] = {}
+    counts = dict(request.counts)
+    for value in request.values:
+        found = _Chosen(_take(batch, value), value, chooser, keys, counts)
+        choices[value.name], pairs = found.choose()
+        chosen[value.name] = [name for name, _ in pairs]
+    return Choices(choices, chosen)
+
+
+class _Chosen:
+    """The chosen values of a batch, as `Leaves` reads them: they are decoded and chosen on first use."""
+
+    def __init__(
+        self,
+        sources: Sequence[_Source],
+        value: ChosenValue,
+        chooser: Chooser,
+        keys: Sequence[str],
+        counts: dict[Group, Array],
+    ) -> None:
+        self._sources, self._value, self._chooser, self._keys, self._counts = sources, value, chooser, keys, counts
+        self._found: tuple[Array, list[tuple[str, Any]]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def column(self, path: Path) -> list[Any]:
+        """Return the chosen value of each sample."""
+        return [value for _, value in self.choose()[1]]
+
+    def choose(self) -> tuple[Array, list[tuple[str, Any]]]:
+        """Return the choice of each sample, int64 `[B]`, and names and values of the chosen alternatives."""
+        if self._found is None:
+            columns = [(name, list(value), is_list) for name, value, is_list in self._sources]
+            rows = [[(name, column[i], is_list) for name, column, is_list in columns] for i in range(len(self._keys))]
+            self._found = _choose(rows, self._value, self._chooser, self._keys, self._counts)
+        return self._found
+
+
+def _choose(
+    rows: Sequence[Sequence[_Source]],
+    value: ChosenValue,
+    chooser: Chooser,
+    keys: Sequence[str],
+    all_counts: dict[Group, Array],
+) -> tuple[Array, list[tuple[str, Any]]]:
+    """Return the choice of each sample, and names and values of the chosen alternatives.
+
+    `all_counts` has the numbers of alternatives of names that are chosen together.
+    """
+    found = [_alternatives(sources, key) for sources, key in zip(rows, keys, strict=True)]
+    counts = np.array(list(map(len, found)))
+    for at in np.flatnonzero(all_counts.setdefault(value.group, counts) != counts)[:1].tolist():
+        others = list_names([name for name in value.group.names if name != value.name])
+        shown = f"{counts[at]} of {value.name!r}, {all_counts[value.group][at]} of {others}"
+        raise BatchError(f"sample {keys[at]!r} has {shown}; {_EQUAL}")
+    choices = chooser(value.group, counts)
+    return choices, [alternatives[n] for alternatives, n in zip(found, choices.tolist(), strict=True)]
+
+
+def _alternatives(sources: Sequence[_Source], key: str) -> list[tuple[str, Any]]:
+    """Return names and values of the alternatives of a sample."""
+    alternatives: list[tuple[str, Any]] = []
+    for name, value, is_list in sources:
+        if is_list and not isinstance(value, (list, tuple)):
+            raise BatchError(
+                f"sample {key!r} has a {type(value).__name__} at {name!r}, expected a list of alternatives"
+            )
+        alternatives += [(f"{name}.{at}", each) for at, each in enumerate(value)] if is_list else [(name, value)]
+    if not alternatives:
+        raise BatchError(f"sample {key!r} has no alternatives: {sources[0][0]!r} is empty")
+    return alternatives
+
+
+def _take(batch: Any, value: ChosenValue) -> list[_Source]:
+    """Remove the alternatives of a name from a batch or a sample, and return them."""
+    found = list(find_values(batch, value.patterns))
+    if not found:
+        has = f"; they have {list_names(batch, value.patterns[0])}" if isinstance(batch, dict) else ""
+        raise BatchError(
+            f"the samples have none of the alternatives of {value.name!r:.100}: {list_names(value.patterns)}{has}"
+        )
+    for target, key, _ in found:
+        target.pop(key, None)
+    return [source for *_, sources in found for source in sources]
+
+
+def _put(batch: Any, name: str, value: Any) -> None:
+    *path, last = map(unquote, name.split("."))
+    target = batch
+    for part in path:
+        target = target.setdefault(part, {}) if type(target) is dict else None
+    if type(target) is not dict or last in target:
+        raise _no_place(name)
+    target[last] = value
