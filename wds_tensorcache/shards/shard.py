@@ -123,7 +123,7 @@ class Shard:
         scanned = scan_remote(file) if isinstance(file, RemoteFile) else scan_shard(file.read, file.nbytes)
         names = scanned.caches.get(self.name, _NONE)
         if not np.array_equal(names.digest, self.columns.digest):
-            what = "the index does not match the shard, which was changed or damaged; `tensorcache verify` (tc.verify) reports it"
+            what = "the index does not match the shard; `tensorcache verify` (tc.verify) reports what was changed or damaged"
             raise FormatError(f"{self.path}: {what}")
         caches = {**self.index.caches, self.name: replace(self.columns, layout=names.layout)}
         index = replace(self.index, caches=caches, layouts=scanned.layouts)
