@@ -242,13 +242,15 @@ class ShardFile:
                 begin += len(buffer)
             return
         descriptor = self.descriptor()
+        left = sum(map(len, buffers))
         # one call fills at most 1,024 buffers and reads at most 2 GiB
-        while buffers:
+        while left:
             count = os.preadv(descriptor.fd, buffers[:MAX_BUFFERS], begin)
             if not count and any(map(len, buffers[:MAX_BUFFERS])):
                 raise self._cut_short(os.fstat(descriptor.fd).st_size)
-            begin += count
-            buffers = skip_bytes(buffers, count)
+            left -= count
+            if left:
+                begin, buffers = begin + count, skip_bytes(buffers, count)
 
     def address(self) -> int:
         """Return the address of a map of the file; 0 if the file has no map, and must be read.

@@ -171,10 +171,11 @@ def _find_cold(
 
     If they are small, a few are probed, and all are announced if one of those is not in memory.
     """
-    count, last = len(ranges.file), (ranges.begin + ranges.nbytes).max(0) - 1
+    count = len(ranges.file)
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
     probed = np.arange(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
-    cold = probed[~are_resident(list(map(files.__getitem__, ranges.file[probed].tolist())), last[probed])]
+    last = (ranges.begin[:, probed] + ranges.nbytes[:, probed]).max(0) - 1
+    cold = probed[~are_resident(list(map(files.__getitem__, ranges.file[probed].tolist())), last)]
     return cold if is_large or not len(cold) else np.arange(count)
 
 
