@@ -134,8 +134,8 @@ def _copy(
 
     # `owners` stay alive while a thread copies, also after an interrupt
     def copy(begin: int, end: int, owners: Any = (memory, files)) -> None:
-        if len(mine := cold[(cold >= begin) & (cold < end)]):
-            samples, first, last = _extents(ranges, mine)
+        if len(part := cold[(cold >= begin) & (cold < end)]):
+            samples, first, last = _extents(ranges, part)
             announce(base[samples] + first, last - first)
         # releases the GIL for each row
         deque(map(memmove, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
@@ -201,10 +201,11 @@ def _read(
     cold, numbers = _find_cold(files, ranges, _are_resident), ranges.file.tolist()
 
     def read(first: int, last: int) -> None:
-        for at in range(first, last, _IN_FLIGHT):
-            end = min(last, at + _IN_FLIGHT)
-            if len(mine := cold[(cold >= at) & (cold < end)]):
-                samples, begins, ends = (column.tolist() for column in _extents(ranges, mine))
+        step = _IN_FLIGHT if len(cold) else max(1, last - first)
+        for at in range(first, last, step):
+            end = min(last, at + step)
+            if len(part := cold[(cold >= at) & (cold < end)]):
+                samples, begins, ends = (column.tolist() for column in _extents(ranges, part))
                 for sample, begin, stop in zip(samples, begins, ends, strict=True):
                     files[numbers[sample]].will_need(begin, stop)
             for number, begin, buffers in runs(ranges.select(slice(at, end)), memory, _GAP_NBYTES):
