@@ -54,7 +54,8 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
     Containers are rebuilt with the same types. Shared objects stay shared, and cyclic containers stay cyclic. Tensors that
     are already loaded stay where they are, unless `device` is given; numpy arrays stay in host memory.
 
-    Objects of other classes are returned unchanged, so lazy tensors in them are not loaded.
+    Objects of other classes are returned unchanged, so lazy tensors in them are not loaded. Adjacent tensors of a sample are
+    read at once.
 
     Args:
         obj: A decoded sample, a lazy tensor, or any nesting of containers, namedtuples and dataclasses that contains lazy

@@ -7,13 +7,12 @@ import errno
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import numpy as np
-
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import sidecar_path
+from wds_tensorcache.shards.names import TENSORS, member_suffix
 from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, names_of
 from wds_tensorcache.storage.files import ShardFile
@@ -78,7 +77,7 @@ def check_sidecar(
     shard_nbytes: int,
     read_blocks: Callable[[list[int]], list[bytes]] | None = None,
 ) -> None:
-    """Raise FormatError unless a sidecar lists the members of the first, middle and last sample as their tar headers do.
+    """Raise FormatError unless the tar headers of the first, middle and last sample match a sidecar.
 
     Hazard: a shard may be replaced by one of the same length, and keep the old sidecar.
 
@@ -88,25 +87,39 @@ def check_sidecar(
         shard_nbytes: Length of the shard.
         read_blocks: Returns the blocks of the shard at several offsets; by default `read` is called for each.
     """
-    table, count = index.members_in_order(), len(index.keys)
-    positions = np.flatnonzero(np.isin(table.rows, [0, count // 2, count - 1])).tolist()
-    begins = [table.begins.item(i) - BLOCK for i in positions]
+    places = list(_places(index))
+    begins = [begin - BLOCK for *_, begin, _ in places]
     headers = [read(at, at + BLOCK) for at in begins] if read_blocks is None else read_blocks(begins)
-    for i, begin, header in zip(positions, begins, headers, strict=True):
-        key, nbytes = index.keys.raw(table.rows.item(i)), table.sizes.item(i)
-        suffix = table.suffixes[table.kinds.item(i)]
-        there = header[:_NAME_NBYTES].partition(b"\0")[0]
+    for (row, suffix, begin, nbytes), header in zip(places, headers, strict=True):
+        key, there = index.keys.raw(row), header[:_NAME_NBYTES].partition(b"\0")[0]
         is_same = parse_number(header[_SIZE]) == nbytes or nbytes >= _MAX_OCTAL
         # extended headers of other writers may contain the name
-        is_same &= _is_member(there, key, suffix) or any(
-            _is_member(name, key, suffix) for name in names_of(read, begin + BLOCK, shard_nbytes)
-        )
-        if not is_same:
+        names = names_of(read, begin, shard_nbytes)
+        if not is_same or not (_is_member(there, key, suffix) or any(_is_member(name, key, suffix) for name in names)):
             listed, name = f"{key.decode(errors='replace')}.{suffix}", there.decode(errors="replace")
             what = f"the sidecar lists {listed!r:.200} of {nbytes} bytes where the shard has {name!r:.120}"
             remedy = "the sidecar is stale, and `tensorcache index` writes it anew, or the shard is damaged"
             what = f"{what}: {remedy}; `tensorcache verify` (tc.verify) reports which"
-            raise FormatError(what, offset=begin, kind="index")
+            raise FormatError(what, offset=begin - BLOCK, kind="index")
+
+
+def _places(index: ShardIndex) -> Iterator[tuple[int, str, int, int]]:
+    """Yield the number of the sample, suffix, offset and length of three members: tensors if there is a cache."""
+    for name, cache in index.caches.items():
+        for at in _spread(len(cache)):
+            row = at if cache.rows is None else cache.rows.item(at)
+            nbytes = index.layouts.nbytes.item(cache.layout.item(at))
+            yield row, member_suffix(name, TENSORS), cache.tensors_begin.item(at), nbytes
+        return
+    for suffix, member in index.members.items():
+        for at in _spread(len(member.begin)):
+            row = at if member.rows is None else member.rows.item(at)
+            yield row, suffix, member.begin.item(at), member.nbytes.item(at)
+        return
+
+
+def _spread(count: int) -> list[int]:
+    return sorted({0, count // 2, count - 1}) if count else []
 
 
 def _is_member(name: bytes, key: bytes, suffix: str) -> bool:

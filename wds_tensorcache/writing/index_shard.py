@@ -21,7 +21,7 @@ from wds_tensorcache.shards.load_index import load_index, open_sidecar, parse_bo
 from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry, entry_of
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import is_being_written
+from wds_tensorcache.storage.locks import is_being_written, locked_folder
 from wds_tensorcache.storage.remote.urls import is_url
 from wds_tensorcache.writing.destination.index_url import index_url
 
@@ -95,6 +95,9 @@ def index_shard(
     origins = None if before is None else before.origins_of(index.keys)
     index = replace(index, fingerprint=fingerprint, origins=origins)
     sidecar = build_footer(index, file.nbytes)
+    if url is not None or is_added:
+        with locked_folder(catalog.folder):
+            pass  # a folder that another process keeps locked is refused before anything is written
     # Hazard: a kill between the two files must not leave the digest of an older index in the manifest.
     older = open_sidecar(path)
     if url is not None and older is not None and older.read(0, older.nbytes) != sidecar:
