@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -25,7 +26,7 @@ from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentit
 from wds_tensorcache.storage.remote.urls import is_url
 from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, device_kind, memory_nbytes, skip_bytes
 
-__all__ = ["Descriptor", "Files", "Identity", "ShardFile", "announce", "default_max_open"]
+__all__ = ["Descriptor", "Files", "Identity", "ShardFile", "announce", "are_resident", "default_max_open"]
 
 Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
 _HAS_PREADV = hasattr(os, "preadv")
@@ -34,7 +35,7 @@ _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
 # Hazard: a FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
-_CAN_MAP = sys.platform == "linux" and sys.maxsize > 1 << 32
+_CAN_MAP = sys.platform == "linux" and sys.maxsize > 1 << 32 and bool(_NOWAIT)
 # Bounds on the maps of a process. A system allows 65,530 by default. The kernel keeps 8 bytes for each page of 4 KiB that was
 # touched, so with the second bound at most a 128th of memory.
 _MAX_MAPS = 1 << 14
@@ -47,7 +48,11 @@ if _CAN_MAP:
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    _libc.preadv2.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_int]
+    _libc.preadv2.restype = ctypes.c_ssize_t
 _MAP_FAILED = (1 << 64) - 1
+_PROBED = ctypes.create_string_buffer(1)
+_PROBE = (ctypes.c_size_t * 2)(ctypes.addressof(_PROBED), 1)  # a buffer for preadv2
 
 
 _seeking = threading.Lock()
@@ -103,6 +108,20 @@ def _unmap(address: int, nbytes: int) -> None:
     _Map.total_nbytes -= nbytes
 
 
+def are_resident(files: Sequence[ShardFile], offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return whether the byte at an offset of each mapped file is in memory, bool `[n]`.
+
+    False for a file without a descriptor, since opening it takes longer than `announce`; or if the system cannot tell.
+    """
+    held = list(map(attrgetter("_descriptor"), files))  # they stay open
+    numbers = [-1 if descriptor is None else descriptor.fd for descriptor in held]
+    # one system call each; -1 for an error
+    counts = map(_libc.preadv2, numbers, repeat(_PROBE), repeat(1), offsets.tolist(), repeat(_NOWAIT))
+    is_there: np.ndarray[Any, Any] = np.fromiter(counts, np.int64, len(numbers)) == 1
+    is_there |= np.fromiter(map(attrgetter("is_in_memory"), files), np.bool_, len(numbers))
+    return is_there
+
+
 def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> None:
     """Ask the system to read ranges of maps into memory in the background; this needs no descriptors."""
     begins = addresses & -mmap.PAGESIZE
@@ -145,6 +164,7 @@ class ShardFile:
         self._descriptor: Descriptor | None = None
         self._may_map = may_map and _CAN_MAP
         self._map: _Map | None = None
+        self.is_in_memory = False  # known once it is mapped
         self._can_probe = bool(_NOWAIT)
 
     def _open(self) -> tuple[Descriptor, os.stat_result]:
@@ -222,13 +242,15 @@ class ShardFile:
                 begin += len(buffer)
             return
         descriptor = self.descriptor()
+        left = sum(map(len, buffers))
         # one call fills at most 1,024 buffers and reads at most 2 GiB
-        while buffers:
+        while left:
             count = os.preadv(descriptor.fd, buffers[:MAX_BUFFERS], begin)
             if not count and any(map(len, buffers[:MAX_BUFFERS])):
                 raise self._cut_short(os.fstat(descriptor.fd).st_size)
-            begin += count
-            buffers = skip_bytes(buffers, count)
+            left -= count
+            if left:
+                begin, buffers = begin + count, skip_bytes(buffers, count)
 
     def address(self) -> int:
         """Return the address of a map of the file; 0 if the file has no map, and must be read.
@@ -245,7 +267,8 @@ class ShardFile:
             if self._map is None:
                 if _Map.count >= _MAX_MAPS or _Map.total_nbytes + self.nbytes > _MAX_MAPPED_NBYTES:
                     return 0
-                self._may_map = not device_kind(self._device, self.path)[1]
+                kind, is_network = device_kind(self._device, self.path)
+                self._may_map, self.is_in_memory = not is_network, kind in MEMORY
                 with suppress(OSError):  # a file system without maps, or no memory for one
                     self._map = _Map(descriptor.fd, self.nbytes) if self._may_map else None
                 self._may_map = self._map is not None

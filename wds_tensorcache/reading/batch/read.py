@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def read_rows(
     which = layouts.which if len(layouts.items) > 1 else slice(1)  # one column stands for all samples
     nbytes = np.broadcast_to(columns.nbytes[:, which], placement.row_array.shape)
     ranges = Ranges(rows.number, rows.begin + columns.begin[:, which], nbytes, placement.row_array)
-    numbers = [number for number, *_ in rows.by_shard]
+    numbers: Iterable[int] = map(itemgetter(0), rows.by_shard)
     if store.has_remote and (is_remote := store.are_remote[rows.number]).any():
         far = np.flatnonzero(is_remote)
         wanted = sorted(set(skeletons).intersection(far.tolist()).difference(rows.fetched))
@@ -42,10 +43,9 @@ def read_rows(
             _fetch(layouts, ranges.select(far), wanted, memory)
         ranges = ranges.select(~is_remote)
         numbers = [number for number in numbers if not store.are_remote[number]]
-    if numbers and placement.nbytes:
-        gather(
-            {number: rows.shards[number].file for number in numbers}, ranges, memory, store.num_threads, store.executor
-        )
+    files = {number: rows.shards[number].file for number in numbers}
+    if files and placement.nbytes:
+        gather(files, ranges, memory, store.num_threads, store.executor)
 
 
 def _fetch(layouts: Layouts, ranges: Ranges, skeletons: Iterable[int], memory: Array) -> None:
