@@ -89,3 +89,19 @@ def test_unknown_names(cache: Any) -> None:
         TensorCacheSource(cache, ["flipped"], batch_size=4, choose=CHOOSE)
     with pytest.raises(ValueError, match=r"'number'.*tensors"):
         TensorCacheSource(cache, batch_size=4, choose={"number": ["id"]})
+
+
+def test_tensors_in_two_places(tmp_path: Path) -> None:
+    """A tensor that two names share reaches DALI under both."""
+    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
+        for i in range(8):
+            x = torch.full((3,), float(i))
+            sink.write(f"{i}", {"x": x, "y": x if i % 2 else -x})
+    with tc.open(tmp_path) as cache:
+        for names in (["y"], ["x", "y"]):
+
+            def pipe(names: list[str] = names) -> Any:
+                return tc_fn.tensorcache(cache, names, shuffle=False)
+
+            rows = [row for batch in TensorCacheIterator(pipeline(pipe, batch_size=4)) for row in batch["y"].tolist()]
+            assert rows == [[float(i if i % 2 else -i)] * 3 for i in range(8)]

@@ -483,6 +483,14 @@ def paired(tmp_path: Path) -> Iterator[Any]:
 TOGETHER = {("text", "caption", "tag"): ("texts.*", "captions.*", "tags.a.*")}
 
 
+def test_names_of_one_alternative_have_memory_apart(folder: str) -> None:
+    choose = {"a": ["latent", "latent_flipped"], "b": ["latent", "latent_flipped"]}
+    with tc.open(folder) as cache:
+        batch = cache.select("latent*").read_batch([1, 2], choose=choose)
+        batch["a"].zero_()
+        assert batch["b"][:, 0].tolist() == [100, 200]
+
+
 def test_tensors_and_values_that_are_chosen_together(paired: Any) -> None:
     for cache in (paired, tc.join([paired])):
         loader = tc.Loader(cache, 4, choose=TOGETHER)

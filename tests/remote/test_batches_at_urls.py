@@ -358,3 +358,13 @@ def test_buckets_and_weights(cache: tc.TensorCache, local: tc.TensorCache) -> No
         ]
         for expected, found in zip(*both, strict=True):
             assert_equal(expected, found)
+
+
+def test_tensors_in_two_places(tmp_path: Path) -> None:
+    x = [torch.full((3,), float(i)) for i in range(8)]
+    write_cache(tmp_path / "twice", [{"x": x[i], "y": x[i] if i % 2 else -x[i]} for i in range(8)], max_samples=4)
+    with HttpServer(tmp_path) as own, tc.open(f"{own.url}/twice") as cache:
+        for names in ([1, 3], [0, 1, 7], range(8)):
+            expected = [[float(i if i % 2 else -i)] * 3 for i in names]
+            assert cache.select("y").read_batch(names)["y"].tolist() == expected
+            assert cache.read_batch(names)["y"].tolist() == expected

@@ -102,7 +102,7 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "fewer lists of further names": (lambda i: edited(i, further=((("y", "x"),), ())), "further"),
     "a further name that is a tensor's": (lambda i: edited(i, further=((("x", "x"),),)), "further"),
     "a further name of no tensor": (lambda i: edited(i, further=((("y", "z"),),)), "further"),
-    "a further name that is no text": (lambda i: edited(i, further=(((1, "x"),),)), "further"),
+    "a further name that is not text": (lambda i: edited(i, further=(((1, "x"),),)), "further"),
     "a further name that occurs twice": (lambda i: edited(i, further=((("y", "x"), ("y", "x")),)), "further"),
     "64 dims that overflow floats": (
         lambda i: edited(

@@ -327,7 +327,8 @@ def columns_of(request: Request, layouts: Layouts, ways: Collate | None = None) 
     columns = known.get(key)
     if columns is None:
         names, are_known = request.structures.names_for(layouts, request.fixed)
-        columns = _resolved(request, layouts, Columns(names, layouts.items))
+        # chosen tensors are further names, but never share memory in a batch
+        columns = _resolved(request, layouts, Columns(names, layouts.items, joins=type(request) is Request))
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
             keep_known(known, key, columns)  # columns refer to the layouts, so the ids are not reused
     if columns.twins and ways is not None:

@@ -28,7 +28,7 @@ import torch
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.sample import encode_sample
 from wds_tensorcache.codec.skeleton.tensor_names import component, join_path
-from wds_tensorcache.codec.tree import Path, flatten, map_leaves, rebuild, walk
+from wds_tensorcache.codec.tree import Path, flatten, map_leaves, rebuild, separate, walk
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.ray.rows.bits import dtype_text, parse_dtype
 from wds_tensorcache.reading.structure import value_at
@@ -84,6 +84,7 @@ def encode_structure(
         original: Original name, if the key has a hash of it.
         allow: Classes that the sample may contain.
     """
+    sample, _ = separate(sample)  # each name has a column, which a function may change
     lazies: dict[str, Any] = flatten(sample)
     dtypes: dict[str, str | None] = {name: dtype_text(lazy) for name, lazy in lazies.items()}
     dtypes.update(dict.fromkeys(columns))
