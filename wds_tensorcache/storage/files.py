@@ -25,6 +25,7 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity, missing_shard
 from wds_tensorcache.storage.remote.urls import is_url
 from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, device_kind, memory_nbytes, skip_bytes
+from wds_tensorcache.storage.threads import per_process
 
 __all__ = ["Descriptor", "Files", "Identity", "ShardFile", "announce", "are_resident", "default_max_open"]
 
@@ -53,19 +54,6 @@ if _CAN_MAP:
 _MAP_FAILED = (1 << 64) - 1
 _PROBED = ctypes.create_string_buffer(1)
 _PROBE = (ctypes.c_size_t * 2)(ctypes.addressof(_PROBED), 1)  # a buffer for preadv2
-
-
-_seeking = threading.Lock()
-
-
-def _seek_and_read(fd: int, nbytes: int, begin: int) -> bytes:
-    """Replace `os.pread` on systems without it; the lock lets one thread at a time move a file position."""
-    with _seeking:
-        os.lseek(fd, begin, os.SEEK_SET)
-        return os.read(fd, nbytes)
-
-
-_pread = getattr(os, "pread", None) or _seek_and_read
 
 
 def _identity(status: os.stat_result) -> Identity:
@@ -179,7 +167,7 @@ class ShardFile:
 
     def _keep(self, descriptor: Descriptor) -> None:
         """Keep a descriptor for later reads; close the oldest ones of the process beyond the limit."""
-        with _lock:
+        with _lock():
             while len(_open_files) >= (_max_open or default_max_open()):
                 oldest = next(iter(_open_files))
                 oldest._descriptor = None
@@ -226,9 +214,9 @@ class ShardFile:
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
         descriptor = self.descriptor()
-        content = _pread(descriptor.fd, end - begin, begin)
+        content = os.pread(descriptor.fd, end - begin, begin)
         while len(content) < end - begin:  # one call reads at most 2 GiB
-            more = _pread(descriptor.fd, end - begin - len(content), begin + len(content))
+            more = os.pread(descriptor.fd, end - begin - len(content), begin + len(content))
             if not more:
                 raise self._cut_short(os.fstat(descriptor.fd).st_size)
             content += more
@@ -236,7 +224,7 @@ class ShardFile:
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
         """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError if the file is too short."""
-        if not _HAS_PREADV:
+        if not _HAS_PREADV:  # macOS before 11
             for buffer in buffers:
                 memoryview(buffer)[:] = self.read(begin, begin + len(buffer))
                 begin += len(buffer)
@@ -263,7 +251,7 @@ class ShardFile:
         if not self._may_map or not self.nbytes:
             return 0
         descriptor = self.descriptor()
-        with _lock:
+        with _lock():
             if self._map is None:
                 if _Map.count >= _MAX_MAPS or _Map.total_nbytes + self.nbytes > _MAX_MAPPED_NBYTES:
                     return 0
@@ -491,17 +479,7 @@ def _missing_file(path: str, manifest: str | None) -> MissingShardError:
 # Files with a descriptor, in the order in which they were opened; of the whole process.
 _open_files: weakref.WeakKeyDictionary[ShardFile, None] = weakref.WeakKeyDictionary()
 _max_open: int | None = None  # chosen by a caller
-_lock = threading.Lock()  # held while a file enters `_open_files`, or is mapped
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked child: the thread that may hold the old lock exists only in the parent."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+_lock = per_process(threading.Lock)  # held while a file enters `_open_files`, or is mapped
 
 
 def default_max_open() -> int:
