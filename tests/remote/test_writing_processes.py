@@ -78,7 +78,9 @@ def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
         write_server.wait_until_idle()
     assert num_killed
     write(url, 60, resume=True)
-    assert write_server.objects("killed/") == read_folder(tmp_path / "cache")
+    objects = write_server.objects("killed/")
+    objects.pop(".tensorcache-conditions", None)  # of a writer that was killed while it checked the store
+    assert objects == read_folder(tmp_path / "cache")
 
 
 def test_a_writer_killed_during_an_upload(write_server: WriteServer, nursery: Nursery) -> None:
@@ -185,23 +187,6 @@ def test_spools_have_no_names(write_server: WriteServer, tmp_path: Path, monkeyp
         for i in range(5):
             sink.write(f"{i}", sample(i))
             assert os.listdir(tmp_path) == []
-
-
-def test_spools_of_other_systems_have_names_until_they_are_complete(
-    write_server: WriteServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Systems without `/proc`; one of a killed process, whose lock has ended, is deleted by the next writer."""
-    monkeypatch.setattr("wds_tensorcache.writing.destination.spool._CAN_OPEN_UNNAMED", False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spools"))
-    (tmp_path / "spools").mkdir()
-    (tmp_path / "spools" / ".tensorcache-spool.0123abcd.tmp").write_bytes(b"of a killed writer")
-    with tc.ShardWriter(URL, max_samples=5) as sink:
-        for i in range(23):
-            sink.write(f"{i:03d}", sample(i), json={"i": i})
-            assert len(os.listdir(tmp_path / "spools")) == 1
-    assert os.listdir(tmp_path / "spools") == []
-    write(tmp_path / "cache")
-    assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
 
 
 def test_the_samples_of_a_manifest_with_many_writers_are_right(write_server: WriteServer, tmp_path: Path) -> None:

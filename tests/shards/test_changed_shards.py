@@ -28,7 +28,7 @@ def test_a_shard_that_is_written_again(tmp_path: Path, monkeypatch: pytest.Monke
     def write(value: int) -> Any:
         with tc.ShardWriter("x.tar", overwrite=True) as sink:
             sink.write("a", torch.full((50_000,), value))
-        return tc.open("x.tar")
+        return tc.open("x.tar", max_open_files=8)
 
     first = write(1)
     pickled = pickle.dumps(first[0])

@@ -47,6 +47,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "byte 0: zstd: a compressed tar"),
     "text": (b"hello" * 200, r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'"),
     "checksum": (GOOD + GOOD[:3] + b"x" + GOOD[4:] + LAST, "byte 1024: bad checksum: the bytes add up to 005325, the"),
+    # the signed bytes add up to -1
+    "signed checksum is not a number": (
+        b"\x80\x80\xff".ljust(148, b"\0") + b"zzzzzzzz".ljust(364, b"\0") + LAST,
+        "byte 0: bad checksum",
+    ),
     "checksum is not a number": (GOOD + GOOD[:148] + b"\xfe2345678" + GOOD[156:] + LAST, "byte 1024: bad checksum"),
     "short": (b"abc", "byte 0: truncated: the file ends at byte 3, without an end-of-archive block"),
     "ends after a member": (GOOD * 3, "byte 3072: truncated: the file ends at byte 3072, without an end"),

@@ -254,7 +254,7 @@ def test_going_on_with_what_was_repaired(tmp_path: Path) -> None:
 
 
 def test_damage_inside_of_a_finished_shard(tmp_path: Path) -> None:
-    """Readers see damage, resuming builds do not; samples that `repair` leaves out are computed again."""
+    """`verify` sees a lost header, an index reads past it, and samples that `repair` leaves out are computed again."""
 
     def make(folder: Path, count: int) -> tc.TensorCache:
         def work(items: list[int]) -> list[Any]:
@@ -270,8 +270,7 @@ def test_damage_inside_of_a_finished_shard(tmp_path: Path) -> None:
     path.write_bytes(content)
     with make(tmp_path / "x", 12) as cache:
         assert len(cache) == 12
-        with pytest.raises(tc.FormatError, match=r"000000\.tar: .*tc\.verify"):
-            cache[2]
+        assert cache[2]["x"][0].item() == 2
     assert [fault.shard for fault in tc.verify(tmp_path / "x").faults][:1] == [str(path)]
     tc.repair(tmp_path / "x", tmp_path / "mended")
     with make(tmp_path / "mended", 12) as cache:

@@ -326,10 +326,7 @@ def test_writev_takes_a_few_bytes_at_a_time(tmp_path: Path, monkeypatch: pytest.
     write(tmp_path / "x.tar", count=20)
     with tc.ShardWriter(tmp_path / "y.tar") as sink:
         sink.write("a", sizes)
-    monkeypatch.delattr(os, "writev")
-    write(tmp_path / "z.tar", count=20)
-    for made in ("x", "z"):
-        assert (tmp_path / f"{made}.tar").read_bytes() == (tmp_path / "expected.tar").read_bytes()
+    assert (tmp_path / "x.tar").read_bytes() == (tmp_path / "expected.tar").read_bytes()
     assert (tmp_path / "y.tar").read_bytes() == (tmp_path / "large.tar").read_bytes()
 
 

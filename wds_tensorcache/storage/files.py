@@ -169,9 +169,12 @@ class ShardFile:
         """Keep a descriptor for later reads; close the oldest ones of the process beyond the limit."""
         with _lock():
             while len(_open_files) >= (_max_open or default_max_open()):
-                oldest = next(iter(_open_files))
+                # Hazard: a file may be freed at any moment, and leaves the dict then.
+                oldest = next(iter(_open_files), None)
+                if oldest is None:
+                    break
                 oldest._descriptor = None
-                del _open_files[oldest]
+                _open_files.pop(oldest, None)
             self._descriptor = descriptor
             _open_files[self] = None
 

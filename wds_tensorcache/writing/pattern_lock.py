@@ -19,8 +19,9 @@ _WAIT_S = 0.2  # a process that looks whether the file is locked holds it for an
 class WriterLock:
     """The exclusive right of this process to write the shards of a pattern, until `close`.
 
-    It is a lock on the file `.PATTERN.lock` in the folder. Writers of other patterns may produce the same names all the same:
-    a shard never replaces another one. A read-only folder, and a file system without locks, is not locked.
+    It is a lock on the file `.PATTERN.lock` in the folder, which is made if it is missing. Writers of other patterns may
+    produce the same names all the same: a shard never replaces another one. A read-only folder, and a file system without
+    locks, is not locked.
 
     Attributes:
         is_locked: True if no other process can have the lock; False without locks.
@@ -36,8 +37,11 @@ class WriterLock:
         path = os.path.join(folder, f".{pattern.name}.lock")
         self.is_locked = False
         while True:
+            os.makedirs(folder, exist_ok=True)
             try:
                 file = Flock(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), _WAIT_S)
+            except FileNotFoundError:
+                continue  # a call that ends has just deleted the empty folder
             except OSError as exc:
                 if exc.errno in _FORBIDDEN:
                     return

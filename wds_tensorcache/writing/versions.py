@@ -35,7 +35,7 @@ from wds_tensorcache.writing.build_batch import (
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.copy_shards import NewShard, OldShard, Run, write_cache
 from wds_tensorcache.writing.destination.listing import list_build
-from wds_tensorcache.writing.new_folder import check_local, check_new
+from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, load_finished
@@ -166,14 +166,18 @@ def build_version(
     prefix = xxh3_64_hexdigest(json.dumps(fingerprint, sort_keys=True).encode())[:8]
     pattern = ShardPattern(os.path.join(folder, f"{prefix}-{DEFAULT_NAME}")).of_rank(items.rank, items.world_size)
     try:
-        changes = _compute(items, fn, old, pattern, bar, options)
         if items.world_size > 1:
+            _compute(items, fn, old, pattern, bar, options)
             return False
-        with closing(WriterLock(pattern)):  # from here on, no rank may add samples
-            paths = [path for _, path in pattern.shards_by_age()]
-            computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
-            _write_version(out, old, changes, computed, name, options.get("fsync", True))
-            shutil.rmtree(folder, ignore_errors=True)
+        with closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
+            if has_entries(out):
+                raise FileExistsError(f"{out}: another call has written this version since this one started")
+            changes = _compute(items, fn, old, pattern, bar, options)
+            with closing(WriterLock(pattern)):  # from here on, no rank may add samples
+                paths = [path for _, path in pattern.shards_by_age()]
+                computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
+                _write_version(out, old, changes, computed, name, options.get("fsync", True))
+                shutil.rmtree(folder, ignore_errors=True)
         return True
     finally:
         with contextlib.suppress(OSError):

@@ -13,6 +13,9 @@ from decimal import Decimal
 from pathlib import PurePath
 from typing import Any
 
+import torch
+
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.tree import CONTAINERS, walk
 from wds_tensorcache.errors import FormatError
 
@@ -37,6 +40,7 @@ LONG_TEXT = 1000  # characters or bytes of a key that count as one part
 TEXTS = frozenset({str})
 _MAX_KEY_BITS = 512
 _MAX_DECIMAL_NBYTES = 512  # in memory
+_BY_IDENTITY = (LazyTensor, LazyArray, torch.Tensor)  # their hashes are their ids, which nobody can choose
 _NUMBERS = frozenset({int, float, complex, bool, type(None)})
 _SLOW = 10  # parts; comparing two Fractions, Decimals, UUIDs or numpy times of equal hashes takes up to 3 us
 
@@ -101,7 +105,7 @@ def _count_parts(key: Any, limit: int) -> int:
                 return count + len(value)
             todo.extend((child, depth + 1) for child in value)
             continue
-        is_fast = value.__class__ in _NUMBERS or value.__class__ in (str, bytes)
+        is_fast = value.__class__ in _NUMBERS or isinstance(value, (str, bytes, *_BY_IDENTITY))
         count += 1 if is_fast else _SLOW
         if isinstance(value, (str, bytes)):
             count += len(value) // LONG_TEXT

@@ -36,10 +36,8 @@ def check_checksum(header: bytes, header_begin: int) -> None:
     field = header[148:156]
     total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2 - sum(field) + 8 * 32
     checksum = parse_number(field)
-    if checksum == total:
-        return
     high = sum(byte > 127 for byte in header) - sum(byte > 127 for byte in field)
-    if checksum == total - 256 * high:  # some old tars sum signed bytes
+    if checksum >= 0 and checksum in (total, total - 256 * high):  # some old tars sum signed bytes
         return
     if not header_begin:
         refuse_compressed(header)

@@ -29,10 +29,8 @@ class LocalDestination:
 
     def __init__(self, pattern: ShardPattern, options: Options) -> None:
         self._pattern, self._options = pattern, options
-        folder = pattern.folder or "."
-        os.makedirs(folder, exist_ok=True)
-        self._catalog = Catalog(folder, options.fsync) if options.manifest else None
         self._lock = WriterLock(pattern)
+        self._catalog = Catalog(pattern.folder or ".", options.fsync) if options.manifest else None
 
     def begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:
         """See `Destination`."""

@@ -13,7 +13,8 @@ import xxhash
 
 __all__ = ["Part", "PartFile", "WriteJob", "key_digest", "part_of", "writing_id", "writing_name"]
 
-_PART = re.compile(r"\.?(part-([0-9]{3,})-[0-9]{6,}-([0-9a-f]{8})[0-9a-f]{6}-[0-9]{6,})\..*", re.DOTALL)
+# files of shards, and the lock on their pattern
+_PART = re.compile(r"\.?(part-([0-9]{3,})-[0-9]{6,}-([0-9a-f]{8})[0-9a-f]{6}-([0-9]{6,}|%06d))\..*", re.DOTALL)
 
 _MARKER = re.compile(r"\.ray-([0-9a-f]{8})\.writing")
 
@@ -84,6 +85,6 @@ def writing_id(name: str) -> str | None:
 
 
 def part_of(name: str) -> PartFile | None:
-    """Return what made a shard, its index or its temporary file; None for the name of any other file."""
+    """Return what made a shard, its index, its temporary file or its lock; None for the name of any other file."""
     match = _PART.fullmatch(name)
     return None if match is None else PartFile(match[1], int(match[2]), match[3])
