@@ -39,9 +39,7 @@ def file(tmp_path: Path) -> ShardFile:
     return ShardFile(str(tmp_path / "x"))
 
 
-@pytest.fixture(
-    params=["as it is", "short", "no RWF_NOWAIT", "RWF_NOWAIT unknown", "would block", "no preadv", "no pread"]
-)
+@pytest.fixture(params=["as it is", "short", "no RWF_NOWAIT", "RWF_NOWAIT unknown", "would block"])
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A system that lacks calls, or whose calls stop early."""
     preadv, pread = os.preadv, os.pread
@@ -65,24 +63,13 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
     if request.param == "short":
         monkeypatch.setattr(os, "preadv", short)
-        monkeypatch.setattr(storage, "_pread", lambda fd, count, offset: pread(fd, min(count, 1000), offset))
+        monkeypatch.setattr(os, "pread", lambda fd, count, offset: pread(fd, min(count, 1000), offset))
     elif request.param == "no RWF_NOWAIT":
         monkeypatch.setattr(storage, "_NOWAIT", 0)
     elif request.param == "RWF_NOWAIT unknown":
         monkeypatch.setattr(os, "preadv", refusing(errno.EOPNOTSUPP))
     elif request.param == "would block":
         monkeypatch.setattr(os, "preadv", refusing(errno.EAGAIN))
-    elif request.param == "no preadv":
-        monkeypatch.setattr(storage, "_HAS_PREADV", False)
-        monkeypatch.setattr(storage, "_NOWAIT", 0)
-        monkeypatch.delattr(os, "preadv")
-    elif request.param == "no pread":
-        for name in ("_HAS_PREADV", "_NOWAIT"):
-            monkeypatch.setattr(storage, name, 0)
-        monkeypatch.setattr(storage, "_pread", storage._seek_and_read)
-        monkeypatch.delattr(os, "preadv")
-        monkeypatch.delattr(os, "pread")
-        monkeypatch.delattr(os, "posix_fadvise")
     return str(request.param)
 
 
@@ -109,20 +96,18 @@ def test_every_byte_arrives(tmp_path: Path, system: str, sizes: list[int]) -> No
 def test_a_file_that_is_too_short(tmp_path: Path, system: str) -> None:
     (tmp_path / "x").write_bytes(CONTENT)
     file = ShardFile(str(tmp_path / "x"))
-    if system != "no pread":
-        os.truncate(tmp_path / "x", 100_000)
+    os.truncate(tmp_path / "x", 100_000)
     end = len(CONTENT) + 1
     for read in (
         lambda: file.read(50_000, end),
         lambda: file.read(end + 5, end + 6),
         lambda: file.read_into(buffers_of([10, end, 0]), 0),
         lambda: file.read_into(buffers_of([60_000, 100_000]), 60_000),
-    )[: 4 - (system == "no pread")]:
+    ):
         with pytest.raises(tc.FormatError, match=r"x: the file was cut short and ends at byte \d+; copy"):
             read()
-    if system != "no pread":
-        with pytest.raises(tc.FormatError, match="ends at byte 100000"):
-            file.view(0, 10)
+    with pytest.raises(tc.FormatError, match="ends at byte 100000"):
+        file.view(0, 10)
 
 
 def test_a_batch_on_every_system(tmp_path: Path, system: str) -> None:

@@ -169,12 +169,14 @@ def _find_cold(
 ) -> Array:
     """Return the numbers of the samples to announce, ascending: if samples are large, those whose last byte is not in memory.
 
-    If they are small, a few are probed, and all are announced if one of those is not in memory.
+    If they are small, a few are probed, for which closed files are opened again; all are announced if one is not in memory.
     """
     count = len(ranges.file)
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
     probed = np.arange(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
     last = (ranges.begin[:, probed] + ranges.nbytes[:, probed]).max(0) - 1
+    if not is_large:
+        are_resident = _are_resident
     cold = probed[~are_resident(list(map(files.__getitem__, ranges.file[probed].tolist())), last)]
     return cold if is_large or not len(cold) else np.arange(count)
 
