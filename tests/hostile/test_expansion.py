@@ -135,6 +135,7 @@ def test_honest_masks_of_zeros_need_the_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", COMPRESSORS)
+@pytest.mark.long
 def test_honest_shards_need_none(tmp_path: Path, kind: str) -> None:
     numbers = np.random.default_rng(1)
     words = [f"word{i}" for i in range(500)]

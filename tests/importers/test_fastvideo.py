@@ -153,6 +153,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         import_cache(tmp_path / "in", tmp_path / "out")
 
 
+@pytest.mark.long
 def test_small_files_with_much_content(tmp_path: Path) -> None:
     """Repeated values stay in a dictionary; long ids do not become names."""
     (tmp_path / "in").mkdir()

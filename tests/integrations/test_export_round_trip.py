@@ -72,6 +72,7 @@ def assert_round_trip(cache: Path, kind: str, folder: Path) -> tc.ExportReport:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
+@pytest.mark.long
 def test_any_sample(kind: str, data: st.DataObject) -> None:
     made = data.draw(st.dictionaries(names, st.tuples(samples(), members), min_size=1, max_size=2))
     folder = Path(tempfile.mkdtemp())

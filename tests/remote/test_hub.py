@@ -73,6 +73,7 @@ def test_a_branch_that_moves(hub: HttpServer) -> None:
         file.read(0, 10)
 
 
+@pytest.mark.long
 def test_faults(hub: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"datasets/org/name/resolve/{'1' * 40}/cache/a b.tar"
     hub.script(path, {"drop_after": 5}, {"drop_body_after": 5}, {"status": 503})

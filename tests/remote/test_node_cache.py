@@ -148,6 +148,7 @@ def test_children_forked_from_a_reader(objects: Objects, path: Path) -> None:
     assert set(blocks_requested(objects.requests()).values()) == {1}
 
 
+@pytest.mark.long
 def test_killed_processes_leave_nothing_wrong(objects: Objects, path: Path) -> None:
     objects.latency_s = 0.001
     added = [objects.add(f"{number}.tar", 40 * BLOCK + 5) for number in range(3)]

@@ -132,6 +132,7 @@ def test_indexes_and_blocks_on_disk(server: HttpServer, tmp_path: Path, query: s
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.long
 def test_worker_processes(server: HttpServer, method: str) -> None:
     """Workers read both revisions, and lazy tensors that they return are read here."""
     with tc.open(source(server, 1, "folder")) as first, tc.open(source(server, 2, "folder")) as second:

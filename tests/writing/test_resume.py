@@ -66,6 +66,7 @@ def test_a_shard_that_the_manifest_does_not_have(tmp_path: Path) -> None:
 
 # a writer that was killed after it had named a shard has not listed it
 @pytest.mark.filterwarnings("ignore:.*manifest.json does not list 1 of the shards:UserWarning")
+@pytest.mark.long
 def test_killed_at_random(tmp_path: Path) -> None:
     """Real processes, really killed; `python -m tests.kills 1000` does it as often as one likes."""
     write_until_killed(tmp_path, 50, seed=0)
