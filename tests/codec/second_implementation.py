@@ -186,7 +186,7 @@ def parts_of_key(value: Any, depth: int = 1) -> int:
     check(not isinstance(value, int) or value.bit_length() <= 512, "2.6: bits")
     check(not isinstance(value, Decimal) or sys.getsizeof(value) <= 512, "2.6: digits")
     numbers = (value.start, value.stop, value.step) if isinstance(value, (range, slice)) else ()
-    own = 1 if type(value) in (int, float, complex, bool, type(None)) else 10
+    own = 1 if type(value) in (int, float, complex, bool, type(None)) or isinstance(value, torch.Tensor) else 10
     return own + long + sum(parts_of_key(number, depth + 1) for number in numbers)
 
 

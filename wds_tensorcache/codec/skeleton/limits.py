@@ -41,7 +41,7 @@ TEXTS = frozenset({str})
 _MAX_KEY_BITS = 512
 _MAX_DECIMAL_NBYTES = 512  # in memory
 _BY_IDENTITY = (LazyTensor, LazyArray, torch.Tensor)  # their hashes are their ids, which nobody can choose
-_NUMBERS = frozenset({int, float, complex, bool, type(None)})
+_FAST = frozenset({int, float, complex, bool, type(None), str, bytes})
 _SLOW = 10  # parts; comparing two Fractions, Decimals, UUIDs or numpy times of equal hashes takes up to 3 us
 
 
@@ -105,7 +105,7 @@ def _count_parts(key: Any, limit: int) -> int:
                 return count + len(value)
             todo.extend((child, depth + 1) for child in value)
             continue
-        is_fast = value.__class__ in _NUMBERS or isinstance(value, (str, bytes, *_BY_IDENTITY))
+        is_fast = value.__class__ in _FAST or isinstance(value, _BY_IDENTITY)
         count += 1 if is_fast else _SLOW
         if isinstance(value, (str, bytes)):
             count += len(value) // LONG_TEXT
