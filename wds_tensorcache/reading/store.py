@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +21,7 @@ from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.node_cache.block_file import BlockFile
+from wds_tensorcache.storage.threads import per_process
 
 __all__ = ["Store"]
 
@@ -91,7 +91,7 @@ class Store:
         self._examined: set[int] = set()  # numbers of shards that `find_names` has examined
         self._has_names: dict[Form, bool] = {}
         self._table: KeyTable | None = None
-        self._executor: tuple[int, ThreadPoolExecutor] | None = None  # and the process that made it
+        self._executor = _threads(num_threads)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -173,18 +173,17 @@ class Store:
 
     def executor(self) -> ThreadPoolExecutor | None:
         """Return the threads that read alongside the caller's thread; None if `num_threads` is 1."""
-        if self.num_threads <= 1:
-            return None
-        known = self._executor
-        if known is None or known[0] != os.getpid():  # a forked child does not have its parent's threads
-            made = ThreadPoolExecutor(self.num_threads - 1, "tensorcache")
-            known = self._executor = os.getpid(), made
-        return known[1]
+        return self._executor()
 
     def close(self) -> None:
         """Close files and threads, and return idle memory to the system."""
-        executor, self._executor = self._executor, None
-        if executor is not None and executor[0] == os.getpid():
-            executor[1].shutdown()
+        made, self._executor = self._executor, _threads(self.num_threads)
+        if (executor := made()) is not None:
+            executor.shutdown()
         self.files.close()
         self.pool.close()
+
+
+def _threads(num_threads: int) -> Callable[[], ThreadPoolExecutor | None]:
+    """Return a function that returns the threads of this process besides the caller's; None if there are none."""
+    return per_process(lambda: ThreadPoolExecutor(num_threads - 1, "tensorcache") if num_threads > 1 else None)
