@@ -18,7 +18,6 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from wds_tensorcache.storage import files as storage
 from wds_tensorcache.storage import system
 
 COUNT = 12
@@ -311,16 +310,3 @@ def test_files_on_a_network_are_read(folder: Path, monkeypatch: pytest.MonkeyPat
             assert len(cache.read_batch(range(COUNT))["latent"]["samples"]) == COUNT
             mapped = Path("/proc/self/maps").read_text().count(str(folder))
             assert mapped == (0 if kind == "nfs4" else 3)
-
-
-@pytest.mark.parametrize("missing", [["preadv"], ["preadv", "pread"], ["posix_fadvise"]], ids=str)
-def test_systems_that_lack_calls(folder: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
-    for name in missing:
-        monkeypatch.delattr(os, name)
-    if "preadv" in missing:
-        monkeypatch.setattr(storage, "_HAS_PREADV", False)
-        monkeypatch.setattr(storage, "_NOWAIT", 0)
-    if "pread" in missing:
-        monkeypatch.setattr(storage, "_pread", storage._seek_and_read)
-    for io in ("auto", "pread"):
-        check(folder, io=io)
