@@ -137,12 +137,12 @@ class SourceFolder:
         if nbytes < _RECYCLED:
             memory = np.empty(nbytes, np.uint8).data
         else:
-            shift = 0 if find_data is None else -find_data(_read_at(file, 0, _HEAD_NBYTES)) % ALIGNMENT
+            shift = 0 if find_data is None else -find_data(os.pread(file.fileno(), _HEAD_NBYTES, 0)) % ALIGNMENT
             # Hazard: some processors copy eight times as slowly if memory begins 1 to 15 bytes after a page of the file does.
             shift += ALIGNMENT if shift else 0
             memory = POOL.lease(shift + nbytes)[shift:].data
         position = 0
-        while position < nbytes and (count := _read_into(file, memory[position:], begin + position)):
+        while position < nbytes and (count := os.preadv(file.fileno(), [memory[position:]], begin + position)):
             position += count
         if position < nbytes:
             raise FormatError("the file was cut short while it was read").at(name)
@@ -205,20 +205,6 @@ def check_fits(nbytes: int, name: str) -> None:
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file. Hazard: it may have become a FIFO, and opening it would wait for a process that writes to it."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def _read_at(file: io.FileIO, begin: int, nbytes: int) -> bytes:
-    if hasattr(os, "pread"):
-        return os.pread(file.fileno(), nbytes, begin)
-    file.seek(begin)
-    return file.read(nbytes)
-
-
-def _read_into(file: io.FileIO, memory: memoryview, begin: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), [memory], begin)
-    file.seek(begin)
-    return file.readinto(memory)
 
 
 def _path_of(fd: int, path: str) -> str:
