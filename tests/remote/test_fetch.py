@@ -66,7 +66,6 @@ def test_the_surface_of_a_file(http_server: HttpServer, content: bytes) -> None:
     assert file.read(3, 9) == content[3:9]
     assert file.identity == RemoteFile(url).identity
     assert not file.is_resident(0)
-    assert not file.read_resident([], 0)
     file.will_need(0, 10)
     file.check_unchanged()
     copy = pickle.loads(pickle.dumps(file))

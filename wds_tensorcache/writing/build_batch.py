@@ -43,9 +43,8 @@ __all__ = [
 ]
 
 DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
-Target = tuple[
-    Item, "ShardWriter | None"
-]  # an item of a batch, and the writer for its sample; None if the sample is finished
+# an item of a batch, and the writer for its sample; None if the sample is finished
+Target = tuple[Item, "ShardWriter | None"]
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
 
 

@@ -15,9 +15,8 @@ from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
 __all__ = ["check_local", "check_new", "check_replaceable", "has_entries", "new_folder"]
 
-_WRITTEN = re.compile(
-    r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL
-).fullmatch  # matches names of files in a cache
+# matches names of files in a cache
+_WRITTEN = re.compile(r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL).fullmatch
 
 
 def check_local(path: str | os.PathLike[str], what: str) -> None:

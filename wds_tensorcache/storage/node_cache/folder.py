@@ -40,9 +40,8 @@ _UNWRITABLE = _NO_SPACE | _FORBIDDEN
 _WAIT_S = 60.0  # a process that holds the lock longer was probably stopped
 _MAX_ATTEMPTS = 10
 _KEPT_FREE = 50  # the cache leaves this part of the file system free
-_RUNS_PER_TABLE = (
-    170  # runs of blocks that ext4 lists in a block of its own, which belongs to what a file takes on disk
-)
+# ext4 lists so many runs of a file's blocks in one further block, which the file also takes on disk
+_RUNS_PER_TABLE = 170
 _SPARE = 64  # eviction frees this part of the limit at once, so that it does not run for every block
 
 

@@ -112,10 +112,6 @@ class RemoteFile:
         """Read from offset `begin` on into the 1-D byte buffers, in order."""
         fetch_many([(self, begin, buffers)])
 
-    def read_resident(self, buffers: Sequence[Any], begin: int) -> bool:
-        """Return False: no bytes are in memory."""
-        return False
-
     def is_resident(self, begin: int) -> bool:
         """Return False: no bytes are in memory."""
         return False
