@@ -8,9 +8,9 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from struct import Struct
 from typing import Any
 
@@ -24,7 +24,6 @@ from wds_tensorcache.sharing.table import ALIGN, MAX_SEGMENT_NBYTES, Segment, Ta
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
-from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = ["LARGE_NBYTES", "Full", "Members", "SegmentSource", "Segments", "members_in_memory"]
 
@@ -113,7 +112,7 @@ class Segments:
         self._folder, self._table, self._pool = folder, table, pool
         # Hazard: after the folder is removed, another folder may have its path. So files are opened relative to this one.
         self._dir = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._net = call_when_gone(self, partial(os.close, self._dir))
+        weakref.finalize(self, os.close, self._dir).atexit = False
         self._max_nbytes, self._evicts = max_nbytes, evicts
         self._maps: dict[int, tuple[memoryview, Array]] = {}  # by serial number; both have the same bytes
         self._kept: dict[int, tuple[int, Any]] = {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, TimeoutError
-from typing import Any, TypeVar
+from typing import TypeVar
 
-__all__ = ["call_when_gone", "per_process", "run_in_order"]
+__all__ = ["per_process", "run_in_order"]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -31,14 +30,6 @@ def per_process(make: Callable[[], _Result]) -> Callable[[], _Result]:
         return values.setdefault(pid, make()) if value is None else value
 
     return value_of_process
-
-
-def call_when_gone(thing: Any, call: Callable[[], Any]) -> Any:
-    """Call a function when an object is freed, unless the returned handle is released first.
-
-    Hazard: it may run inside the garbage collector, in any thread, so it must not wait for a lock.
-    """
-    return weakref.ref(thing, lambda _: call())
 
 
 def run_in_order(

@@ -6,17 +6,16 @@ import errno
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.http.transport import Response
 from wds_tensorcache.storage.remote.retry import Attempts, Target, check_cancelled
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
-from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = ["Opened", "WholeCopies"]
 
@@ -33,7 +32,7 @@ class _Copy:
 
     def __init__(self) -> None:
         self.fd, path = tempfile.mkstemp(prefix="tensorcache-")
-        self._net: Any = call_when_gone(self, partial(os.close, self.fd))
+        weakref.finalize(self, os.close, self.fd).atexit = False
         os.unlink(path)
         self.state: ObjectInfo | None = None
 
