@@ -12,11 +12,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
-from tests.shards.forged_index import put_footer
 from tests.shards.tars import build
-from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.storage.files import ShardFile
 
 COUNT = 4
 
@@ -37,17 +33,6 @@ def write(path: Path, *, footer: bool = True, text: bool = False) -> Path:
         for i in range(COUNT):
             sink.write(f"k{i}", sample(i), **({"txt": b"text %d" % i} if text else {}))
     return path
-
-
-def scanned(path: Path) -> ShardIndex:
-    """Return the index that the shard's own bytes give."""
-    file = ShardFile(str(path))
-    return scan_shard(file.read, file.nbytes)
-
-
-def forge(path: Path, change: Callable[[ShardIndex], ShardIndex]) -> None:
-    """Give a shard a footer that says something else than its bytes; digest and lengths are right."""
-    put_footer(path, change(scanned(path)))
 
 
 def header(entries: Any, content: bytes = b"ab", length: int | None = None) -> bytes:

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.hostile.forged import COUNT, forge, is_right, write
-from tests.shards.forged_index import Change, changed, columns, swap, swap_keys, unchecked
+from tests.hostile.forged import COUNT, is_right, write
+from tests.shards.forged_index import Change, changed, columns, forge, swap, swap_keys, unchecked
 from wds_tensorcache.codec.header import form_of
 from wds_tensorcache.shards.footer import MAGIC, _digest
 from wds_tensorcache.shards.index import MemberColumns, ShardIndex, narrow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import time
 import tracemalloc
 from typing import Any
@@ -12,15 +11,11 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.hostile.forged import header as member
 from wds_tensorcache.codec import header
 from wds_tensorcache.codec.header import parse_header
 
 X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
-
-
-def member(entries: Any, content: bytes = b"ab", length: int | None = None) -> bytes:
-    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + content
 
 
 def refused(raw: bytes, match: str) -> None:

@@ -13,11 +13,10 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run
-from tests.shards.forged_index import Change, changed, columns, put_footer, swapped, unchecked
+from tests.shards.forged_index import Change, changed, columns, forge, index_of, put_footer, swapped, unchecked
 from wds_tensorcache.codec.header import form_of
 from wds_tensorcache.shards import footer
 from wds_tensorcache.shards.index import CacheColumns, MemberColumns, ShardIndex, narrow
-from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.storage.files import ShardFile
@@ -36,15 +35,6 @@ def shard(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, int]:
         for i in range(4):
             sink.write(f"k{i}", sample(i, request.param))
     return tmp_path / "x.tar", request.param
-
-
-def index_of(path: Path) -> ShardIndex:
-    file = ShardFile(str(path))
-    return scan_shard(file.read, file.nbytes)
-
-
-def lie(path: Path, change: Change) -> None:
-    put_footer(path, change(index_of(path)))
 
 
 @pytest.mark.parametrize("places", [(0,), (1,), (2,), (0, 1, 2)], ids=["first", "middle", "last", "all"])
@@ -149,7 +139,7 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
 def test_refused_at_once(shard: tuple[Path, int], what: str) -> None:
     path, _ = shard
     change, message = IMPOSSIBLE[what]
-    lie(path, change)
+    forge(path, change)
     with pytest.raises(tc.FormatError, match=f"x.tar: .*{message}"):
         tc.open(path)
 
@@ -215,7 +205,7 @@ def test_columns_of_any_width(shard: tuple[Path, int]) -> None:
     """Not as narrow as they could be: read all the same."""
     path, _ = shard
     wide = {name: getattr(index_of(path).caches[""], name).astype(np.uint64) for name in EVERYTHING}
-    lie(path, lambda index: columns(index, **wide))
+    forge(path, lambda index: columns(index, **wide))
     for io in ("auto", "pread"):
         with tc.open(path, io=io) as cache:
             for i in range(4):

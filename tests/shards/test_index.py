@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
+from tests.shards.forged_index import index_of
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer, parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
 from wds_tensorcache.storage.files import ShardFile
@@ -32,14 +32,9 @@ from wds_tensorcache.storage.files import ShardFile
 Samples = list[dict[str, Any]]
 
 
-def scan(path: Path) -> ShardIndex:
-    file = ShardFile(str(path))
-    return scan_shard(file.read, file.nbytes)
-
-
 def assert_three_agree(path: Path) -> ShardIndex:
     """Assert that footer, sidecar and scan are one index, down to the dtypes; return it."""
-    found = scan(path)
+    found = index_of(path)
     expected = build_footer(found, 1 << 20)
     sidecar = Path(f"{path}.index")
     before = path.read_bytes()
@@ -107,7 +102,7 @@ def test_three_sources(tmp_path: Path, make: Callable[[], Samples], how: str) ->
                 ours.write(sample["__key__"], **{k: v for k, v in sample.items() if k != "__key__"})
         written = read_footer(ShardFile(str(path)).read, path.stat().st_size)
         assert written is not None
-        assert build_footer(written, 1 << 20) == build_footer(scan(path), 1 << 20)
+        assert build_footer(written, 1 << 20) == build_footer(index_of(path), 1 << 20)
     else:
         mtime = {"mtime": 0} if "mtime" in how else {}
         with wds.ShardWriter(str(tmp_path / "%d.tar"), encoder=tc.encoder(), verbose=0, **mtime) as stock:
@@ -261,9 +256,9 @@ def assert_right_or_refused(path: Path, expected: bytes) -> bool:
 
 
 def test_flipped_bytes(damaged: Path) -> None:
-    expected = build_footer(scan(damaged), 1 << 20)
+    expected = build_footer(index_of(damaged), 1 << 20)
     shard = bytearray(damaged.read_bytes())
-    end = scan(damaged).end
+    end = index_of(damaged).end
     positions = [*range(end, len(shard) - TRAILER_NBYTES, 7), *range(len(shard) - TRAILER_NBYTES, len(shard))]
     right = 0
     for position in positions:
@@ -275,15 +270,15 @@ def test_flipped_bytes(damaged: Path) -> None:
 
 
 def test_truncated(damaged: Path) -> None:
-    expected = build_footer(scan(damaged), 1 << 20)
-    shard, end = damaged.read_bytes(), scan(damaged).end
+    expected = build_footer(index_of(damaged), 1 << 20)
+    shard, end = damaged.read_bytes(), index_of(damaged).end
     for nbytes in [*range(len(shard), end, -31), end + 512, end, end - 1, end - 1000, 700, 512, 100, 1, 0]:
         damaged.write_bytes(shard[:nbytes])
         assert assert_right_or_refused(damaged, expected) == (nbytes >= end + 512)
 
 
 def test_garbage_behind(damaged: Path) -> None:
-    expected = build_footer(scan(damaged), 1 << 20)
+    expected = build_footer(index_of(damaged), 1 << 20)
     shard = damaged.read_bytes()
     for tail in (b"x", bytes(512), shard[-TRAILER_NBYTES:], shard[-3000:], os.urandom(70_000)):
         damaged.write_bytes(shard + tail)
@@ -292,11 +287,11 @@ def test_garbage_behind(damaged: Path) -> None:
 
 def test_a_sidecar_of_another_state(damaged: Path) -> None:
     path = damaged
-    end = scan(path).end
+    end = index_of(path).end
     path.write_bytes(path.read_bytes()[: end + 1024])
     tc.write_index(path)
     assert load_index(ShardFile(str(path))).keys[0] == "0"
-    index = scan(path)
+    index = index_of(path)
     sidecar = Path(f"{path}.index")
     for nbytes in (end, 1 << 40):
         sidecar.write_bytes(build_footer(replace(index, end=index.end), nbytes))
