@@ -58,8 +58,8 @@ class _Commands(click.Group):
         if name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[name].place.partition(":")
-        found: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
-        return found
+        command: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
+        return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -130,12 +130,12 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as
     wanted = [*keys, *(() if keys_from is None else _read_keys(keys_from))]
     shards = OldCache(source).shards
     # an unknown key stays, so that the error names similar ones
-    found = [key if key in shards or safe_key(key) not in shards else safe_key(key) for key in wanted]
-    num_dropped = len({place for key in found for place in shards.find(key)})  # a key may occur twice
-    tc.drop(source, out, found)
+    dropped = [key if key in shards or safe_key(key) not in shards else safe_key(key) for key in wanted]
+    num_dropped = len({place for key in dropped for place in shards.find(key)})  # a key may occur twice
+    tc.drop(source, out, dropped)
     output = Output(as_json)
     output.line(f"{os.fspath(out)}: without {counted(num_dropped, 'sample')}")
-    output.result({"out": os.fspath(out), "dropped": sorted(set(found))})
+    output.result({"out": os.fspath(out), "dropped": sorted(set(dropped))})
 
 
 def _read_keys(path: str) -> list[str]:

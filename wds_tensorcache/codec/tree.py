@@ -101,9 +101,9 @@ def _rebuild(value: Any, replace: Callable[[Any], Any], leaves: Any, done: dict[
     cls = type(value)
     if cls in ATOMS:
         return value
-    known = done.get(id(value))
-    if known is not None:
-        return known[1]
+    copied = done.get(id(value))
+    if copied is not None:
+        return copied[1]
     result: Any = value
     if isinstance(value, leaves):
         result = replace(value)
@@ -178,9 +178,9 @@ class _LeafMap:
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def visit(self, value: Any, path: Path) -> Any:
-        known = self._done.get(id(value))
-        if known is not None:
-            return known[1]
+        copied = self._done.get(id(value))
+        if copied is not None:
+            return copied[1]
         cls = type(value)
         result: Any
         if isinstance(value, Lazy):
@@ -189,9 +189,9 @@ class _LeafMap:
             result = empty_like(value)
             self._done[id(value)] = value, result
             for key, item in value.items():
-                made = self.visit(item, (*path, key))
-                if made is not _DROPPED:
-                    result[key] = made
+                copy = self.visit(item, (*path, key))
+                if copy is not _DROPPED:
+                    result[key] = copy
         elif cls in SEQUENCES and self._holds(value):
             result = empty_like(value)
             if cls is not tuple:
@@ -214,18 +214,18 @@ def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False)
     With `prunes`, containers that lose everything in them are also treated like a refused tensor.
     """
     done: dict[int, Any] = {}
-    found = _project(sample, wanted, done, prunes)
+    projected = _project(sample, wanted, done, prunes)
     if _TWICE in done:  # a tensor occurs twice, so each of its places has a name
         apart, names = separate(sample)
         targets, kept = dict(names), dict[Any, Lazy]()
-        found = _project(apart, wanted, {}, prunes)
+        projected = _project(apart, wanted, {}, prunes)
         # the first place that is kept gives the tensor its name
-        found = rebuild(
-            found,
+        projected = rebuild(
+            projected,
             lambda lazy: kept.setdefault((id(lazy._source), targets.get(lazy.name, lazy.name)), lazy),
             Lazy,
         )
-    return None if found is _DROPPED else found
+    return None if projected is _DROPPED else projected
 
 
 def _project(value: Any, wanted: Callable[[str], bool], done: dict[int, Any], prunes: bool) -> Any:
@@ -352,16 +352,16 @@ def _names_of(
 
 def _path_of(link: _Link) -> str | None:
     """Return the path of a place; None if it is too long. Hazard: many places below one long key would fill memory."""
-    parts, left = list[str](), _MAX_NAME
+    parts, room = list[str](), _MAX_NAME
     while link is not None:
         key, at, link = link
-        if type(key) is str and len(key) > left:
+        if type(key) is str and len(key) > room:
             return None
         parts.append(component(key, at))
-        left -= len(parts[-1])
-        if left < 0:
+        room -= len(parts[-1])
+        if room < 0:
             return None
-        left -= 1  # the dot
+        room -= 1  # the dot
     return ".".join(reversed(parts))
 
 

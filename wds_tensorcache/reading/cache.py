@@ -70,9 +70,8 @@ class TensorCache(Cache[_Sample]):
         self._narrowed: dict[tuple[str, ...], TensorCache[_Sample]] = {}  # views made by `nest`, by tensor names
         self._wanted = name_matcher(patterns) if patterns is not None else None
         self._structures = Structures(self._wanted)
-        self._last_fixed: tuple[Any, tuple[str, ...]] | None = (
-            None  # an argument `collate`, and the result of `_fixed_by`
-        )
+        # an argument `collate`, and the result of `_fixed_by`
+        self._last_fixed: tuple[Any, tuple[str, ...]] | None = None
 
     def __reduce__(self) -> Any:
         return TensorCache, (self._store, self._order, self._patterns, self._names)
@@ -159,16 +158,16 @@ class TensorCache(Cache[_Sample]):
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names
-        known = self._last_fixed
-        if known is None or known[0] != collate:
+        last = self._last_fixed
+        if last is None or last[0] != collate:
             ways = (
                 collate
                 if isinstance(collate, Collate)
                 else Collate(collate if isinstance(collate, Mapping) else {"*": collate})
             )
             fixed = tuple(dict.fromkeys([*self._names, *filter(ways.fixes, self._batch_names())]))
-            known = self._last_fixed = copy.copy(collate), fixed
-        return known[1]
+            last = self._last_fixed = copy.copy(collate), fixed
+        return last[1]
 
     def _batch_names(self) -> list[str]:
         return list(filter(self._wanted, whole_schema(self._store)))

@@ -180,18 +180,18 @@ class Alternatives:
 
     def schema_of(self, schema: Mapping[str, TensorSchema]) -> dict[str, TensorSchema]:
         """Return the properties of a batch's tensors, from those of the samples' tensors."""
-        found = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
+        merged = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
         for name, patterns in self.patterns.items():
             for each in _expand(patterns, list(schema)):
-                found[name] = merge_schema(found.get(name), replace(schema[each], name=name))
-        return found
+                merged[name] = merge_schema(merged.get(name), replace(schema[each], name=name))
+        return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
         """Return the bytes of the tensors of a batch's sample, on average, from those of the sample's tensors."""
         total = sum(size for name, size in sizes.items() if not self.covers(name))
         for patterns in self.patterns.values():
-            found = _expand(patterns, list(sizes))
-            total += sum(sizes[name] for name in found) // max(len(found), 1)
+            alternatives = _expand(patterns, list(sizes))
+            total += sum(sizes[name] for name in alternatives) // max(len(alternatives), 1)
         return total
 
 
@@ -506,28 +506,28 @@ class _ChosenStructures(Structures):
     def available(self, layout: Layout) -> dict[str, list[str]]:
         """Return the alternatives of a sample with this layout, by name in the batch."""
         key = id(layout.form), layout.texts, layout.further
-        known = self._available.get(key)
-        if known is None:
+        kept = self._available.get(key)
+        if kept is None:
             names = list(filter(self._base.wanted, layout.named))
             found = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
-            known = layout.form, found
-            keep_known(self._available, key, known)
-        return known[1]
+            kept = layout.form, found
+            keep_known(self._available, key, kept)
+        return kept[1]
 
     def narrow(self, layout: Layout, chosen: Mapping[str, str]) -> Layout:
         """Return a layout that has the chosen tensors under their names in the batch."""
         key = (id(layout), *chosen.items())
-        known = self._narrowed.get(key)
-        if known is None:
+        kept = self._narrowed.get(key)
+        if kept is None:
             covers = self._alternatives.covers
             for name in chosen:
                 if name in layout.named and not covers(name) and (self._base.wanted or bool)(name):
                     raise _other_tensor(name)
             further: Further = tuple((name, layout.named[each].name) for name, each in chosen.items())
             parts = layout.tensors, layout.data_begin, layout.nbytes, layout.form, layout.texts
-            known = layout, Layout(*parts, (*layout.further, *further), layout.references)
-            keep_known(self._narrowed, key, known)
-        return known[1]
+            kept = layout, Layout(*parts, (*layout.further, *further), layout.references)
+            keep_known(self._narrowed, key, kept)
+        return kept[1]
 
     def whole(self, sample: Any, layout: Layout) -> Any:
         """Return a sample with the chosen alternatives, and with all tensors that are not alternatives.
@@ -538,18 +538,18 @@ class _ChosenStructures(Structures):
         names, covers = self._alternatives.patterns, self._alternatives.covers
         sample = super().whole(sample, layout)
         lazies, further = flatten(sample), dict(layout.further)
-        made = {name: lazies[further[name]]._renamed(name) for name in names if name in further}
+        renamed = {name: lazies[further[name]]._renamed(name) for name in names if name in further}
         # drops containers that held only alternatives, and keeps all other containers
-        kept = project(sample, lambda name: name in made or not covers(name), prunes=True)
+        kept = project(sample, lambda name: name in renamed or not covers(name), prunes=True)
         if kept is None and type(sample) is dict:
             kept = {}
-        kept = rebuild(kept, lambda lazy: made.get(lazy.name, lazy), Lazy)
+        kept = rebuild(kept, lambda lazy: renamed.get(lazy.name, lazy), Lazy)
         for patterns in names.values():
             for pattern in patterns:
                 _remove_none(kept, pattern.removesuffix(".*"), names)  # in place of an alternative
-        for name in made.keys() - lazies.keys():
+        for name in renamed.keys() - lazies.keys():
             try:
-                kept, _ = insert(kept, name, made[name])
+                kept, _ = insert(kept, name, renamed[name])
             except ValueError as exc:
                 raise _no_place(name) from exc
         return kept
@@ -559,11 +559,11 @@ def _structures_for(
     base: Structures, alternatives: Alternatives, kept: tuple[str, ...] | None = None
 ) -> _ChosenStructures:
     key = alternatives, kept
-    known: Any = base.chosen.get(key)
-    if known is None:
-        known = _ChosenStructures(base, alternatives, kept)
-        keep_known(base.chosen, key, known)
-    return known  # type: ignore[no-any-return]
+    structures: Any = base.chosen.get(key)
+    if structures is None:
+        structures = _ChosenStructures(base, alternatives, kept)
+        keep_known(base.chosen, key, structures)
+    return structures  # type: ignore[no-any-return]
 
 
 def _remove_none(sample: Any, name: str, kept: Mapping[str, Any]) -> None:

@@ -120,10 +120,10 @@ class _Forms:
         key = (id(layout.form), layout.texts, layout.further)
         if key not in self._known:
             if layout.texts is not None:
-                found = {name: resolve(layout, text) for name, text in layout.named_texts.items()}
+                references = {name: resolve(layout, text) for name, text in layout.named_texts.items()}
             else:
-                found = {name: lazy._reference for name, lazy in flatten(shard.sample(row)).items()}
-            self._known[key] = layout.form, found
+                references = {name: lazy._reference for name, lazy in flatten(shard.sample(row)).items()}
+            self._known[key] = layout.form, references
         return self._known[key][1]
 
 
@@ -177,7 +177,7 @@ def stored_shapes(store: Store, positions: Positions) -> Iterator[tuple[str, Ref
             references = forms.references(shard, sample)
             ends = accumulate(ndim for *_, ndim in form.entries)
             firsts = {name: end - ndim for (name, _, ndim), end in zip(form.entries, ends, strict=True)}
-            further = [name for name, found in references.items() if name != found.name]
+            further = [name for name, reference in references.items() if name != reference.name]
             # inside a set, a dict's key or an allowed object, tensors have no path
             for name in [*filter(references.__contains__, firsts), *further]:
                 reference = references[name]

@@ -118,7 +118,7 @@ class Store:
         The shards then have other indexes. Cost: one skeleton of each form; and all skeletons of the shards in which such a
         sample has further names. Each shard is examined once.
         """
-        found = False
+        has_new_names = False
         for number in range(len(self.shards)) if numbers is None else numbers:
             if number in self._examined:
                 continue
@@ -130,9 +130,9 @@ class Store:
                         self._has_names[form] = bool(names_in(shard.sample(row)))
                 if self._has_names.get(form):
                     self.shards[number] = shard.with_names()
-                    self.schema, found = None, True
+                    self.schema, has_new_names = None, True
                     break
-        return found
+        return has_new_names
 
     def locate(self, position: int) -> tuple[Shard, int]:
         """Return the shard of the sample at `position`, and the sample's row: its number among the samples with this cache."""

@@ -84,9 +84,8 @@ class BaseLoader(ABC):
     _num_iterations = 0
     _is_open = False  # the last iteration was not closed
     _reads: Generator[Read, None, None] | None = None
-    _scheduled: deque[tuple[Step, Position, Future[Any] | None]] | None = (
-        None  # steps whose batches were not returned yet
-    )
+    # steps whose batches were not returned yet
+    _scheduled: deque[tuple[Step, Position, Future[Any] | None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_is_open": False, "_reads": None, "_scheduled": None}  # a copy has no iteration

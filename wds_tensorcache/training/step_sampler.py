@@ -130,9 +130,8 @@ class StepSampler(DistributedSampler[Step]):
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
         self._requested_epoch: int | None = None  # the epoch that set_epoch requested since the last iteration began
         self._num_moves = 0  # the number of times that the position was set other than by a batch
-        self._scheduled: deque[Any] | None = (
-            None  # a TorchLoader's: it moves the position itself, and gets the steps here
-        )
+        # a TorchLoader's: it moves the position itself, and gets the steps here
+        self._scheduled: deque[Any] | None = None
         self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
         self._has_warned = False  # of samples that set_epoch left out
 
@@ -303,9 +302,8 @@ class _StepIterator(Iterator[Step]):
         self._at: Position | None = None  # None before the first step
         self._num_moves = -1
         self._num_steps = 0
-        self._num_saved: int | None = (
-            None  # steps at the last state_dict; None unless the first was before the first step
-        )
+        # steps at the last state_dict; None unless the first was before the first step
+        self._num_saved: int | None = None
 
     def __next__(self) -> Step:
         sampler, plan = self._sampler, self._sampler._plan

@@ -59,19 +59,19 @@ def layouts_of(rows: Rows) -> Layouts:
         raise ValueError(NO_SAMPLES)
     numbers: dict[int, int] = {}
     items: list[Layout] = []
-    found: list[Any] = []  # for each shard: one index, or one index per sample
-    for number, _, some in rows.by_shard:
+    items_by_shard: list[Any] = []  # for each shard: one index, or one index per sample
+    for number, _, shard_rows in rows.by_shard:
         layout = rows.shards[number].layout_of_all
-        layouts, inverse = ([layout], 0) if layout is not None else rows.shards[number].layouts_of(some)
+        layouts, inverse = ([layout], 0) if layout is not None else rows.shards[number].layouts_of(shard_rows)
         present = []
         for layout in layouts:
             present.append(numbers.setdefault(id(layout), len(items)))
             if present[-1] == len(items):
                 items.append(layout)
-        found.append(np.array(present)[inverse])
+        items_by_shard.append(np.array(present)[inverse])
     which = np.zeros(len(rows.row), np.int64)
     if len(items) > 1:
-        for (_, at, _), part in zip(rows.by_shard, found, strict=True):
+        for (_, at, _), part in zip(rows.by_shard, items_by_shard, strict=True):
             which[at] = part
     if any(layout.texts is None for layout in items):
         items, which = _with_texts(rows, items, which)
@@ -91,7 +91,7 @@ def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list
     """Take the references that an index lacks from the skeletons; return layouts, and the index of each sample's."""
     numbers: dict[Any, int] = {}
     result: list[Layout] = []
-    made = np.empty(len(which), np.int64)
+    item_of_sample = np.empty(len(which), np.int64)
     for i, at in enumerate(which.tolist()):
         layout, further = items[at], items[at].further
         key: Any = id(layout)
@@ -108,8 +108,8 @@ def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list
                 form = Form(tuple(entry for entry in layout.form.entries if entry[0] in tensors))
                 layout = Layout(tensors, layout.data_begin, layout.nbytes, form, texts, further)
             result.append(layout)
-        made[i] = numbers[key]
-    return result, made
+        item_of_sample[i] = numbers[key]
+    return result, item_of_sample
 
 
 def lacks_any(layouts: Layouts, names: Iterable[str]) -> bool:

@@ -98,16 +98,16 @@ class Decoded:
         template, rows = self._structure.template, self._request.rows
         if template is None:
             return list(range(len(self)))
-        found = self._find_kept(template)
+        values_by_sample = self._find_kept(template)
         kept = self._request.store.values
         numbers, row = rows.number.tolist(), rows.row.tolist()
         other_templates = [layout.form.template for layout in self._layouts.items]
         variants, unlike = [], []
         # cost per sample in Python: one step for its bytes, one for its values
-        for i, skeleton, begin in rows.skeletons(np.array([values is not None for values in found])):
+        for i, skeleton, begin in rows.skeletons(np.array([values is not None for values in values_by_sample])):
             values = template.match(skeleton, begin)
             if values is not MISS:
-                found[i] = values
+                values_by_sample[i] = values
                 if rows.shards is self._request.store.shards:
                     kept.keep(numbers[i], row[i], template, values, len(skeleton))
                 continue
@@ -118,31 +118,33 @@ class Decoded:
                 if values is not MISS:
                     variants.append((i, other, values))
         blank = [None] * (len(template.segments) - 1)
-        columns = list(zip(*([values or blank for values in found] if unlike else found), strict=True))
+        columns = list(
+            zip(*([values or blank for values in values_by_sample] if unlike else values_by_sample), strict=True)
+        )
         if not unlike:
-            for number, _, some in rows.by_shard:
-                rows.shards[number].note_template(some, template)
+            for number, _, shard_rows in rows.by_shard:
+                rows.shards[number].note_template(shard_rows, template)
         self._columns = columns
         self._variants = [
             (i, variant, values) for i, other, values in variants if (variant := self._variant(i, other, values))
         ]
-        known = {i for i, *_ in self._variants}
-        return [i for i in unlike if i not in known]
+        in_variants = {i for i, *_ in self._variants}
+        return [i for i in unlike if i not in in_variants]
 
     def _find_kept(self, template: Template) -> list[Any]:
         """Return the kept values of each sample that this template gave, or None."""
         rows, store = self._request.rows, self._request.store
-        found: list[Any] = [None] * len(self)
+        values_by_sample: list[Any] = [None] * len(self)
         if rows.shards is not store.shards:
-            return found
-        for number, at, some in rows.by_shard:
+            return values_by_sample
+        for number, at, shard_rows in rows.by_shard:
             store.shards[number].file.check_unchanged()
-            values = list(map(store.values.of(number, template).get, some.tolist()))
+            values = list(map(store.values.of(number, template).get, shard_rows.tolist()))
             if isinstance(at, slice):
                 return values
             for i, value in zip(at.tolist(), values, strict=True):
-                found[i] = value
-        return found
+                values_by_sample[i] = value
+        return values_by_sample
 
     def _slot(self, path: Path) -> int | None:
         """Return the index of the template's value at `path`; None if there is a container; -1 for a tensor, or for nothing."""

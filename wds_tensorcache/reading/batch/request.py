@@ -97,9 +97,8 @@ class Structures:
         self.num_with_values = 0
         # by the id of the template, which the value refers to, and the names of missing tensors
         self._by_template: dict[Any, Structure] = {}
-        self._by_form: dict[
-            Any, tuple[Form, tuple[str, ...]]
-        ] = {}  # the value refers to the form, so the id is not reused
+        # the value refers to the form, so the id is not reused
+        self._by_form: dict[Any, tuple[Form, tuple[str, ...]]] = {}
 
     def note_values(self) -> None:
         """Record that the values of a batch are used."""
@@ -172,10 +171,10 @@ class Structures:
         """Return the names of a batch's tensors, and whether every batch of these layouts has the same ones."""
         layout = layouts.items[0]
         is_simple = not layouts.is_mixed and _has(layouts, fixed)
-        # the bytes of a fetched skeleton would cost a request, so a known form comes first
-        known = self._by_form.get((id(layout.form), layout.texts, layout.further)) if is_simple else None
-        if known is not None:
-            return known[1], True
+        # the bytes of a fetched skeleton would cost a request, so a kept form comes first
+        kept = self._by_form.get((id(layout.form), layout.texts, layout.further)) if is_simple else None
+        if kept is not None:
+            return kept[1], True
         structure = self.structure_for(layouts, fixed)
         if is_simple and structure.template is not None:
             keep_known(self._by_form, (id(layout.form), layout.texts, layout.further), (layout.form, structure.names))
@@ -202,8 +201,8 @@ def check_names(rows: Rows, i: int, sample: Any) -> None:
     lazies = flatten(sample)
     is_same = True
     for lazy in lazies.values():
-        found = lazy._reference
-        is_same &= texts.get(found.name) == reference_text(found.kind, found.name, found.attribute)
+        reference = lazy._reference
+        is_same &= texts.get(reference.name) == reference_text(reference.kind, reference.name, reference.attribute)
     has_names = {name: lazy.name for name, lazy in lazies.items() if name != lazy.name} == dict(layout.further)
     if is_same and not has_names and shard.index.layouts.further is None:
         rows.shards[number] = shard.with_names()  # type: ignore[index]

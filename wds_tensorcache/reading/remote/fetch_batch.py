@@ -54,18 +54,18 @@ def fetch_skeletons(wanted: Iterable[tuple[int, Shard, int]]) -> dict[int, bytes
     Args:
         wanted: For each sample, its position in the batch, its shard, and its row.
     """
-    fetch, found = BatchFetch(), dict[int, bytes]()
+    fetch, skeletons = BatchFetch(), dict[int, bytes]()
     for i, shard, row in wanted:
-        add_skeleton(fetch, i, shard, row, found)
+        add_skeleton(fetch, i, shard, row, skeletons)
     fetch.run()
-    return found
+    return skeletons
 
 
-def add_skeleton(fetch: BatchFetch, i: int, shard: Shard, row: int, found: dict[int, bytes]) -> None:
+def add_skeleton(fetch: BatchFetch, i: int, shard: Shard, row: int, skeletons: dict[int, bytes]) -> None:
     """Read the skeleton of a sample into `found`, by its position `i` in the batch."""
-    fetch.add_extent(shard, *shard.skeleton_extent(row), lambda stored: found.__setitem__(i, stored))
+    fetch.add_extent(shard, *shard.skeleton_extent(row), lambda stored: skeletons.__setitem__(i, stored))
 
 
-def add_member(fetch: BatchFetch, i: int, shard: Shard, suffix: str, number: int, found: dict[int, bytes]) -> None:
+def add_member(fetch: BatchFetch, i: int, shard: Shard, suffix: str, number: int, members: dict[int, bytes]) -> None:
     """Read a member of a sample into `found`, by its position `i` in the batch; `number` is as for `Shard.member`."""
-    fetch.add_extent(shard, *shard.member_extent(suffix, number), lambda stored: found.__setitem__(i, stored))
+    fetch.add_extent(shard, *shard.member_extent(suffix, number), lambda stored: members.__setitem__(i, stored))

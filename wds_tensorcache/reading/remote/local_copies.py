@@ -70,9 +70,9 @@ def _are_present(
     partial = [number for number in files if number not in store.whole_copies]
     if not partial:
         return True
-    some = ranges.select(np.isin(ranges.file, partial))
-    begins, ends = some.begin.reshape(-1), (some.begin + some.nbytes).reshape(-1)
-    wanted = [*np.tile(some.file, len(some.begin)).tolist(), *numbers]
+    uncertain = ranges.select(np.isin(ranges.file, partial))
+    begins, ends = uncertain.begin.reshape(-1), (uncertain.begin + uncertain.nbytes).reshape(-1)
+    wanted = [*np.tile(uncertain.file, len(uncertain.begin)).tolist(), *numbers]
     firsts = [*(begins // BLOCK).tolist(), *(begin // BLOCK for begin, _ in extents)]
     lasts = [*(-(-ends // BLOCK)).tolist(), *(-(-end // BLOCK) for _, end in extents)]
     return all(
