@@ -41,7 +41,7 @@ STORED: dict[str, tuple[int, str, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrueDtype:
-    """How one true dtype is stored.
+    """The stored form of one true dtype.
 
     Attributes:
         stored: Stored dtype, a key of `STORED`.
@@ -82,7 +82,7 @@ _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 
 def numpy_true_dtype(dtype: np.dtype) -> TrueDtype | None:
-    """Return how `dtype`, of either byte order, is stored; None if it cannot be (objects, records, long doubles, …)."""
+    """Return the stored form of `dtype`, of either byte order; None for objects, records, long doubles, …"""
     little = dtype.newbyteorder("<")
     native = _NUMPY_NATIVE.get(little)
     if native is not None:

@@ -690,7 +690,7 @@ class BatchInfo:
         return self.cache._choices(self.indices, self._randomness)
 
     def mask(self, name: str) -> torch.Tensor:
-        """Return which elements of a padded tensor's rows are data, bool `[B, T]`, on the batch's device; False is padding.
+        """Return the mask of a padded tensor: bool `[B, T]`, on the batch's device, True for data and False for padding.
 
         T is the length of the rows: as `tc.pad(to=…)` says, otherwise that of the longest row. A sample that lacks the tensor
         has no data. After `tc.drop_text`, this is the mask of the texts that the batch holds. Any other transform that changes

@@ -76,7 +76,7 @@ class Group:
 
     @cached_property
     def purpose(self) -> str:
-        """Text that makes the choices of different groups independent."""
+        """Text for the seeds of the choices, so that groups choose independently."""
         return purpose_of("choose", self.names)
 
 
@@ -242,7 +242,7 @@ def _other_tensor(name: str) -> BatchError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Randomness:
-    """Everything that determines the seeds and choices of a batch besides the sample indices.
+    """The source of a batch's seeds and choices, besides its sample indices.
 
     Attributes:
         seed: Seed of the loader.
@@ -627,7 +627,7 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class ChosenValue:
-    """A name whose alternatives are not tensors, for example captions as strings; `group` is chosen together."""
+    """Alternatives that are not tensors, for example captions as strings; the names of `group` are chosen together."""
 
     name: str
     patterns: tuple[str, ...]

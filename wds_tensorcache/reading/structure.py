@@ -137,7 +137,7 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
 
 
 def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[str, str, str] | None:
-    """Return where the structures of two samples differ, what the first has there, and what the other has; None if nowhere.
+    """Return the first difference of the structures of two samples, as texts: the place, and the part of each; None if equal.
 
     `first` may have tensors that `other` lacks. Tensors whose names `wanted` refuses are all equal.
 

@@ -135,7 +135,7 @@ class IndexBuilder:
             caches,
             members,
             LayoutTable(
-                tuple(known for known, *_ in forms),
+                tuple(entry for entry, *_ in forms),
                 tuple(references for _, references, _ in forms),
                 narrow(form),
                 narrow(data_begin),

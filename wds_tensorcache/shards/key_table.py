@@ -115,7 +115,7 @@ class KeyTable:
     def neighbors(self, key: str, count: int) -> list[int]:
         """Return up to `count` positions of keys next to a key that may not exist, in ascending order of the keys.
 
-        None are returned unless the keys of all shards ascend. Cost: logarithmic.
+        Returns an empty list unless the keys of all shards ascend. Cost: logarithmic.
         """
         if self._ranges is None or not self._ranges[1]:
             return []

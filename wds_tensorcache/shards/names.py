@@ -125,7 +125,7 @@ def safe_key(name: str) -> str:
 
 
 def hashed_key(name: str) -> NamedKey:
-    """Return the key of a name that is too long for a key, which contains a hash of the name.
+    """Return a key with a hash of a name that is too long for a key.
 
     Earlier versions used it for all names whose key would have more than 80 characters, see `older_key`.
     """
@@ -256,7 +256,7 @@ class Half(NamedTuple):
 
 @lru_cache(maxsize=256)  # samples share a few suffixes
 def half_of(suffix: str) -> Half | None:
-    """Return which half of a cache a member with this lowercase suffix may be; None if the suffix belongs to no cache."""
+    """Return the half of a cache that a member with this lowercase suffix may be; None if the suffix belongs to no cache."""
     for half, other in ((SKELETON, TENSORS), (TENSORS, SKELETON)):
         if suffix.endswith(half):
             prefix = suffix[: -len(half)]
@@ -266,7 +266,7 @@ def half_of(suffix: str) -> Half | None:
 
 
 def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool], hint: str = APART) -> Half | None:
-    """Return which half of a cache a member is; None if it belongs to no cache.
+    """Return the half of a cache that a member is; None if it belongs to no cache.
 
     Args:
         suffix: Suffix of the member, in lowercase.

@@ -295,7 +295,7 @@ class Shard:
         return begin, begin + self.columns.skeleton_nbytes.item(row)
 
     def skeleton_extents(self, rows: Array) -> tuple[Array, Array]:
-        """Return where `skeleton_extent` begins and ends for many samples, both int64 `[n]`."""
+        """Return the begins and the ends of `skeleton_extent` for many samples, both int64 `[n]`."""
         begins = self.columns.skeleton_begin[rows].astype(np.int64)
         return begins, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
 
@@ -366,7 +366,7 @@ _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
 class _OpenFile(Protocol):
-    """A shard, as far as a `FileRange` needs it."""
+    """The attributes of a shard that a `FileRange` needs."""
 
     @property
     def path(self) -> str: ...

@@ -35,7 +35,7 @@ def find_temporary(folder: str, names: str) -> list[str]:
 def remove_stray(path: str) -> None:
     """Delete a temporary file, if it is an ordinary file.
 
-    Its writer must have ended, which a lock of the caller shows, or must use `write_atomically`.
+    The caller must hold a lock which shows that the writer has ended; or the writer must use `write_atomically`.
     """
     with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete
         if stat.S_ISREG(os.lstat(path).st_mode):

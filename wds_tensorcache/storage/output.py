@@ -88,7 +88,7 @@ class Output:
         self._filled = position
 
     def reserve(self, nbytes: int) -> int:
-        """Leave out bytes that another process writes into the file `temporary`; return their offset.
+        """Reserve a range of the file `temporary`, which another process writes; return its offset.
 
         Raises:
             OSError: Earlier bytes could not be written.

@@ -99,7 +99,7 @@ def num_cores() -> int:
 
 
 def start_writeback(fd: int, begin: int, nbytes: int) -> None:
-    """Let the disk begin to write what was changed in a range of a file, on Linux. `os.fsync` reports errors."""
+    """Start writing a changed range of a file to disk, on Linux. `os.fsync` reports errors."""
     if _IS_LINUX:
         _sync_file_range(fd, begin, nbytes, _SYNC_FILE_RANGE_WRITE)
 

@@ -114,11 +114,11 @@ class BaseLoader(ABC):
         return self._sampler._plan.num_steps(self._sampler._position)
 
     def count_rows(self) -> RowCounts:
-        """Return how many rows the batches of an epoch have over all ranks, and how many are padded, repeated or dropped."""
+        """Return the number of rows of an epoch over all ranks, and the numbers of padded, repeated and dropped ones."""
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:
-        """Return how long training and the loader have waited for each other, with times and bytes of each stage."""
+        """Return the times for which training and the loader waited for each other, and times and bytes of each stage."""
         return replace(self._stats)
 
     def set_epoch(self, epoch: int) -> None:

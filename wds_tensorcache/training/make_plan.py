@@ -1,4 +1,4 @@
-"""From the options of a loader to its plan: arguments are checked, and streams and weights are made."""
+"""Make the plan of a loader from its options: check them, and make streams and weights."""
 
 from __future__ import annotations
 

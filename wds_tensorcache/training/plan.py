@@ -155,7 +155,7 @@ class Stream:
 
     @property
     def identity(self) -> list[Any]:
-        """All that determines the order besides seed and `shuffle`: counts, blocks and windows, and the samples of a bucket."""
+        """Numbers that fix the order, besides seed and `shuffle`: counts, blocks and windows, and the samples of a bucket."""
         return [*self._order.identity, [] if self.members is None else self.members]
 
     def _compute(self, number: int, positions: Array) -> Array:
@@ -294,7 +294,7 @@ class Plan:
         return not any(self.remaining(at))
 
     def remaining(self, at: Position) -> list[int]:
-        """Return how many samples of the epoch remain in each stream, or with weights in all together; 0 if dropped."""
+        """Return the number of samples that remain in each stream, or with weights in all together; 0 if dropped."""
         least = self.step_size if self._last_batch == "drop" else 1
         if self.weights.are_used:
             counts = [sum(self._lengths) - at.used]

@@ -191,7 +191,7 @@ class StepSampler(DistributedSampler[Step]):
         return self._position.epoch
 
     def count_rows(self) -> RowCounts:
-        """Return how many rows the batches of an epoch have over all ranks, and how many are padded, repeated or dropped."""
+        """Return the number of rows of an epoch over all ranks, and the numbers of padded, repeated and dropped ones."""
         self._find_rank()
         return self._plan.count_rows()
 
@@ -282,7 +282,7 @@ def _lightning_loop() -> Any:
 
 
 def _shown_key(bucket_by: Any) -> str:
-    """Return what buckets are made by, for a repr: a tensor's shape or length, or a function."""
+    """Return `bucket_by` as text for a repr: a tensor's shape or length, or a function."""
     if isinstance(bucket_by, ByLength):
         return f"the length of {bucket_by.name!r:.100}"
     if isinstance(bucket_by, str):

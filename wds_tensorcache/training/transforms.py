@@ -28,7 +28,8 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
     """Return a transform for a loader that replaces each row's texts with probability `p`, for classifier-free guidance.
 
     Ho and Salimans, "Classifier-Free Diffusion Guidance", 2022. The choice of rows depends only on `info.seeds`, so
-    it is the same after a resume with another batch size or number of ranks.
+    it is the same after a resume with another batch size or number of ranks. Afterwards, `info.mask` and `info.shapes`
+    describe the texts that the batch holds.
 
     Args:
         p: Probability, in [0, 1].
@@ -37,8 +38,6 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
             padded batch, it may be shorter than the rows: zeros fill the rest. In place of any other value, it is any value,
             for example `{"prompt": ""}`. None stays None, because a sample without a text has none to drop.
         mark: Name under which the batch gets a bool tensor `[B]`, True for the replaced rows.
-
-    Afterwards, `info.mask` and `info.shapes` describe the texts that the batch holds.
 
     Raises:
         ValueError: `p` is out of range, or `value` is not a dict of replacements.

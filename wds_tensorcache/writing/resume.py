@@ -78,7 +78,7 @@ class FinishedShards:
         return bool(places) and all(self.has_cache(*place) for place in places)
 
     def origin(self, path: str, row: int) -> tuple[int, str | None]:
-        """Return what a sample was made from, see `ShardIndex.origin`."""
+        """Return the origin of a sample; see `ShardIndex.origin`."""
         return self.indexes[path].origin(row)
 
     def read_member(self, path: str, row: int, suffix: str) -> bytes | None:

@@ -262,7 +262,7 @@ class ShardWriter:
         return self._shard
 
     def _finish_full(self, most: int = _MAX_FINISHING) -> None:
-        """Let the thread finish the full shards whose bytes are written; wait until it has at most `most` left."""
+        """Finish full shards whose bytes are written, on the thread; wait until at most `most` are left."""
         while self._full and not self._full[0].num_awaited:
             self._finishing.append((self._full[0], self._finisher.submit(self._complete_next, self._full[0])))
             self._full.popleft()

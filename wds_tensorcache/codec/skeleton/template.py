@@ -25,7 +25,7 @@ from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.opcodes import *
 from wds_tensorcache.codec.skeleton.opcodes import ATOM_WRITERS
 
-__all__ = ["MAX_ATTEMPTS", "MAX_PARTS", "MISS", "SIZED", "Template", "assemble", "item_getter", "learn"]
+__all__ = ["MAX_ATTEMPTS", "MAX_PARTS", "MISS", "Template", "assemble", "item_getter", "learn"]
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
 MAX_ATTEMPTS = 8  # after this many samples of a form without a template, none is sought any longer

@@ -238,12 +238,12 @@ def is_paddable(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def remedy_of_shapes(name: str) -> str:
-    """Return what helps if a tensor's shapes differ in ways that padding cannot mend, for a message."""
+    """Return the remedy for shapes that differ in ways that padding cannot mend, for a message."""
     return f"use collate='list', or batches of one shape: Loader(…, bucket_by={name!r})"
 
 
 def _remedy_of_texts(one: Reference, other: Reference) -> str:
-    """Return what helps if two arrays are texts of different widths, for a message; empty for other dtypes."""
+    """Return the remedy for arrays of texts of different widths, for a message; empty for other dtypes."""
     if (
         one.kind != "ndarray"
         or other.kind != "ndarray"

@@ -28,7 +28,7 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
 class NewNames(Exception):
-    """A skeleton has shown names that an old index lacks. The shard now has another index, so the batch must be read anew."""
+    """Signal that an old index lacks names of a skeleton. The shard has another index now: read the batch again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How a batch is nested. Cached, and reused by batches with the same template and the same missing tensors.
+    """The nesting of a batch. Batches with the same template and the same missing tensors share it.
 
     Attributes:
         sample: Sample of the batch with most tensors, completed by the tensors that it lacks. It shows the containers and their

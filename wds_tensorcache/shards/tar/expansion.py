@@ -29,7 +29,7 @@ def check_option(max_expanded_nbytes: int) -> int:
 
 
 def max_expanded(stored_nbytes: int, max_expanded_nbytes: int = MAX_EXPANDED_NBYTES) -> int:
-    """Return how many bytes `stored_nbytes` bytes may become."""
+    """Return the limit on the length of `stored_nbytes` bytes after expansion."""
     return max(max_expanded_nbytes, _MAX_RATIO * stored_nbytes)
 
 

@@ -179,7 +179,7 @@ class BlockFile(ShardFile):
         return found
 
     def leading_nbytes(self) -> int:
-        """Return how many bytes at the beginning of the file are known to be present, in blocks without a gap."""
+        """Return the length of the beginning of the file that is known to be present, in blocks without a gap."""
         first = self.find_absent(0, self._num_leading)  # a block that is known to be present stays so
         self._num_leading = first if first >= 0 else len(self._present)
         return self._num_leading * BLOCK

@@ -226,7 +226,7 @@ class NodeCache:
                 self.folder.sync_file(*self._written.popitem())
 
     def _sync_soon(self) -> None:
-        """Let a thread call `sync` once a minute. By then, the system has written most of the blocks anyway."""
+        """Call `sync` on a thread once a minute. By then, the system has written most of the blocks anyway."""
         now = time.monotonic()
         self._syncs_at = min(self._syncs_at, now + _SYNC_S)
         if now < self._syncs_at:

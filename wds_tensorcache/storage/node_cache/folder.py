@@ -226,7 +226,7 @@ class CacheFolder:
             self._evict(needed, space)
 
     def _room(self, needed: int, space: _Space) -> int:
-        """Return how many bytes would be left after adding `needed` bytes; negative if they do not fit."""
+        """Return the number of bytes left after adding `needed` bytes; negative if they do not fit."""
         disk = os.statvfs(self.path)
         room = disk.f_frsize * (disk.f_bavail - disk.f_blocks // _KEPT_FREE)
         if self.max_nbytes is not None:

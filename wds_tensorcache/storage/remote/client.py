@@ -71,7 +71,7 @@ class Client(Protocol):
 
 
 def read_tail_by_stat(client: Client, url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return what `Client.read_tail` returns, by two requests: for servers without ranges that count from the end."""
+    """Read a tail as `Client.read_tail` does, by two requests: for servers without ranges that count from the end."""
     state = client.stat(url)
     begin = max(0, state.nbytes - max(0, nbytes))
     content = bytearray(state.nbytes - begin)

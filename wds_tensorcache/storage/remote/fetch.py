@@ -54,7 +54,7 @@ threading._register_atexit(retry.cancel_at_exit)  # type: ignore[attr-defined]
 
 
 def measured(url: str) -> Pace:
-    """Return what requests to the server of a url took so far: `latency_s`, `rate` and `total_rate`."""
+    """Return the measured pace of a url's server: `latency_s`, `rate` and `total_rate`."""
     return client_for(url).pace
 
 
@@ -130,7 +130,7 @@ def _plan(ranges: Ranges, merges: bool = True) -> list[_Request]:
 
 
 def largest_gap(url: str) -> int:
-    """Return how many bytes between two ranges cost as much time as another request."""
+    """Return the length of the gap between two ranges that takes as long to read as another request."""
     pace = measured(url)
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 

@@ -128,7 +128,7 @@ _warned_s = -inf  # when a request of this process logged the last warning
 
 @contextmanager
 def cancellable(cancel: Cancel) -> Iterator[None]:
-    """Let requests of this thread end with CancelledError soon after `cancel` is set."""
+    """End requests of this thread with CancelledError soon after `cancel` is set."""
     before = getattr(_local, "cancel", None)
     _local.cancel = cancel
     try:

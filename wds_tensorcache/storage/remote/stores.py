@@ -66,7 +66,7 @@ def check_endpoint(scheme: str, target: Target) -> None:
 
 
 def _likely_cause(scheme: str) -> str:
-    """Return what is probably wrong where obstore does not tell, from the environment and a connection to the endpoint."""
+    """Return the probable fault if obstore names none, from the environment and a connection to the endpoint."""
     has_proxy = any(os.environ.get(name) or os.environ.get(name.lower()) for name in _PROXIES)
     for name in _ENDPOINTS if scheme == "s3" and not has_proxy else ():
         try:

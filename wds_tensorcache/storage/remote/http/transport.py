@@ -162,7 +162,7 @@ class Response:
 
     @property
     def length(self) -> int | None:
-        """The number of bytes of the body that have not been read; None if the server does not tell it."""
+        """The number of bytes of the body that have not been read; None if the server sent no length."""
         return self._raw.length if self._raw.fp is not None else 0
 
     def read_some(self, buffer: memoryview) -> int:
