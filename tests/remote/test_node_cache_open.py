@@ -22,11 +22,6 @@ from wds_tensorcache.storage.node_cache.block_file import BLOCK, SUFFIX
 NUM_SAMPLES, NUM_SHARDS = 60, 4
 
 
-@pytest.fixture(autouse=True)
-def _no_kept_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORCACHE_INDEXES", "off")
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of shards."""

@@ -371,10 +371,10 @@ def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
     names = _names_of(sample, places, _name_of_lazy) if shares else {}
     if not names:
         return sample, ()
-    made = {(places[at][0], places[at][1]): places[at][2]._renamed(name) for at, (name, _) in names.items()}
+    renamed = {(places[at][0], places[at][1]): places[at][2]._renamed(name) for at, (name, _) in names.items()}
     done: dict[int, Any] = {}
 
-    def copied(value: Any) -> Any:
+    def copy(value: Any) -> Any:
         cls = type(value)
         if cls not in DICTS and cls not in SEQUENCES:
             return value
@@ -391,9 +391,9 @@ def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
 
     def item_at(container: Any, step: Any, item: Any) -> Any:
         place = id(container), step
-        return made[place] if place in made else copied(item)
+        return renamed[place] if place in renamed else copy(item)
 
-    return copied(sample), tuple(names.values())
+    return copy(sample), tuple(names.values())
 
 
 def _name_of_lazy(value: Any) -> str | None:

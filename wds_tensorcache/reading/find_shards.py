@@ -16,7 +16,7 @@ from wds_tensorcache.errors import FormatError, did_you_mean
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.packed import describe_packed, packed_names, shown_names
 from wds_tensorcache.reading.remote.find import find_remote
-from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, listed_shard, locate_shards, read_manifest
+from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, locate_shards, parse_entry, read_manifest
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
@@ -212,7 +212,7 @@ def _from_manifest(path: str) -> list[Found]:
             remedy = f"run `tensorcache index {quote(shard)}` (tc.write_index) if another tool changed the shard"
             checks = "`tensorcache verify` (tc.verify) tells what is intact"
             raise FormatError(f"{what}; {remedy}; {checks}", kind="index")
-        found.append(listed_shard(shard, entry, extra, manifest=path, status=located.status))
+        found.append(parse_entry(shard, entry, extra, manifest=path, status=located.status))
     if not found:
         raise FileNotFoundError(f"{path} lists no shards")
     return found

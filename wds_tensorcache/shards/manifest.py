@@ -36,9 +36,9 @@ __all__ = [
     "check_inside",
     "check_listed",
     "entry_of",
-    "listed_shard",
     "locate_shards",
     "other_count",
+    "parse_entry",
     "parse_listing",
     "parse_manifest",
     "read_manifest",
@@ -197,7 +197,7 @@ def _status(entry: ShardEntry, shard: str) -> os.stat_result:
     return status
 
 
-def listed_shard(
+def parse_entry(
     path: str,
     entry: ShardEntry,
     extra: Mapping[str, Any],
@@ -206,7 +206,7 @@ def listed_shard(
     is_remote: bool = False,
     status: os.stat_result | None = None,
 ) -> Found:
-    """Return the shard at `path` with what its manifest lists about it.
+    """Parse the counts and the fingerprint that a manifest lists for the shard at `path`.
 
     Args:
         entry, extra: The shard's entry, and the value of the key `tensorcache`, as `read_manifest` returns them.

@@ -327,18 +327,18 @@ def columns_of(request: Request, layouts: Layouts, ways: Collate | None = None) 
     if columns is None:
         names, are_known = request.structures.names_for(layouts, request.fixed)
         # chosen tensors are further names, but never share memory in a batch
-        columns = _resolved(request, layouts, Columns(names, layouts.items, joins=type(request) is Request))
+        columns = _resolve_columns(request, layouts, Columns(names, layouts.items, joins=type(request) is Request))
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
             keep_known(known, key, columns)  # columns refer to the layouts, so the ids are not reused
     if columns.twins and ways is not None:
         pairs = zip(ways.ways_for(list(columns.twins)), ways.ways_for(list(columns.twins.values())), strict=True)
         if any(one != other for one, other in pairs):
             names, _ = request.structures.names_for(layouts, request.fixed)
-            columns = _resolved(request, layouts, Columns(names, layouts.items, joins=False))
+            columns = _resolve_columns(request, layouts, Columns(names, layouts.items, joins=False))
     return columns
 
 
-def _resolved(request: Request, layouts: Layouts, columns: Columns) -> Columns:
+def _resolve_columns(request: Request, layouts: Layouts, columns: Columns) -> Columns:
     is_lacking = any(not any(name in layout.named for layout in layouts.items) for name in columns.names)
     columns.resolve(layouts, request.schema() if is_lacking else {})
     return columns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.manifest import MAX_NBYTES, Found, check_inside, listed_shard, parse_manifest
+from wds_tensorcache.shards.manifest import MAX_NBYTES, Found, check_inside, parse_entry, parse_manifest
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.urls import is_web, join_url, keep_secrets, shown
@@ -35,7 +35,7 @@ def read_remote_manifest(url: str) -> list[Found]:
             if first.setdefault(shard, entry.url) != entry.url:
                 what = f"{entry.url!r:.200} is the same shard as {first[shard]!r:.200}; list it once"
                 raise FormatError(what, kind="duplicate")
-            found[shard] = listed_shard(shard, entry, extra, manifest=url, is_remote=True)
+            found[shard] = parse_entry(shard, entry, extra, manifest=url, is_remote=True)
     except FormatError as exc:
         raise exc.at(url) from exc
     if not found:
