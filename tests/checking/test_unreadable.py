@@ -60,7 +60,7 @@ def test_a_version_without_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["000000.tar.index", "000000.idx", "manifest.json"])
-def test_what_tells_of_lost_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_signs_of_lost_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Zeros from the second sample on: only this file knows that there were more."""
     path = write(tmp_path, 4, footer=False)
     if name.endswith(".index"):

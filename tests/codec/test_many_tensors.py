@@ -24,7 +24,7 @@ def nested(tensors: list[torch.Tensor]) -> Any:
 
 @pytest.mark.parametrize("make", [of_dicts, list, nested])
 @pytest.mark.long
-def test_what_a_tensor_costs(make: Callable[[list[torch.Tensor]], Any]) -> None:
+def test_costs_of_a_tensor(make: Callable[[list[torch.Tensor]], Any]) -> None:
     written, read = [], []
     for count in COUNTS:
         tensors = [torch.full((2,), float(number)) for number in range(count)]

@@ -207,7 +207,7 @@ def count_steps(run: Callable[[], Any]) -> tuple[Any, int]:
         sys.setprofile(None)
 
 
-def test_what_many_objects_share_is_not_walked_for_each() -> None:
+def test_shared_objects_are_walked_once() -> None:
     shared = [[number] for number in range(300)]
     written = tc.encode_sample([Node(str(number), shared) for number in range(300)], allow=[Node])
     found, steps = count_steps(lambda: tc.decode_sample(*written, allow=[Node]))

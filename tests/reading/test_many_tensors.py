@@ -38,7 +38,7 @@ STEPS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("make", [of_dict, list, of_shapes, of_set])
 @pytest.mark.long
-def test_what_a_tensor_costs(tmp_path: Path, make: Any) -> None:
+def test_costs_of_a_tensor(tmp_path: Path, make: Any) -> None:
     costs: dict[str, list[float]] = {}
     for count in COUNTS:
         sample = make([torch.full((2,), float(i)) for i in range(count)])

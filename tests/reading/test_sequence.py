@@ -99,7 +99,7 @@ def test_integers_of_others(cache: tc.TensorCache, kind: Callable[[int], Any]) -
 
 
 @pytest.mark.parametrize("index", [1.0, None, b"000", (1,), np.array([[1, 2]]), [1.5], object(), slice("a", "b")])
-def test_what_is_no_index(cache: tc.TensorCache, index: Any) -> None:
+def test_not_an_index(cache: tc.TensorCache, index: Any) -> None:
     with pytest.raises(TypeError):
         cache[index]
 

@@ -62,7 +62,7 @@ def test_zeros_up_to_the_end(tmp_path: Path) -> None:
     [build([("z.json", b"1")]), bytes(8192) + build([("z.json", b"1")]), b"x", bytes(5000) + b"x", b"tcindex1"],
     ids=["a tar", "zeros and a tar", "a byte", "zeros and a byte", "a magic"],
 )
-def test_what_is_no_index(tmp_path: Path, behind: bytes) -> None:
+def test_not_an_index(tmp_path: Path, behind: bytes) -> None:
     for number, before in enumerate((build([("a.json", b"1")]), write(tmp_path / "x", 2).read_bytes())):
         path = tmp_path / f"{number}" / "a.tar"
         path.parent.mkdir()

@@ -27,7 +27,7 @@ def relist(folder: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["000000.tar", "./000000.tar", "link.tar"])
-def test_however_the_manifest_spells_it(tmp_path: Path, url: str) -> None:
+def test_spellings_in_the_manifest(tmp_path: Path, url: str) -> None:
     path = write(tmp_path / "x", footer=False)
     (tmp_path / "x" / "link.tar").symlink_to(path)
     relist(tmp_path / "x", path.name, url)

@@ -42,7 +42,7 @@ def test_stages_are_told_apart(cache: Any) -> None:
     assert stats.training_waited_s >= stats.read_s + stats.transform_s + stats.transfer_s
 
 
-def test_who_waits(cache: Any) -> None:
+def test_waiting_times(cache: Any) -> None:
     loader = tc.Loader(cache.select("x"), 8, num_threads=1, prefetch_batches=2)
     given = iter(loader)
     next(given)

@@ -70,7 +70,7 @@ def test_each_batch_has_one_rank(tmp_path: Path, count: int, batch_size: int, wo
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 2)])
-def test_what_a_rank_left_is_shared_evenly(tmp_path: Path, before: int, after: int) -> None:
+def test_items_of_a_lost_rank_are_shared_evenly(tmp_path: Path, before: int, after: int) -> None:
     """If another number of ranks continues what one rank has not computed."""
     lost = set(own_items(tmp_path, 0, before, 2000, 1))
     shares = [len(lost & set(own_items(tmp_path, rank, after, 2000, 1))) for rank in range(after)]
