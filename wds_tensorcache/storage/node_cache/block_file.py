@@ -147,7 +147,7 @@ class BlockFile(ShardFile):
         return bool(boot) and os.pread(self.fd, len(boot), self._header_at + _BOOT_AT) == boot
 
     def forget_unsynced(self) -> None:
-        """After a restart of the machine, keep only blocks that were synced.
+        """Keep only blocks that were synced, after a restart of the machine.
 
         The caller holds the lock of the folder, so that no other process uses the file meanwhile.
         """

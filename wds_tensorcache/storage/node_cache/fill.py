@@ -47,7 +47,7 @@ def block_runs(begins: Sequence[int], ends: Sequence[int], gap: int = 0) -> Bloc
 
 
 def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
-    """Make blocks present, unless their file is evicted meanwhile.
+    """Fetch missing blocks; stop if their file is evicted.
 
     Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
 

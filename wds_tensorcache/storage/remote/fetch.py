@@ -166,7 +166,7 @@ def run(call: Callable[[], _Result]) -> _Result:
 
 
 def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
-    """Run calls in the threads of this process; on the first error, cancel the rest and wait for them."""
+    """Run calls in the threads of this process; on the first error, cancel all other calls and wait for them."""
     if getattr(_local, "is_worker", False):  # all threads could be waiting here
         return [call() for call in calls]
     cancel = retry.Cancel()

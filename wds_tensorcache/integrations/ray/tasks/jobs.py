@@ -85,6 +85,6 @@ def writing_id(name: str) -> str | None:
 
 
 def part_of(name: str) -> PartFile | None:
-    """Return what made a shard, its index, its temporary file or its lock; None for the name of any other file."""
+    """Return the write that made a shard, its index, its temporary file or its lock; None for any other file name."""
     match = _PART.fullmatch(name)
     return None if match is None else PartFile(match[1], int(match[2]), match[3])

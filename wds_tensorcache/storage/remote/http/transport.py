@@ -236,7 +236,7 @@ _PLAIN: Any = {"redirect": False, "retries": False, "preload_content": False, "d
 
 
 class Transport:
-    """Sends the requests of one client: pools of connections, the environment's proxies, and credentials.
+    """The transport of one client's requests: pools of connections, the environment's proxies, and credentials.
 
     Args:
         origin: The client's server.
