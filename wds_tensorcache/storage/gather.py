@@ -270,7 +270,6 @@ def _run(
     finally:
         # Hazard: a thread that still runs would write into memory that another batch may use.
         wait(futures)
+    # An error refers to this frame. If the frame kept the future, the two would form a cycle.
     while futures:
-        futures.pop(
-            0
-        ).result()  # an error refers to this frame; if the frame kept the future, the two would form a cycle
+        futures.pop(0).result()
