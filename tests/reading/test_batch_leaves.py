@@ -191,7 +191,7 @@ def test_containers_are_kept(tmp_path: Path) -> None:
     assert batch[1, "k"]["empty"] == {}
 
 
-def test_what_is_one_object_is_one_batch(tmp_path: Path) -> None:
+def test_containers_that_are_one_object_are_one_in_a_batch(tmp_path: Path) -> None:
     def sample(i: int) -> Any:
         x, inner = torch.tensor([i]), {"y": torch.tensor(-i)}
         loop: list[Any] = [x]
@@ -201,7 +201,8 @@ def test_what_is_one_object_is_one_batch(tmp_path: Path) -> None:
     with tc.open(write(tmp_path, [sample(i) for i in range(4)])) as cache:
         for collate in ("stack", "list"):
             batch = cache.read_batch([2, 3], collate=collate)
-            assert batch["a"] is batch["b"][0] is batch["loop"][0]
+            assert [int(row) for part in (batch["a"], batch["b"][0], batch["loop"][0]) for row in part] == [2, 3] * 3
+            assert batch["a"] is not batch["b"][0]  # a transform may overwrite one of them
             assert batch["c"] is batch["b"][1]
             assert batch["loop"][1] is batch["loop"]
         first = cache.read_batch([2, 3], collate=list)[0]

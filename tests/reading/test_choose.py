@@ -527,3 +527,13 @@ def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwar
     with tc.open(strings) as cache:
         tc.Loader(cache, 4, choose=STRINGS)
     assert not recwarn.list
+
+
+def test_a_misspelled_alternative(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path) as sink:
+        for i in range(4):
+            sink.write(f"{i}", {"latent": torch.zeros(2), "flip": torch.ones(2)})
+    with tc.open(tmp_path) as cache:
+        for choose in ({"latent": ["latent", "flp"]}, {("latent",): [("latent",), ("flip",), ("no.*",)]}):
+            with pytest.raises(tc.BatchError, match="no sample has a tensor '(flp|no.*)'; there are .*flip"):
+                tc.Loader(cache, 2, choose=choose)

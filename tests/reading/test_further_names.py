@@ -122,18 +122,30 @@ def test_a_list_with_a_tensor_twice(tmp_path: Path) -> None:
 
 
 def test_all_samples_share(tmp_path: Path) -> None:
-    """A batch then has one tensor in both places, read once."""
+    """A batch has memory of its own for each place, since a transform may overwrite one of them."""
     x = [torch.full((3,), float(i)) for i in range(4)]
     samples = [{"a": x[i], "deep": [i, {"b": x[i]}], "c": np.arange(i)} for i in range(4)]
     folder = write(tmp_path, samples)
     with tc.open(folder) as cache:
         assert set(cache.schema) == {"a", "c", "deep.1.b"}
         batch = cache.read_batch([2, 0], collate={"c": "pad"})
-        assert batch["a"] is batch["deep"][1]["b"]
+        batch["deep"][1]["b"].zero_()
         assert batch["a"].tolist() == [[2] * 3, [0] * 3]
         assert cache.select("deep.1.b").read_batch([2, 0])["deep"][1]["b"].tolist() == [[2] * 3, [0] * 3]
         view = pickle.loads(pickle.dumps(cache.select("deep.*")))
         assert view.read_batch([2, 0])["deep"][1]["b"].tolist() == [[2] * 3, [0] * 3]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_a_dropped_text_keeps_its_other_name(tmp_path: Path, batch_size: int) -> None:
+    texts = [torch.full((3,), 1.0 + i) for i in range(8)]
+    samples = [{"text": text, "text_ref": text if i % 4 else text + 10} for i, text in enumerate(texts)]
+    drop = tc.drop_text(1.0, {"text": torch.zeros(3)})
+    with tc.open(write(tmp_path, samples)) as cache:
+        batches = list(tc.Loader(cache, batch_size, transform=drop, num_threads=0))
+        assert not torch.cat([batch["text"] for batch in batches]).any()
+        expected = [sample["text_ref"].tolist() for sample in samples]
+        assert torch.cat([batch["text_ref"] for batch in batches]).tolist() == expected
 
 
 def test_collate_names_it(cache: Any) -> None:

@@ -310,6 +310,14 @@ def test_a_second_build_computes_nothing(tmp_path: Path, untouched: Any, digest:
     assert [sample["x"] for sample in cache] == list(range(20))
 
 
+def test_a_writer_of_an_overlapping_pattern_leaves_unfinished_shards_alone(tmp_path: Path) -> None:
+    first = tc.ShardWriter(tmp_path / "%06d.tar")
+    first.write("a", {"x": torch.zeros(3)})
+    tc.ShardWriter(tmp_path / "%d.tar", resume=True).close()
+    first.close()
+    assert list(tc.open(tmp_path).keys()) == ["a"]
+
+
 def make_version(out: Path, revision: int, first: Callable[[], Any] = lambda: None, **reuse: Path) -> int:
     """Make a cache of 40 samples in a forked child, which calls `first` before it computes; return its pid.
 

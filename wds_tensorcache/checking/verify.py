@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from wds_tensorcache.shards.manifest import (
 )
 from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
-from wds_tensorcache.storage.threads import run_in_order
+from wds_tensorcache.storage.threads import Threads, run_in_order
 
 __all__ = ["check_all", "verify"]
 
@@ -133,8 +132,8 @@ def check_all(
     return kept
 
 
-def _threads(count: int) -> AbstractContextManager[ThreadPoolExecutor | None]:
-    return ThreadPoolExecutor(count, "tensorcache-verify") if count else nullcontext()
+def _threads(count: int) -> AbstractContextManager[Threads | None]:
+    return Threads(count, "tensorcache-verify") if count else nullcontext()
 
 
 def _reason(error: FormatError | OSError) -> str:

@@ -7,7 +7,7 @@ import io
 import statistics
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import cycle
@@ -30,6 +30,7 @@ from wds_tensorcache.reading.lookup.positions import spread
 from wds_tensorcache.reading.open_cache import open as open_cache
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.system import memory_nbytes, num_cores
+from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.training.loader import Loader
 
 __all__ = ["BATCH", "COPY", "LOADER", "RAW", "BenchReport", "Rate", "describe_limit", "measure_rates", "plot_rates"]
@@ -134,7 +135,7 @@ def measure_rates(
         ways = _collate(views[1])
         runs: list[tuple[str, int, _Run]] = [(COPY, 1, _copy_run(places, batch_size))]
         for count in counts:
-            pool = stack.enter_context(ThreadPoolExecutor(count, "tensorcache-bench"))
+            pool = stack.enter_context(Threads(count, "tensorcache-bench"))
             runs.append((RAW, count, _raw_run(places, batch_size, pool, count)))
         runs += ((BATCH, count, _batch_run(views[count], places, batch_size, ways)) for count in counts)
         runs += ((LOADER, count, _loader_run(views[1], places, batch_size, ways, count)) for count in counts)
@@ -320,7 +321,7 @@ def _copy_run(places: _Places, batch_size: int) -> _Run:
     return run
 
 
-def _raw_run(places: _Places, batch_size: int, pool: ThreadPoolExecutor, num_threads: int) -> _Run:
+def _raw_run(places: _Places, batch_size: int, pool: Threads, num_threads: int) -> _Run:
     batches = places.batches(batch_size)
     longest = max(map(places.nbytes, batches))
     buffers = [memoryview(bytearray(max(1, longest))) for _ in range(num_threads)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.remote.batches_ahead import NUM_THREADS, remote_url
-from wds_tensorcache.storage.threads import run_in_order
+from wds_tensorcache.storage.threads import Threads, run_in_order
 
 __all__ = ["NUM_AHEAD", "pool_for", "tensors_ahead"]
 
@@ -24,12 +23,12 @@ _Found = tuple[int, dict[str, Lazy], Exception | None]
 
 
 @contextmanager
-def pool_for(cache: Cache[Any]) -> Iterator[ThreadPoolExecutor | None]:
+def pool_for(cache: Cache[Any]) -> Iterator[Threads | None]:
     """Open threads that hide the latency of a cache with remote shards; None for local shards, which have none."""
     if remote_url([cache]) is None:
         yield None
         return
-    pool = ThreadPoolExecutor(NUM_THREADS, "tensorcache-look")
+    pool = Threads(NUM_THREADS, "tensorcache-look")
     try:
         yield pool
     finally:

@@ -138,8 +138,12 @@ class Alternatives:
         """
         known = list(cache.schema)
         for name, patterns in self.patterns.items():
-            if not _expand(patterns, known):
+            unknown = [pattern for pattern in patterns if not _expand([pattern], known)]
+            if len(unknown) == len(patterns):
                 ChosenValue(name, patterns, self.groups[0]).check(known)
+            elif unknown:
+                what = f"no sample has a tensor {unknown[0]!r:.100}; there are {list_names(known, unknown[0])}"
+                raise BatchError(f"choose={{{name!r:.100}: …}}: {what}")
             try:
                 cache.select(patterns)
             except KeyError as exc:

@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.node_cache.block_file import BlockFile
-from wds_tensorcache.storage.threads import per_process
+from wds_tensorcache.storage.threads import Threads, per_process
 
 __all__ = ["Store"]
 
@@ -171,7 +170,7 @@ class Store:
         assert self._table is not None
         return self._table.neighbors(key, count)
 
-    def executor(self) -> ThreadPoolExecutor | None:
+    def executor(self) -> Threads | None:
         """Return the threads that read alongside the caller's thread; None if `num_threads` is 1."""
         return self._executor()
 
@@ -184,6 +183,6 @@ class Store:
         self.pool.close()
 
 
-def _threads(num_threads: int) -> Callable[[], ThreadPoolExecutor | None]:
+def _threads(num_threads: int) -> Callable[[], Threads | None]:
     """Return a function that returns the threads of this process besides the caller's; None if there are none."""
-    return per_process(lambda: ThreadPoolExecutor(num_threads - 1, "tensorcache") if num_threads > 1 else None)
+    return per_process(lambda: Threads(num_threads - 1, "tensorcache") if num_threads > 1 else None)

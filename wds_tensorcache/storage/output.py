@@ -8,12 +8,13 @@ import io
 import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from wds_tensorcache.storage.atomic import fsync_folder, publish, temporary_path
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes, start_writeback
+from wds_tensorcache.storage.threads import Threads
 
 __all__ = ["Output"]
 
@@ -49,7 +50,7 @@ class Output:
         self._pid = os.getpid()
         self.temporary = ""  # path of the temporary file; after `flush`, it contains all appended bytes
         self._file = self._create()
-        self._thread = ThreadPoolExecutor(1, "tensorcache-output")
+        self._thread = Threads(1, "tensorcache-output")
         self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
         self._filled = 0

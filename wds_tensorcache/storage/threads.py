@@ -6,13 +6,42 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, TimeoutError
-from typing import TypeVar
+from concurrent.futures.thread import ThreadPoolExecutor
+from typing import Any, TypeVar
 
-__all__ = ["per_process", "run_in_order"]
+__all__ = ["Threads", "per_process", "run_in_order"]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _MEANWHILE_S = 0.1  # how long to wait between two calls of `meanwhile`
+
+
+class Threads(ThreadPoolExecutor):
+    """An executor that runs jobs in the caller's thread after the main thread has ended.
+
+    Hazard: Python then starts no more threads, but still runs other threads and the functions of `atexit`, which may write or
+    read samples.
+    """
+
+    _is_open = True
+
+    def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            if not self._is_open:
+                raise
+        super().shutdown()  # waits for earlier jobs, so that the order is kept
+        future: Future[_Result] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as exc:
+            future.set_exception(exc)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._is_open = False
+        super().shutdown(wait, cancel_futures=cancel_futures)
 
 
 def per_process(make: Callable[[], _Result]) -> Callable[[], _Result]:

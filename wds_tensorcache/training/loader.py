@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from threading import current_thread
@@ -26,6 +26,7 @@ from wds_tensorcache.reading.choose import Choose
 from wds_tensorcache.reading.remote.batches_ahead import NUM_THREADS, BatchesAhead, remote_url
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
 from wds_tensorcache.storage.remote.fetch import MADE
+from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.training.make_plan import StepOptions
 from wds_tensorcache.training.plan import Position, RowCounts, Step
 from wds_tensorcache.training.state import build_state, load_state
@@ -294,7 +295,7 @@ class Loader(BaseLoader):
     """
 
     batch_sampler = None  # Lightning asks for it
-    _pool: ThreadPoolExecutor | None = None  # of the current iteration
+    _pool: Threads | None = None  # of the current iteration
 
     def __init__(
         self,
@@ -338,7 +339,7 @@ class Loader(BaseLoader):
         if runs_functions and device is not None and device.type == "cuda":
             # they may use tensors that were made before the loop
             copying_stream(device).wait_stream(torch.cuda.current_stream(device))
-        pool = self._pool = ThreadPoolExecutor(self._num_threads, _THREAD_NAME) if self._num_threads else None
+        pool = self._pool = Threads(self._num_threads, _THREAD_NAME) if self._num_threads else None
         scheduled = self._scheduled = deque()
         _STARTED.add(self)
         epoch = planned.epoch
@@ -422,7 +423,7 @@ class Loader(BaseLoader):
         self.close()
 
 
-def _end(pool: ThreadPoolExecutor, jobs: Sequence[Future[Any]]) -> None:
+def _end(pool: Threads, jobs: Sequence[Future[Any]]) -> None:
     """End the threads of an iteration; wait for those that read a batch, but not long."""
     running = [job for job in jobs if not job.cancel()]
     pool.shutdown(wait=False)

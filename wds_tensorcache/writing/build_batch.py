@@ -8,7 +8,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.tar.packed_sample import PackedSample
+from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.build_items import Item, Items
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
@@ -80,7 +81,7 @@ def compute(
             failed.append(exc)
             raise
 
-    with ThreadPoolExecutor(1, "tensorcache-build") as thread:
+    with Threads(1, "tensorcache-build") as thread:
         try:
             for batch in batches:
                 if any(sink is not None for _, sink in batch):

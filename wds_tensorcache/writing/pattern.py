@@ -172,13 +172,12 @@ class ShardPattern:
 
         The `WriterLock` of this pattern must be held: then a rank of a build with another world size cannot be running.
         """
-        for name in (self._base, dali_index_path(self._base)):
-            regex = _build_regex(name)
-            for stray in find_temporary(self.folder, regex):
-                match = re.match(rf"\.{regex}\.", os.path.basename(stray))
-                rank = self._rank if match is None else _rank_of(match)
-                if rank == self._rank or rank[1] != self._rank[1]:
-                    remove_stray(stray)
+        for stray in find_temporary(self.folder, ".*"):
+            name = os.path.basename(stray)[1:].rsplit(".", 2)[0]
+            shard = os.path.splitext(name)[0] + os.path.splitext(self._base)[1]
+            place = self._parse(shard if name == dali_index_path(shard) else name)
+            if place is not None and (place[1::-1] == self._rank or place[0] != self._rank[1]):
+                remove_stray(stray)
 
 
 def _regex(name: str) -> str:

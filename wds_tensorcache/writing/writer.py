@@ -8,7 +8,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from numbers import Real
 from typing import Any
 
@@ -29,6 +29,7 @@ from wds_tensorcache.shards.names import (
 )
 from wds_tensorcache.shards.tar.packed_sample import PackedSample, pack
 from wds_tensorcache.storage.remote.urls import is_url, shown
+from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.destination.local import LocalDestination
 from wds_tensorcache.writing.destination.protocol import Destination, Options
 from wds_tensorcache.writing.destination.remote import MAX_SHARD_NBYTES, RemoteDestination
@@ -136,7 +137,7 @@ class ShardWriter:
         self._full: deque[UnfinishedShard] = deque()  # whose reserved bytes are awaited
         self._finishing: deque[tuple[UnfinishedShard, Future[int]]] = deque()  # by the thread
         self._has_gap = False  # since the thread could not finish a shard
-        self._finisher = ThreadPoolExecutor(1, "tensorcache-finish")
+        self._finisher = Threads(1, "tensorcache-finish")
         self._net: Any = None
         self._closed = False
         options = Options(manifest, dali_index, fsync, self._fingerprint)

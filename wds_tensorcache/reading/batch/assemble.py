@@ -89,7 +89,7 @@ def _read_tensors(
     if device is not None:
         check_device(device)
     layouts = request.layouts()
-    columns = columns_of(request, layouts, ways)
+    columns = columns_of(request, layouts)
     count = len(request.rows.row)
     paddings: list[Padding] = []
     if ways is None and count <= columns.limit:  # fast path for most batches: no work per tensor
@@ -98,7 +98,7 @@ def _read_tensors(
     else:
         ways = ways or as_collate(collate, 0, allowed_ways)
         if ways is not collate:
-            ways.check_names([*columns.names, *columns.twins])
+            ways.check_names(columns.names)
         shapes, placement, paddings = _place(layouts, columns, ways.ways_for(columns.names))
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
     ahead = request.skeletons_ahead() if request.store.has_remote and allowed_ways is WAYS else ()
@@ -118,8 +118,6 @@ def _read_tensors(
             rows = zip(layouts.which.tolist(), placement.rows[number], strict=True)
             found = ((columns.references[number][at], begin) for at, begin in rows)
             tensors[name] = [one and memory.view(one, begin, one.shape) for one, begin in found]
-    for twin, name in columns.twins.items():
-        tensors[twin] = tensors[name]
     return tensors, layouts
 
 
@@ -201,7 +199,7 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
         """Load a lazy tensor of sample `i`, and return it; return any other value unchanged."""
         if not isinstance(lazy, Lazy):
             return lazy
-        reference, number = lazy._reference, columns.numbers.get(columns.twins.get(lazy.name, lazy.name))
+        reference, number = lazy._reference, columns.numbers.get(lazy.name)
         begin = placement.rows[number][i] if number is not None else 0
         # the offset may be unaligned if samples differ in a tensor's dtype
         if number is not None and begin % reference.dtype.itemsize == 0:

@@ -122,7 +122,6 @@ class Columns:
 
     Attributes:
         names, numbers: Names of the tensors, and a dict from each name to its index in `names`.
-        twins: Further names that stand for the same tensor as another name in all layouts, each with that name.
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
@@ -142,9 +141,7 @@ class Columns:
     limits: list[int]
     limit: int
 
-    def __init__(self, names: Sequence[str], layouts: Sequence[Layout], *, joins: bool = True) -> None:
-        self.twins = _twins(names, layouts) if joins and any(layout.further for layout in layouts) else {}
-        names = [name for name in names if name not in self.twins]
+    def __init__(self, names: Sequence[str], layouts: Sequence[Layout]) -> None:
         self.names = tuple(names)
         self.numbers = {name: number for number, name in enumerate(names)}
         self.layouts = layouts
@@ -293,14 +290,3 @@ def _describe(tensor: TensorSchema) -> Reference:
     dtype = tensor.dtype[0] if isinstance(tensor.dtype, tuple) else tensor.dtype
     shape = tuple(size if isinstance(size, int) else size[1] for size in tensor.shape or ())
     return Reference(tensor.name, tensor.kind, dtype, shape, 0, 0, None)
-
-
-def _twins(names: Sequence[str], layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return `Columns.twins`."""
-    first: dict[tuple[int, ...], str] = {}
-    twins: dict[str, str] = {}
-    for name in names:
-        key = tuple(id(layout.named.get(name)) for layout in layouts)
-        if first.setdefault(key, name) != name and any(name in layout.named for layout in layouts):
-            twins[name] = first[key]
-    return twins

@@ -11,7 +11,6 @@ from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
 from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, names_of, project, separate
 from wds_tensorcache.errors import BatchError, FormatError
-from wds_tensorcache.reading.batch.collate import Collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.schema import TensorSchema, whole_schema
@@ -314,10 +313,8 @@ class Request:
         return self.structures.whole(sample, layouts.items[layouts.which.item(i)])
 
 
-def columns_of(request: Request, layouts: Layouts, ways: Collate | None = None) -> Columns:
+def columns_of(request: Request, layouts: Layouts) -> Columns:
     """Return the columns of a batch, for all tensors that any of its samples has, and those that it must have.
-
-    `ways` are the ways to collate tensors; None if all are alike.
 
     Raises:
         BatchError: A tensor has no place in the sample with most tensors, or differs in kind or dtype between samples.
@@ -326,19 +323,10 @@ def columns_of(request: Request, layouts: Layouts, ways: Collate | None = None) 
     columns = known.get(key)
     if columns is None:
         names, are_known = request.structures.names_for(layouts, request.fixed)
-        # chosen tensors are further names, but never share memory in a batch
-        columns = _resolve_columns(request, layouts, Columns(names, layouts.items, joins=type(request) is Request))
+        # one tensor with two names has memory for each: a transform may overwrite one of them
+        columns = Columns(names, layouts.items)
+        is_lacking = any(not any(name in layout.named for layout in layouts.items) for name in names)
+        columns.resolve(layouts, request.schema() if is_lacking else {})
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
             keep_known(known, key, columns)  # columns refer to the layouts, so the ids are not reused
-    if columns.twins and ways is not None:
-        pairs = zip(ways.ways_for(list(columns.twins)), ways.ways_for(list(columns.twins.values())), strict=True)
-        if any(one != other for one, other in pairs):
-            names, _ = request.structures.names_for(layouts, request.fixed)
-            columns = _resolve_columns(request, layouts, Columns(names, layouts.items, joins=False))
-    return columns
-
-
-def _resolve_columns(request: Request, layouts: Layouts, columns: Columns) -> Columns:
-    is_lacking = any(not any(name in layout.named for layout in layouts.items) for name in columns.names)
-    columns.resolve(layouts, request.schema() if is_lacking else {})
     return columns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from wds_tensorcache.errors import FormatError, RemoteError
@@ -22,6 +21,7 @@ from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.remote.urls import is_url, join_url, keep_secrets, name_of
+from wds_tensorcache.storage.threads import Threads
 
 __all__ = ["FindIndex", "scan_remote"]
 
@@ -163,7 +163,7 @@ def _check(index: ShardIndex, file: RemoteFile) -> None:
 def scan_remote(file: RemoteFile) -> ShardIndex:
     """Return the index of a shard without one, from its tar headers. Cost: the whole shard, several requests at a time."""
     with (
-        ThreadPoolExecutor(_NUM_SCANNING, "tensorcache-scan") as pool,
+        Threads(_NUM_SCANNING, "tensorcache-scan") as pool,
         ReadAhead(file, Readers(pool, _NUM_SCANNING)) as ahead,
     ):
         return scan_shard(ahead.read, file.nbytes)

@@ -6,7 +6,6 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import inf
 from typing import Any
@@ -20,7 +19,7 @@ from wds_tensorcache.storage.node_cache.unusable import Busy, CacheUnusable
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_all
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.threads import per_process
+from wds_tensorcache.storage.threads import Threads, per_process
 
 __all__ = ["CachedFile", "NodeCache", "open_node_cache", "read_remote"]
 
@@ -82,7 +81,7 @@ class NodeCache:
         self._is_warned = False
         self._rests_until = 0.0
         self._syncs_at = inf  # time of the next `sync` by a thread
-        self._syncer = per_process(lambda: ThreadPoolExecutor(1, "tensorcache-sync"))
+        self._syncer = per_process(lambda: Threads(1, "tensorcache-sync"))
 
     def __reduce__(self) -> Any:
         return NodeCache, (self.folder, self._fetch, self._max_open)

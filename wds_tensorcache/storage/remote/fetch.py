@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +13,7 @@ from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.client import MAX_REQUESTS, ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.threads import per_process
+from wds_tensorcache.storage.threads import Threads, per_process
 
 __all__ = ["MADE", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured", "run", "run_all"]
 
@@ -43,14 +44,15 @@ class _Made(threading.local):
 
 
 MADE = _Made()
-_executor = per_process(lambda: ThreadPoolExecutor(MAX_REQUESTS, "tensorcache-remote"))
+_executor = per_process(lambda: Threads(MAX_REQUESTS, "tensorcache-remote"))
 _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
 
 
 # Hazard: the interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function was
 # registered after that of `concurrent.futures`, and so is called before it.
-threading._register_atexit(retry.cancel_at_exit)  # type: ignore[attr-defined]
+with suppress(RuntimeError):  # the main thread has ended
+    threading._register_atexit(retry.cancel_at_exit)  # type: ignore[attr-defined]
 
 
 def measured(url: str) -> Pace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.threads import Threads
 
 __all__ = ["AHEAD_NBYTES", "RemoteStream", "num_requests"]
 
@@ -58,7 +59,7 @@ class RemoteStream:
         self._next_nbytes = _MIN_NBYTES
         self._pieces: deque[_Piece] = deque()  # in the order of their bytes, without gaps
         self._spare: deque[memoryview] = deque()  # recycled memory
-        self._executor = ThreadPoolExecutor(_NUM_REQUESTS, "tensorcache-stream")
+        self._executor = Threads(_NUM_REQUESTS, "tensorcache-stream")
 
     def read(self, nbytes: int = -1) -> bytes:
         """Return the next `nbytes` bytes, fewer at the end of the object; all remaining bytes if negative. Memory: a copy.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
 from wds_tensorcache.storage.remote.urls import shown
-from wds_tensorcache.storage.threads import run_in_order
+from wds_tensorcache.storage.threads import Threads, run_in_order
 
 __all__ = ["load_indexes"]
 
@@ -40,7 +39,7 @@ def load_indexes(
         index = _load_index(objects, url, nbytes[url])
         return url, index if index.fingerprint is not None else replace(index, fingerprint=fingerprints.get(url))
 
-    with ThreadPoolExecutor(min(_NUM_THREADS, len(nbytes) or 1), "tensorcache-indexes") as pool:
+    with Threads(min(_NUM_THREADS, len(nbytes) or 1), "tensorcache-indexes") as pool:
         return dict(run_in_order(nbytes, load, pool, _NUM_THREADS))
 
 

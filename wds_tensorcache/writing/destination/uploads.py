@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from wds_tensorcache.errors import add_note
+from wds_tensorcache.storage.threads import Threads
 
 __all__ = ["Uploads"]
 
@@ -27,7 +28,7 @@ class Uploads:
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self._cancel = cancel
-        self._thread = ThreadPoolExecutor(1, "tensorcache-upload")
+        self._thread = Threads(1, "tensorcache-upload")
         self._waiting: deque[Future[None]] = deque()
         self._failure: BaseException | None = None
         self._pid = os.getpid()

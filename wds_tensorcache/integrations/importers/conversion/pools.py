@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import wait
@@ -23,7 +22,7 @@ from wds_tensorcache.integrations.importers.conversion.messages import (
     send,
 )
 from wds_tensorcache.integrations.importers.conversion.worker import work
-from wds_tensorcache.storage.threads import run_in_order
+from wds_tensorcache.storage.threads import Threads, run_in_order
 from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -74,7 +73,7 @@ def open_pool(num_workers: int, conversion: Conversion, writer: ShardWriter, ite
 class _Threads:
     def __init__(self, num_workers: int, convert: Callable[[Item], Converted | Exception], writer: ShardWriter) -> None:
         self._num_workers, self._convert, self._writer = num_workers, convert, writer
-        self._pool = ThreadPoolExecutor(num_workers, "import")
+        self._pool = Threads(num_workers, "import")
 
     def convert(self, items: Sequence[Item]) -> Iterator[Converted | Exception]:
         return run_in_order(items, self._convert, self._pool, self._num_workers)
