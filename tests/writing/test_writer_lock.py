@@ -312,7 +312,7 @@ def test_a_second_build_computes_nothing(tmp_path: Path, untouched: Any, digest:
 
 def test_a_writer_of_an_overlapping_pattern_leaves_unfinished_shards_alone(tmp_path: Path) -> None:
     first = tc.ShardWriter(tmp_path / "%06d.tar")
-    first.write("a", {"x": torch.zeros(3)})
+    first.write("a", {"x": 3})
     tc.ShardWriter(tmp_path / "%d.tar", resume=True).close()
     first.close()
     assert list(tc.open(tmp_path).keys()) == ["a"]
