@@ -81,14 +81,17 @@ import json
 import accelerate
 
 accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+saved = folder + "/saved"
+resumes = os.path.exists(saved)
+accelerator.wait_for_everyone()  # before the other process saves its first checkpoint
 layer = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(layer.parameters(), 1e-5)
 total = 2 * len(loader) * accelerator.num_processes
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-4, total_steps=total)
 layer, optimizer, made, schedule = accelerator.prepare(layer, optimizer, loader, schedule)
 accelerator.register_for_checkpointing(made)  # with the state of the loader
-step, saved = 0, folder + "/saved"
-if os.path.exists(saved):
+step = 0
+if resumes:
     accelerator.load_state(saved)
     step = json.load(open(saved + "/step"))
 while made.epoch < 2:
