@@ -12,7 +12,7 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for, forget_clients
 from wds_tensorcache.storage.remote.fetch import fetch_many
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import join_url, name_of
+from wds_tensorcache.storage.urls import join_url, name_of
 
 CONTENT = random.Random(5).randbytes(300_000)
 

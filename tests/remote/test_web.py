@@ -17,7 +17,7 @@ import wds_tensorcache as tc
 from tests.remote.servers.http_server import HttpServer
 from wds_tensorcache.storage.remote.clients import client_for, forget_clients
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import join_url, name_of, origin_of, shown, web_url
+from wds_tensorcache.storage.urls import join_url, name_of, origin_of, shown, web_url
 
 CONTENT = bytes(range(200))
 SECRETS = ("hunter2", base64.b64encode(b"me:hunter2").decode(), "SIGNATURE")

@@ -27,7 +27,7 @@ from wds_tensorcache.shards.manifest import ListedCounts, check_listed, stored_d
 from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.urls import reveal
+from wds_tensorcache.storage.urls import reveal
 from wds_tensorcache.training.order import EpochOrder
 
 __all__ = ["ResumablePipeline", "SharedEpochs"]

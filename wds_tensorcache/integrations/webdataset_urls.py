@@ -18,7 +18,7 @@ from wds_tensorcache.reading.find_shards import existing_folder, expand_braces, 
 from wds_tensorcache.shards.manifest import ListedCounts
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.stream import RemoteStream
-from wds_tensorcache.storage.remote.urls import conceal, is_url, is_web, shown
+from wds_tensorcache.storage.urls import conceal, is_url, is_web, shown
 
 __all__ = ["find_urls", "is_remote", "open_url", "shown_url"]
 

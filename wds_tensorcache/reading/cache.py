@@ -36,7 +36,7 @@ from wds_tensorcache.reading.schema import (
     with_trees,
 )
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.urls import is_url
 
 __all__ = ["TensorCache"]
 

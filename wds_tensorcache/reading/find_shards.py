@@ -18,7 +18,7 @@ from wds_tensorcache.reading.packed import describe_packed, packed_names, shown_
 from wds_tensorcache.reading.remote.find import find_remote
 from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, locate_shards, parse_entry, read_manifest
 from wds_tensorcache.storage.locks import is_being_written
-from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
+from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
 __all__ = ["CachePaths", "existing_folder", "expand_braces", "file_identity", "find_shards", "shard_names"]
 

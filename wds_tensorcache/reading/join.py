@@ -33,7 +33,7 @@ from wds_tensorcache.reading.schema import (
     with_trees,
 )
 from wds_tensorcache.shards.fingerprint import common_fields
-from wds_tensorcache.storage.remote.urls import shown as shown_url
+from wds_tensorcache.storage.urls import shown as shown_url
 
 __all__ = ["JoinedCache", "join"]
 

@@ -22,8 +22,8 @@ from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files, default_max_open
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.node_cache.cache import NodeCache, open_node_cache
-from wds_tensorcache.storage.remote.urls import conceal, is_url
 from wds_tensorcache.storage.system import num_cores
+from wds_tensorcache.storage.urls import conceal, is_url
 
 __all__ = ["open"]
 

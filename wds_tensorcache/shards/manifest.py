@@ -21,7 +21,7 @@ from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import locked_folder
-from wds_tensorcache.storage.remote.urls import is_url, shown
+from wds_tensorcache.storage.urls import is_url, shown
 
 __all__ = [
     "MANIFEST",

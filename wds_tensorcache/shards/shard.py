@@ -32,7 +32,7 @@ from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.urls import is_url
 
 __all__ = ["FileRange", "Shard"]
 

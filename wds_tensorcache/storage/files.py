@@ -23,9 +23,9 @@ from wds_tensorcache.codec.views import view_address
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity, missing_shard
-from wds_tensorcache.storage.remote.urls import is_url
 from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, device_kind, memory_nbytes, skip_bytes
 from wds_tensorcache.storage.threads import per_process
+from wds_tensorcache.storage.urls import is_url
 
 __all__ = ["Descriptor", "Files", "Identity", "ShardFile", "announce", "are_resident", "default_max_open"]
 

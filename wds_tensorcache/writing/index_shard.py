@@ -22,7 +22,7 @@ from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEnt
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import is_being_written, locked_folder
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.destination.index_url import index_url
 
 __all__ = ["FolderReport", "index_folder", "index_shard", "write_index"]

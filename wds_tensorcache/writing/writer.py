@@ -28,8 +28,8 @@ from wds_tensorcache.shards.names import (
     member_suffix,
 )
 from wds_tensorcache.shards.tar.packed_sample import PackedSample, pack
-from wds_tensorcache.storage.remote.urls import is_url, shown
 from wds_tensorcache.storage.threads import Threads
+from wds_tensorcache.storage.urls import is_url, shown
 from wds_tensorcache.writing.destination.local import LocalDestination
 from wds_tensorcache.writing.destination.protocol import Destination, Options
 from wds_tensorcache.writing.destination.remote import MAX_SHARD_NBYTES, RemoteDestination

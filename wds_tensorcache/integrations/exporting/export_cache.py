@@ -28,7 +28,7 @@ from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
-from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
+from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
 __all__ = ["KINDS", "TAR", "ExportReport", "export_cache"]
 

@@ -16,7 +16,7 @@ from wds_tensorcache.integrations.ray.tasks.folder import Folder
 from wds_tensorcache.integrations.ray.write import WRITER_OPTIONS, folder_of, open_written
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.fingerprint import as_fingerprint
-from wds_tensorcache.storage.remote.urls import shown
+from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 __all__ = ["build_ray"]

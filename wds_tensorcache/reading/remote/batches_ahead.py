@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from wds_tensorcache.storage.remote.fetch import measured
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.urls import is_url
 
 __all__ = ["NUM_THREADS", "BatchesAhead", "remote_url"]
 

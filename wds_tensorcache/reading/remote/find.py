@@ -12,7 +12,7 @@ from wds_tensorcache.reading.packed import describe_packed, packed_names
 from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts
 from wds_tensorcache.shards.remote.listed import read_remote_manifest
 from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.urls import conceal, is_web, join_url, name_of, shown
+from wds_tensorcache.storage.urls import conceal, is_web, join_url, name_of, shown
 
 __all__ = ["find_remote"]
 

@@ -20,8 +20,8 @@ from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import is_url, join_url, keep_secrets, name_of
 from wds_tensorcache.storage.threads import Threads
+from wds_tensorcache.storage.urls import is_url, join_url, keep_secrets, name_of
 
 __all__ = ["FindIndex", "scan_remote"]
 

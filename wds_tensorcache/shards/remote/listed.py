@@ -8,7 +8,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.manifest import MAX_NBYTES, Found, check_inside, parse_entry, parse_manifest
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
-from wds_tensorcache.storage.remote.urls import is_web, join_url, keep_secrets, shown
+from wds_tensorcache.storage.urls import is_web, join_url, keep_secrets, shown
 
 __all__ = ["read_remote_manifest", "shard_url"]
 

@@ -11,8 +11,8 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import fetch_many, run
 from wds_tensorcache.storage.remote.retry import Target
-from wds_tensorcache.storage.remote.urls import conceal, shown
 from wds_tensorcache.storage.threads import per_process
+from wds_tensorcache.storage.urls import conceal, shown
 
 __all__ = ["RemoteFile", "RemoteIdentity", "missing_shard"]
 

@@ -20,7 +20,7 @@ from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import is_url, is_web, join_url, name_of, shown
+from wds_tensorcache.storage.urls import is_url, is_web, join_url, name_of, shown
 
 __all__ = ["index_url"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
-from wds_tensorcache.storage.remote.urls import is_url, join_url, name_of
+from wds_tensorcache.storage.urls import is_url, join_url, name_of
 from wds_tensorcache.writing.destination.remote_shards import load_indexes
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards, list_new

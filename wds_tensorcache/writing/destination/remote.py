@@ -17,7 +17,7 @@ from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.remote.fetch import fetch_many
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import name_of, shown
+from wds_tensorcache.storage.urls import name_of, shown
 from wds_tensorcache.writing.destination.protocol import Options
 from wds_tensorcache.writing.destination.remote_catalog import RemoteCatalog
 from wds_tensorcache.writing.destination.remote_shards import load_indexes

@@ -11,7 +11,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, Listing, ShardEntry, parse_listing
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter, Version
 from wds_tensorcache.storage.remote.retry import Target
-from wds_tensorcache.storage.remote.urls import join_url, shown
+from wds_tensorcache.storage.urls import join_url, shown
 
 __all__ = ["RemoteCatalog"]
 

@@ -11,8 +11,8 @@ from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
-from wds_tensorcache.storage.remote.urls import shown
 from wds_tensorcache.storage.threads import Threads, run_in_order
+from wds_tensorcache.storage.urls import shown
 
 __all__ = ["load_indexes"]
 

@@ -13,7 +13,7 @@ from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Catalog, Listing, ShardEntry
 from wds_tensorcache.storage.locks import Flock, is_held
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
-from wds_tensorcache.storage.remote.urls import is_url, join_url, shown
+from wds_tensorcache.storage.urls import is_url, join_url, shown
 from wds_tensorcache.writing.destination.remote_catalog import RemoteCatalog
 from wds_tensorcache.writing.destination.remote_shards import load_indexes
 
