@@ -68,6 +68,7 @@ def test_listing(s3_server: S3Server) -> None:
 def test_a_changed_object_is_refused(s3_server: S3Server) -> None:
     url = s3_server.put("bucket", "a.tar", CONTENT)
     file = RemoteFile(url)
+    file.ask()
     s3_server.put("bucket", "a.tar", CONTENT[::-1])
     with pytest.raises(tc.FormatError, match="changed"):
         file.read(0, 10)
@@ -77,9 +78,9 @@ def test_a_changed_object_is_refused(s3_server: S3Server) -> None:
     with pytest.raises(FileNotFoundError):
         file.read(0, 10)
     with pytest.raises(FileNotFoundError):
-        RemoteFile("s3://bucket/none")
+        RemoteFile("s3://bucket/none").ask()
     with pytest.raises(FileNotFoundError):
-        RemoteFile("s3://no-bucket/none")
+        RemoteFile("s3://no-bucket/none").ask()
 
 
 @pytest.mark.parametrize(

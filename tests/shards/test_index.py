@@ -307,5 +307,5 @@ def test_an_index_beside_a_tar_that_ends_after_one_block(tmp_path: Path, monkeyp
         sink.write("a", {"x": torch.ones(3)})
     path.write_bytes(path.read_bytes()[:-512])
     tc.write_index(path, dali_index=False)
-    monkeypatch.setattr("wds_tensorcache.shards.load_index.scan_shard", None)
+    monkeypatch.setattr("wds_tensorcache.shards.load_index.scan", None)
     assert list(tc.open(path).keys()) == ["a"]

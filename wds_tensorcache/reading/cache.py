@@ -21,7 +21,6 @@ from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.lookup.positions import Inverse, Positions, as_array, numbers_of, spread, take
-from wds_tensorcache.reading.remote.fetch_batch import BatchFetch, add_member
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
@@ -196,15 +195,18 @@ class TensorCache(Cache[_Sample]):
         numbers = np.empty(len(rows), np.int64)
         for number, at, some in rows.by_shard:
             numbers[at] = self._store.shards[number].find_members(some, suffix)
-        fetch, found = BatchFetch(), dict[int, bytes]()
+        remote, found = dict[int, Any](), dict[int, bytes]()
         for i in wanted:
             if (number := numbers.item(i)) >= 0:
                 shard = self._store.shards[rows.number.item(i)]
                 if shard.is_remote:
-                    add_member(fetch, i, shard, suffix, number, found)
+                    remote[i] = shard.file, *shard.member_extent(suffix, number)
                 else:
                     found[i] = shard.member(suffix, number)
-        fetch.run()
+        if remote:
+            from wds_tensorcache.reading.remote_batches import fetch
+
+            found.update(fetch(remote))
         return found
 
     @property
@@ -217,10 +219,7 @@ class TensorCache(Cache[_Sample]):
     def _file_nbytes(self, path: str) -> int:
         if not self._store.has_remote or not is_url(path):
             return super()._file_nbytes(path)
-        nbytes = self._store.files.expected_nbytes(path)
-        if nbytes is None:
-            raise OSError(f"{path}: the length is unknown")
-        return nbytes
+        return self._store.files.get(path).nbytes
 
     def _at(self, number: int) -> int:
         return self._where[number] if isinstance(self._where, range) else self._where.item(number)

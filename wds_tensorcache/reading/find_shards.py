@@ -15,7 +15,6 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError, did_you_mean
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.packed import describe_packed, packed_names, shown_names
-from wds_tensorcache.reading.remote.find import find_remote
 from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, locate_shards, parse_entry, read_manifest
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
@@ -57,6 +56,8 @@ def find_shards(
 def _find_one(source: str, listed: Callable[[str], list[Found]], copies: bool) -> list[Found]:
     """Return the shards of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
     if is_url(source):
+        from wds_tensorcache.reading.remote.find import find_remote
+
         shards = find_remote(source)
         left_out = {counts.left_out for _, counts, _ in shards if counts is not None}
         for message in sorted(filter(None, left_out)):

@@ -13,7 +13,7 @@ from wds_tensorcache.shards.dali_index import build_dali_index, list_members
 from wds_tensorcache.shards.footer import build_footer, read_index
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
-from wds_tensorcache.shards.remote.find_index import scan_remote
+from wds_tensorcache.shards.load_index import scan
 from wds_tensorcache.shards.tar.hidden import hidden_members
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
@@ -48,9 +48,9 @@ def index_url(url: str, *, dali_index: bool, index_folder: str | None) -> ShardI
         what = "an index cannot be written to a web server"
         raise ValueError(f"{shown(target)}: {what}; pass index_folder=, a local folder or one in an object store")
     objects = ObjectWriter(target) if is_url(target) else None
-    file, _ = RemoteFile.of_tail(url, 0)
+    file = RemoteFile(url)
     try:
-        index = scan_remote(file)
+        index = scan(file)
         if index.hidden is not None:
             raise hidden_members(index.end, index.hidden)
     except TensorCacheError as exc:
