@@ -1,0 +1,164 @@
+"""A folder of files, on a local disk or in an object store, as readers and writers of shards see it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.locks import locked_folder
+from wds_tensorcache.storage.output import Output
+from wds_tensorcache.storage.remote.urls import is_url
+
+if TYPE_CHECKING:
+    from wds_tensorcache.storage.remote.remote_file import RemoteFile
+
+__all__ = ["Folder", "LocalFolder", "folder_of"]
+
+_MAX_NBYTES = 1 << 28
+
+
+class Folder(Protocol):
+    """A folder of shards, their indexes and a manifest. A `name` is that of a file directly in the folder.
+
+    Attributes:
+        path: Path or url of the folder.
+        is_remote: True if `path` is a url.
+
+    Raises (all methods):
+        OSError: The system refused it.
+        RemoteError: A request failed.
+        ValueError: The url cannot be written, for methods that change files.
+
+    Threads/fork/pickle: one thread at a time; files of an object store cannot be changed in a forked child.
+    """
+
+    path: str
+    is_remote: bool
+
+    def make(self) -> None:
+        """Make the folder if it is missing; raise if an object store cannot be written to at all."""
+        ...
+
+    def locate(self, name: str) -> str:
+        """Return the path or url of a file."""
+        ...
+
+    def names(self) -> list[str]:
+        """Return the sorted names of all files; none if there is no such folder."""
+        ...
+
+    def open(self, name: str) -> ShardFile | RemoteFile:
+        """Open a file for positioned reads; raise FileNotFoundError if there is none."""
+        ...
+
+    def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
+        """Return the content of a file; None if there is none. A longer file than `max_nbytes` is an error."""
+        ...
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, or replace it as a whole."""
+        ...
+
+    def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
+        """Replace the content of a file, which any number of processes may change at once; none undoes another's change.
+
+        Args:
+            name: The file.
+            apply: Function from the content, None if there is no file, to the new content. It is called again if another
+                process was faster.
+        """
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files in the given order; ignore those that do not exist."""
+        ...
+
+    def new_file(self, name: str) -> Output:
+        """Return a new file to append to. It appears under its name with `finish`, which never replaces another file."""
+        ...
+
+    def cancel(self) -> None:
+        """End running requests of other threads that change files, and refuse later ones."""
+        ...
+
+
+def folder_of(path: str, fsync: bool = True) -> Folder:
+    """Return the folder at a path, `""` for the current one, or at a url.
+
+    Args:
+        path: Path or url of the folder.
+        fsync: Wait for the disk before a new file or new content appears. Without effect for a url.
+    """
+    if is_url(path):
+        from wds_tensorcache.storage.remote.object_folder import ObjectFolder
+
+        return ObjectFolder(path)
+    return LocalFolder(path or os.curdir, fsync)
+
+
+class LocalFolder:
+    """A folder on a local disk; implements `Folder`. Changes of one file are made under the lock of the folder."""
+
+    is_remote = False
+
+    def __init__(self, path: str, fsync: bool = True) -> None:
+        self.path = path
+        self._fsync = fsync
+
+    def make(self) -> None:
+        os.makedirs(self.path, exist_ok=True)
+
+    def locate(self, name: str) -> str:
+        return name if self.path == os.curdir else os.path.join(self.path, name)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
+
+    def open(self, name: str) -> ShardFile:
+        return ShardFile(self.locate(name))
+
+    def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
+        try:
+            file = self.open(name)
+        except OSError as exc:
+            if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+                return None
+            raise
+        if file.nbytes > max_nbytes:
+            what = f"has {file.nbytes:,} bytes, more than the limit for such a file, {max_nbytes:,}"
+            raise FormatError(what, kind="index").at(file.path)
+        return file.read(0, file.nbytes)
+
+    def write(self, name: str, content: bytes) -> None:
+        write_atomically(self.locate(name), [content], self._fsync)
+
+    def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
+        with locked_folder(self.path) as is_locked:
+            # with the lock, these were left by killed processes
+            for stray in find_temporary(self.path, re.escape(name)) if is_locked else ():
+                remove_stray(stray)
+            before = self.read(name)
+            content = apply(before)
+            if content != before:
+                self.write(name, content)
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.locate(name))
+
+    def new_file(self, name: str) -> Output:
+        return Output(self.locate(name), self._fsync)
+
+    def cancel(self) -> None:
+        pass
