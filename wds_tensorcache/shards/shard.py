@@ -23,7 +23,7 @@ from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.load_index import load_index, scan
-from wds_tensorcache.shards.manifest import ListedCounts, check_listed, other_count
+from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.storage.files import File, Files
 from wds_tensorcache.storage.memory_pool import Pool
@@ -80,7 +80,7 @@ class Shard:
         allow: Mapping[tuple[str, str], type],
         count: int | None = None,
         index: ShardIndex | None = None,
-        listed: ListedCounts = ListedCounts(),  # noqa: B008  # immutable
+        entry: ShardEntry | None = None,
         *,
         remote_indexes: RemoteIndexes | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class Shard:
         self.name = name
         self.files = files
         self.pool = pool
-        self._listed = listed  # the numbers include samples without this cache
+        self._entry = entry  # in the manifest; its numbers include samples without this cache
         self._allow = allow
         self._count = count
         self._index = index
@@ -99,7 +99,7 @@ class Shard:
         self._templates: list[Template] = []
 
     def __reduce__(self) -> Any:
-        known = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._listed)
+        known = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._entry)
         return partial(Shard, remote_indexes=self._remote_indexes), known
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class Shard:
         caches = {**self.index.caches, self.name: replace(self.columns, layout=names.layout)}
         index = replace(self.index, caches=caches, layouts=scanned.layouts)
         return Shard(
-            self.path, self.name, self.files, self.pool, self._allow, len(self), index, self._listed,
+            self.path, self.name, self.files, self.pool, self._allow, len(self), index, self._entry,
             remote_indexes=self._remote_indexes,
         )  # fmt: skip
 
@@ -151,7 +151,9 @@ class Shard:
         if self._count not in (None, len(columns)):
             counted = f"{len(columns)} samples with cache {self.name!r}"
             raise other_count(self.path, counted, self._count)
-        check_listed(self.path, self._listed, num_samples=len(index.keys), digest=index.digest)
+        if self._entry is not None:
+            manifest = self.files.manifest_of(self.path)
+            check_listed(self.path, self._entry, manifest, num_samples=len(index.keys), digest=index.digest)
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
@@ -167,7 +169,8 @@ class Shard:
             from wds_tensorcache.shards.remote_indexes import RemoteIndexes
 
             places = self._remote_indexes or RemoteIndexes()
-            index = places.load(self.file, self._listed.num_samples, may_scan=may_scan)
+            num_samples = None if self._entry is None else self._entry.num_samples
+            index = places.load(self.file, num_samples, may_scan=may_scan)
         if index is not None and (unseen := self.find_unseen(index)) is not None:
             warnings.warn(str(unseen), stacklevel=user_level())
         return index

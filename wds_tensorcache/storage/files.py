@@ -421,6 +421,10 @@ class Files:
         except FileNotFoundError as exc:
             raise _missing_file(path, manifest) from exc
 
+    def manifest_of(self, path: str) -> str | None:
+        """Return the manifest that lists the file at a path or url."""
+        return self._manifests.get(path)
+
     def close(self) -> None:
         """Close each file as soon as no read uses it; `get` then raises ValueError. Views of maps stay valid."""
         self._closed = True

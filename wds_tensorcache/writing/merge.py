@@ -123,9 +123,9 @@ def merge(
 
 
 def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
-    shards = find_shards(source, local_for="merged or resharded", copies=True)
-    indexes = load_finished({path: (listed, fingerprint) for path, listed, fingerprint in shards}, files).indexes
-    return [OldShard.of(path, indexes[path], files, prefix) for path, *_ in shards]
+    shards = find_shards(source, local_for="merged or resharded", copies=True).shards
+    indexes = load_finished({shard.path: (shard, shard.fingerprint) for shard in shards}, files).indexes
+    return [OldShard.of(shard.path, indexes[shard.path], files, prefix) for shard in shards]
 
 
 def _text(shard: OldShard) -> str:

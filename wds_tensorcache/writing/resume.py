@@ -20,7 +20,7 @@ from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import MemberColumns, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.manifest import Catalog, ListedCounts, check_listed
+from wds_tensorcache.shards.manifest import Catalog, FoundShard, check_listed
 from wds_tensorcache.shards.names import older_key
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -96,7 +96,7 @@ class FinishedShards:
 
 
 def load_finished(
-    shards: Mapping[str, tuple[ListedCounts | None, Mapping[str, Any] | None]], files: Files | None = None
+    shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
     """Load the indexes of finished shards.
 
@@ -112,8 +112,8 @@ def load_finished(
         with contextlib.suppress(OSError):  # `load_whole` reports it
             files.expect(path)
         index = load_whole(path)
-        if listed is not None:
-            check_listed(path, listed, num_samples=len(index.keys), digest=index.digest)
+        if listed is not None and listed.entry is not None:
+            check_listed(path, listed.entry, listed.manifest, num_samples=len(index.keys), digest=index.digest)
         indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=fingerprint)
     return FinishedShards(indexes, files)
 
