@@ -27,14 +27,14 @@ from wds_tensorcache.integrations.torch_dataloader import StepDataset, TorchLoad
 from wds_tensorcache.integrations.webdataset import Decode, decode, encoder
 from wds_tensorcache.integrations.webdataset_resumable import ResumablePipeline
 from wds_tensorcache.integrations.webdataset_tar import TarSamples, tarfile_to_samples
-from wds_tensorcache.reading.base_cache import BatchInfo, Cache
 from wds_tensorcache.reading.batch.collate import Pad, pad
-from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.batch_info import BatchInfo
+from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.choose import Choices
 from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
 from wds_tensorcache.reading.join import JoinedCache, join
-from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.positions import KeysView
 from wds_tensorcache.reading.schema import Entry, TensorSchema
 from wds_tensorcache.reading.structure import nest
 from wds_tensorcache.shards.index import ShardIndex

@@ -62,7 +62,7 @@ def test_a_batch_has_the_chosen_alternatives(folder: str, wanted: list[tuple[int
     numbers = [number % (1 + i % 12) for i, _, number in wanted]
     choices = {"latent": np.array([flipped for _, flipped, _ in wanted], np.int64), "text": numbers}
     with tc.open(folder) as cache:
-        batch, info = cache.read_batch(indices, choose=CHOOSE, choices=choices, collate={"text": way}, return_info=True)
+        batch, info = cache.read_batch_with_info(indices, choose=CHOOSE, choices=choices, collate={"text": way})
         assert list(batch) == ["latent", "cond", "id", "text"]
         expected = [value(i, flipped=flipped) for i, flipped, _ in wanted]
         assert batch["latent"].tolist() == [[each] * 4 for each in expected]
@@ -84,7 +84,7 @@ def test_a_batch_has_the_chosen_alternatives(folder: str, wanted: list[tuple[int
 def test_every_kind_of_cache(cache: Any) -> None:
     choices = {"latent": [1, 0, 1], "text": [0, 11, 3]}
     options: dict[str, Any] = {"choose": CHOOSE, "choices": choices}
-    batch, info = cache.read_batch([5, 11, 3], collate={"text": "list"}, return_info=True, **options)
+    batch, info = cache.read_batch_with_info([5, 11, 3], collate={"text": "list"}, **options)
     assert batch["latent"][:, 0].tolist() == [-500, 1100, -300]
     assert [text[0, 0].item() for text in batch["text"]] == [500, 1111, 303]
     assert "captions" not in batch
@@ -107,9 +107,9 @@ def test_every_kind_of_cache(cache: Any) -> None:
 
 def test_records_pickle_and_compare(folder: str) -> None:
     with tc.open(folder) as cache:
-        options: dict[str, Any] = {"choose": CHOOSE, "collate": {"text": "list"}, "return_info": True}
-        info = cache.read_batch([5, 6], choices={"text": [1, 2]}, **options)[1]
-        other = cache.read_batch([5, 6], choices={"text": [1, 3]}, **options)[1]
+        options: dict[str, Any] = {"choose": CHOOSE, "collate": {"text": "list"}}
+        info = cache.read_batch_with_info([5, 6], choices={"text": [1, 2]}, **options)[1]
+        other = cache.read_batch_with_info([5, 6], choices={"text": [1, 3]}, **options)[1]
         sent = pickle.loads(pickle.dumps(info))
         assert sent == info.to("cpu") == info != other
         assert sent.choices == info.choices
@@ -120,7 +120,7 @@ def test_records_pickle_and_compare(folder: str) -> None:
             info.choices.x = 1
         with pytest.raises(KeyError):
             info.choices.chosen("cond.0")
-        assert len(cache.read_batch([5], collate="list", return_info=True)[1].choices) == 0
+        assert len(cache.read_batch_with_info([5], collate="list")[1].choices) == 0
 
 
 def test_only_the_chosen_bytes_are_read(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_joined_caches(folder: str) -> None:
         joined = tc.join({"a": cache.select(["latent*"]), "b": cache[::-1].select("captions.*")})
         choose = {"a.latent": ["a.latent", "a.latent_flipped"], "b.text": "b.captions.*"}
         options: dict[str, Any] = {"choose": choose, "choices": {"a.latent": [0, 1], "b.text": [3, 2]}}
-        batch, info = joined.read_batch([5, 8], collate={"b.text": "pad"}, return_info=True, **options)
+        batch, info = joined.read_batch_with_info([5, 8], collate={"b.text": "pad"}, **options)
         assert batch["a"]["latent"][:, 0].tolist() == [500, -800]
         assert batch["b"]["text"][:, 0, 0].tolist() == [503, 802]
         assert info.choices.chosen("b.text") == ["b.captions.3", "b.captions.2"]
@@ -226,7 +226,7 @@ def test_values_of_several_joined_caches(tmp_path: Path) -> None:
             "choose": {"text": ["short.caption", "long.caption"]},
             "choices": {"text": [0, 1, 1]},
         }
-        batch, info = joined.read_batch([3, 1, 2], return_info=True, **options)
+        batch, info = joined.read_batch_with_info([3, 1, 2], **options)
         assert batch["text"] == ["short 3", "long 1", "long 2"]
         assert info.choices.chosen("text") == ["short.caption", "long.caption", "long.caption"]
 
@@ -302,7 +302,7 @@ def strings(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_strings(strings: str) -> None:
     choices = {"caption": [2, 0, 1], "text": [0, 1, 1], "meta.tag": [1, 0, 1]}
     with tc.open(strings) as cache:
-        batch, info = cache.read_batch([2, 5, 1], choose=STRINGS, choices=choices, return_info=True)
+        batch, info = cache.read_batch_with_info([2, 5, 1], choose=STRINGS, choices=choices)
         assert list(batch) == ["latent", "caption", "text", "meta"]
         assert batch["caption"] == ["c2.2", "c5.0", "c1.1"]
         assert batch["text"] == ["l2", "s5", "s1"]
@@ -317,8 +317,8 @@ def test_strings(strings: str) -> None:
         assert [sample["caption"] for sample in samples] == ["c2.2", "c5.0", "c1.1"]
         assert [list(sample) for sample in samples] == [["latent", "caption", "text", "meta"]] * 3
         joined = tc.join({"a": cache, "b": cache.select("latent")})
-        batch, info = joined.read_batch(
-            [2, 5], choose={"caption": "a.captions.*"}, choices={"caption": [2, 1]}, return_info=True
+        batch, info = joined.read_batch_with_info(
+            [2, 5], choose={"caption": "a.captions.*"}, choices={"caption": [2, 1]}
         )
         assert batch["caption"] == ["c2.2", "c5.1"]
         assert "captions" not in batch["a"]
@@ -384,8 +384,8 @@ def test_other_tensors_may_be_lacking(masked: Any, rows: list[int], joins: bool)
     captions = [i % (1 + i % 3) for i in rows]
     options: dict[str, Any] = {"collate": way, "choose": CHOOSE_MASKED, "choices": {"caption": captions}}
     for _ in range(2):
-        batch, info = cache.read_batch(rows, return_info=True, **options)
-        plain, record = masked.select(["mask", "more.*"]).read_batch(rows, collate=way, return_info=True)
+        batch, info = cache.read_batch_with_info(rows, **options)
+        plain, record = masked.select(["mask", "more.*"]).read_batch_with_info(rows, collate=way)
         assert torch.equal(batch["mask"], plain["mask"])
         assert batch["mask"].shape == (len(rows), 3, 2)
         assert torch.equal(info.mask("mask"), record.mask("mask"))
@@ -424,8 +424,8 @@ def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
         for rows in ([0, 1, 2], [1, 0], [0, 2], [4, 1], [3]):
             for signs in ([0, 1, 0], [1, 0, 1]):
                 given = signs[: len(rows)]
-                options: dict[str, Any] = {"choose": choose, "choices": {"image": given}, "return_info": True}
-                batch, info = cache.read_batch(rows, collate={"mask": "list"}, **options)
+                options: dict[str, Any] = {"choose": choose, "choices": {"image": given}}
+                batch, info = cache.read_batch_with_info(rows, collate={"mask": "list"}, **options)
                 assert set(batch) == {"image", "mask"}
                 factors = [1 - 2 * sign for sign in given]
                 assert batch["image"][:, 0].tolist() == [(i + 1.0) * by for i, by in zip(rows, factors, strict=True)]
@@ -436,7 +436,7 @@ def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
                     for i, sign in zip(rows, given, strict=True)
                 ]
                 assert info.choices.chosen("mask") == names
-                padded, info = cache.read_batch(rows, collate={"mask": tc.pad(to=1)}, **options)
+                padded, info = cache.read_batch_with_info(rows, collate={"mask": tc.pad(to=1)}, **options)
                 assert padded["mask"].shape == (len(rows), 1, 2)
                 assert info.mask("mask")[:, 0].tolist() == [i % 3 == 1 for i in rows]
         loader = tc.Loader(cache, 2, shuffle=True, choose=choose, collate={"mask": "pad"})

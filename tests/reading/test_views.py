@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from benchmarks.children import sparse
-from wds_tensorcache.reading.lookup.positions import as_array, by_shard, in_order
 from wds_tensorcache.reading.match_keys import are_equal, match
+from wds_tensorcache.reading.positions import as_array, by_shard, in_order
 from wds_tensorcache.training.buckets import block_sizes, buckets_of
 
 FORMS = ["%03d", "%d", "k%d/e", "shuffled-%d"]

@@ -27,7 +27,7 @@ from wds_tensorcache.reading.batch.assemble import nest_batch
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch.request import Request, Structures, keep_known
-from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
 from wds_tensorcache.reading.structure import insert
@@ -260,12 +260,22 @@ class Randomness:
     alternatives: Alternatives | None = None
     given: Mapping[str, Any] | None = None
 
-    def check_given(self) -> None:
-        """Raise ValueError if a choice is given for a name that has no alternatives."""
-        names = self.alternatives.names if self.alternatives is not None else []
-        for name in self.given or ():
-            if name not in names:
-                raise ValueError(f"choices has {name!r:.100}, but choose= has {list_names(names, name)}")
+    @classmethod
+    def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
+        """Return the arguments `choose=` and `choices=` of `Cache.read_batch`; by default, the first alternative is chosen.
+
+        Raises:
+            ValueError: `choose` and `choices` do not fit each other.
+        """
+        if choose is None:
+            if choices is not None:
+                raise ValueError("choices without choose=, which says what the alternatives are")
+            return cls()
+        alternatives, given = Alternatives.of(choose), {} if choices is None else choices
+        for name in given:
+            if name not in alternatives.names:
+                raise ValueError(f"choices has {name!r:.100}, but choose= has {list_names(alternatives.names, name)}")
+        return cls(alternatives=alternatives, given=given)
 
     def seeds(self, indices: Array) -> Array:
         """Return a seed for each sample, int64 `[B]`."""

@@ -13,7 +13,7 @@ from braceexpand import braceexpand
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError, did_you_mean
-from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.packed import describe_packed, packed_names, shown_names
 from wds_tensorcache.reading.remote.find import find_remote
 from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, locate_shards, parse_entry, read_manifest

@@ -15,14 +15,14 @@ import torch
 
 from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
-from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
+from wds_tensorcache.reading.cache import Cache, _Sample
 from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, ChosenValue, Group, split
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
-from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.positions import KeysView
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
@@ -396,9 +396,6 @@ class JoinedCache(Cache[_Sample]):
     def _stored_name(self, number: int) -> str | None:
         names = (cache._stored_name(number) for cache in self._caches)
         return next((name for name in names if name is not None), None)
-
-    def _neighbors(self, key: str) -> list[str]:
-        return self._caches[0]._neighbors(key)  # type: ignore[no-any-return]
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):

@@ -17,7 +17,7 @@ from wds_tensorcache.codec.header import Form, Further
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.lookup.positions import Positions, by_shard, in_order
+from wds_tensorcache.reading.positions import Positions, by_shard, in_order
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 

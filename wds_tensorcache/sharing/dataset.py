@@ -6,7 +6,7 @@ import inspect
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,15 +15,11 @@ import numpy as np
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.codec.tree import flatten, project, realize
-from wds_tensorcache.errors import TensorCacheError, list_names, unknown_name
-from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
-from wds_tensorcache.reading.batch.columns import layouts_of
-from wds_tensorcache.reading.batch.request import Request, Structures
-from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
+from wds_tensorcache.errors import TensorCacheError, unknown_name
+from wds_tensorcache.reading.batch.request import Request
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
-from wds_tensorcache.reading.lookup.keys import KeysView
-from wds_tensorcache.reading.lookup.positions import numbers_of, spread
+from wds_tensorcache.reading.positions import KeysView, numbers_of, spread
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
@@ -162,8 +158,7 @@ class SharedDataset(Cache[Any]):
         """Make this object a view of samples, by index in the dataset, int64 `[n]`, with the tensors of all `selections`."""
         self._indices, self._selections = indices, selections
         matchers = list(map(name_matcher, selections))
-        self._wanted = (lambda name: all(matches(name) for matches in matchers)) if matchers else None
-        self._structures = Structures(self._wanted)
+        self._narrow_to((lambda name: all(matches(name) for matches in matchers)) if matchers else None)
 
     def _view(self, indices: Array, selections: Selections, store: Store) -> Self:
         view = object.__new__(type(self))
@@ -288,21 +283,6 @@ class SharedDataset(Cache[Any]):
                 raise KeyError(unknown_name("tensor", unknown[0], list(names)))
         return self._view(self._indices, (*self._selections, with_trees(patterns)), self._store)
 
-    _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
-
-    def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        request = self._request(indices)
-        if isinstance(request, ChosenRequest):
-            return nest_chosen(request, tensors)
-        request = self._view(self._indices, (tuple(tensors),), self._store)._request(request)
-        layouts = layouts_of(request.rows)
-        structure = request.structures.structure_for(layouts)
-        for name in tensors:
-            if name not in structure.names:
-                has = list(flatten(self._request(indices).sample(0)))
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
-        return nest_batch(request, tensors, layouts, structure=structure)
-
     def close(self) -> None:
         """Stop holding the shared memory. Without another holder it is freed, except under tensors that are in use.
 
@@ -397,7 +377,7 @@ class _Indices(KeysView):
 _ATTRIBUTES = frozenset(
     {
         *("name", "_fingerprint", "_options", "_is_lazy", "_samples", "_net", "_store"),
-        *("_indices", "_selections", "_wanted", "_structures"),
+        *("_indices", "_selections", "_wanted", "_structures", "_narrowed"),
     }
 )
 

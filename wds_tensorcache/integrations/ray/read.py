@@ -15,8 +15,8 @@ from wds_tensorcache.integrations.ray.rows.bits import to_bits
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
 from wds_tensorcache.reading.join import JoinedCache
-from wds_tensorcache.reading.lookup.positions import by_shard, spread
 from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.positions import by_shard, spread
 from wds_tensorcache.reading.schema import TensorSchema
 
 if TYPE_CHECKING:

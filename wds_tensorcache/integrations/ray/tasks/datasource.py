@@ -21,7 +21,7 @@ from wds_tensorcache.integrations.ray.rows.bits import to_bits
 from wds_tensorcache.integrations.ray.rows.columns import Kind, value_kind
 from wds_tensorcache.integrations.ray.rows.structure import KEY, MEMBER
 from wds_tensorcache.integrations.ray.rows.table import make_table, values_of
-from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.choose import Alternatives, Randomness, place_in_samples
 
 __all__ = ["CacheDatasource", "Plan"]
