@@ -1,4 +1,4 @@
-"""The datasource of `tc.read_ray`: read tasks are ranges of samples with about equal bytes, each read in batches."""
+"""The datasource of `tc.ray.read_ray`: read tasks are ranges of samples with about equal bytes, each read in batches."""
 
 from __future__ import annotations
 
