@@ -660,9 +660,8 @@ class TensorCache(Cache[_Sample]):
         return entries(self._store, self._where, self._wanted if selected else None)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
-        for name, reference, shapes, counts in stored_shapes(self._store, self._where):
-            if self._wanted is None or self._wanted(name):
-                contents.add_tensor(prefix, name, reference, shapes, counts)
+        tensors = stored_shapes(self._store, self._where)
+        contents.add_tensors(prefix, (each for each in tensors if self._wanted is None or self._wanted(each[0])))
         contents.add_values(prefix, self._whole_samples(spread(len(self), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:

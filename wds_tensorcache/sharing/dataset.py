@@ -6,8 +6,8 @@ import inspect
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,12 +22,13 @@ from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.positions import KeysView, numbers_of, spread
 from wds_tensorcache.reading.schema import (
     Entry,
+    Tensor,
     TensorSchema,
     as_patterns,
     find_unknown,
     format_tensor,
     make_entry,
-    merge_schema,
+    merge_shapes,
     name_matcher,
     with_trees,
 )
@@ -202,12 +203,7 @@ class SharedDataset(Cache[Any]):
         return np.flatnonzero(is_mine & present)
 
     def _schema_of(self, indices: Array) -> dict[str, TensorSchema]:
-        result: dict[str, TensorSchema] = {}
-        for number in indices.tolist():
-            for name, lazy in self._tensors_of(number).items():
-                each = TensorSchema(name, lazy._reference.kind, lazy.dtype, tuple(lazy.shape), lazy.nbytes, 1)
-                result[name] = merge_schema(result.get(name), each)
-        return result
+        return merge_shapes(chain.from_iterable(map(_shapes_in, map(self._tensors_of, indices.tolist()))))
 
     def _tensors_of(self, number: int) -> dict[str, Any]:
         """Return the selected tensors of a sample by name, none if the sample cannot be encoded. Load it if it is absent."""
@@ -343,11 +339,9 @@ class SharedDataset(Cache[Any]):
         # a sample may have been evicted meanwhile
         samples = [sample for sample in map(self._samples.peek, numbers) if sample is not None]
         contents.num_counted = min(contents.num_counted, len(samples))
+        wanted = self._wanted or (lambda name: True)
         for sample in samples:
-            for name, lazy in flatten(sample).items():
-                if self._wanted is None or self._wanted(name):
-                    shapes = np.array([lazy.shape], np.int64).reshape(1, -1)
-                    contents.add_tensor(prefix, name, lazy._reference, shapes, np.ones(1, np.int64))
+            contents.add_tensors(prefix, (each for each in _shapes_in(flatten(sample)) if wanted(each[0])))
         contents.add_values(prefix, (samples[at] for at in spread(len(samples), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:
@@ -372,6 +366,12 @@ class _Indices(KeysView):
 
     def __iter__(self) -> Iterator[str]:
         return map(str, self._cache._indices.tolist())
+
+
+def _shapes_in(tensors: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors of a sample for a schema."""
+    for name, lazy in tensors.items():
+        yield name, lazy._reference, np.array([lazy.shape], np.int64).reshape(1, -1), np.ones(1, np.int64)
 
 
 _ATTRIBUTES = frozenset(
