@@ -116,10 +116,11 @@ class BatchInfo:
     def _stored_shapes(self) -> dict[str, torch.Tensor]:
         if self.cache is None:
             return {name: torch.from_numpy(shapes.copy()) for name, shapes in self._sent[1].items()}
-        if self._randomness.alternatives is not None:
-            request = self.cache._request_chosen(self.indices, self._randomness)
-            return self.cache._request_shapes(request)  # type: ignore[no-any-return]
-        return self.cache._shapes(self.indices)  # type: ignore[no-any-return]
+        return {name: shapes for name, shapes in self._shapes_in_cache().items() if shapes is not None}
+
+    def _shapes_in_cache(self) -> dict[str, torch.Tensor | None]:
+        request = self.cache._request_chosen(self.indices, self._randomness)
+        return self.cache._shapes(request)  # type: ignore[no-any-return]
 
     @property
     def seeds(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -180,9 +181,7 @@ class BatchInfo:
 
     def _is_lacking(self, name: str) -> bool:
         """Return whether the cache has a tensor that no sample of the batch has."""
-        if self.cache is None or name not in self.cache._batch_names():
-            return False
-        return not any(name in entry.shapes for entry in self.cache._take(self.indices)._entries(selected=True))
+        return self.cache is not None and name in self.cache._batch_names() and name not in self._shapes_in_cache()
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""

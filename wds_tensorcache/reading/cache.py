@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted, flatten, project
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names, unknown_name
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue
-from wds_tensorcache.reading.batch.request import Request, Structures, columns_of
+from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
 from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.choose import (
@@ -426,16 +427,6 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         near = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
         return list_names(near or [keys[number] for number in spread(len(self), _NUM_KEYS)], key, len(self))
 
-    def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
-        """Return `BatchInfo.shapes` of samples."""
-        shapes_of_samples = [entry.shapes for entry in self._take(numbers)._entries(selected=True)]
-        result = {}
-        for name, first in dict(chain.from_iterable(each.items() for each in reversed(shapes_of_samples))).items():
-            shapes = [each.get(name, (0,) * len(first)) for each in shapes_of_samples]
-            if all(len(shape) == len(first) for shape in shapes):
-                result[name] = torch.from_numpy(np.array(shapes, np.int64).reshape(len(shapes), -1))
-        return result
-
     @abstractmethod
     def _sample(self, number: int) -> _Sample: ...
 
@@ -506,17 +497,25 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a request with one of the alternatives for each sample."""
         return choose_tensors(request, alternatives, chooser)
 
-    def _request_shapes(self, request: Any) -> dict[str, torch.Tensor]:
-        """Return shapes by tensor name, int64 `[B, ndim]`, of the tensors of a request; see `_shapes`."""
-        layouts = request.layouts()
-        columns = columns_of(request, layouts)
-        result: dict[str, torch.Tensor] = {}
-        for name, references in zip(columns.names, columns.references, strict=True):
-            dimensions = {len(reference.shape) for reference in references if reference is not None}
-            if len(dimensions) == 1:
-                (ndim,) = dimensions
-                shapes = [(0,) * ndim if reference is None else reference.shape for reference in references]
-                result[name] = torch.from_numpy(np.array(shapes, np.int64).reshape(len(shapes), -1)[layouts.which])
+    def _shapes(self, request: Any) -> dict[str, torch.Tensor | None]:
+        """Return shapes by tensor name, int64 `[B, ndim]`, zeros for a sample that lacks the tensor; None if `ndim` differs."""
+        layouts, wanted = request.layouts(), request.structures.wanted
+        by_layout = [
+            {
+                name: resolve(layout, text).shape
+                for name, text in layout.named_texts.items()
+                if wanted is None or wanted(name)
+            }
+            for layout in layouts.items
+        ]
+        result: dict[str, torch.Tensor | None] = {}
+        for name in dict.fromkeys(chain.from_iterable(by_layout)):
+            ndims = {len(shapes[name]) for shapes in by_layout if name in shapes}
+            lacking = (0,) * ndims.pop()
+            rows = [] if ndims else [shapes.get(name, lacking) for shapes in by_layout]
+            result[name] = (
+                None if ndims else torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), -1)[layouts.which])
+            )
         return result
 
     @abstractmethod

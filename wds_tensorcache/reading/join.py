@@ -338,12 +338,10 @@ class JoinedCache(Cache[_Sample]):
             value.check(self._batch_names())
         return _JoinedRequest(parts, self._prefixes, values, all_counts)
 
-    def _request_shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor]:
+    def _shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor | None]:
         named = zip(self._prefixed(), request.parts, strict=True)
         return {
-            prefix + name: shapes
-            for (prefix, cache), part in named
-            for name, shapes in cache._request_shapes(part).items()
+            prefix + name: shapes for (prefix, cache), part in named for name, shapes in cache._shapes(part).items()
         }
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
