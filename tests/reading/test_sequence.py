@@ -239,6 +239,19 @@ def test_select(cache: tc.TensorCache) -> None:
         view.select(["latent.samples"])
 
 
+def test_samples_of_a_view_have_the_same_keys(tmp_path: Path) -> None:
+    """Whether they lack a tensor that is not selected, have None in its place, or have it."""
+    masks = [{"mask": torch.ones(1)}, {"mask": None}, {}]
+    samples = [{"x": torch.tensor(i), "a": [{"n": None, **mask}], **mask} for i, mask in enumerate(masks)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for view in (cache.select("x"), cache[::-1].select("x")[::-1], pickle.loads(pickle.dumps(cache.select("x")))):
+            read = [view[0], *view.__getitems__([1, 2]), *view.read_batch([0, 1, 2], collate=list)]
+            assert [int(sample.pop("x")) for sample in read] == [0, 1, 2] * 2
+            assert read == [{"a": [{"n": None}]}] * 6
+        assert all("mask" not in sample for sample in cache.select(["x", "a"]).select("x"))
+        assert list(tc.join({"c": cache.select("x")})[1]["c"]) == ["x", "a"]
+
+
 def test_select_of_names_that_look_like_patterns(tmp_path: Path) -> None:
     sample = {name: torch.tensor(i) for i, name in enumerate(["a[0]", "a0", "a*", "ab"])}
     with tc.open(write(tmp_path, [sample])) as cache:

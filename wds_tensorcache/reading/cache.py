@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from wds_tensorcache.codec.reference import resolve
-from wds_tensorcache.codec.tree import Wanted, flatten, project
+from wds_tensorcache.codec.tree import Wanted, flatten
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names, unknown_name
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue
@@ -205,9 +205,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
         Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all of
-        its tensors, also one that all samples of the batch lack. Other tensors are removed from dicts, and replaced by None in
-        lists, tuples and deques; they are not read. Small values remain, in the same places of samples and batches. So do
-        tensors in sets, in keys of dicts, and in objects of `allow=` classes.
+        its tensors, also one that all samples of the batch lack. Other tensors, and None in their places, are removed from
+        dicts, and replaced by None in lists, tuples and deques; they are not read. Small values remain, in the same places of
+        samples and batches. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -545,10 +545,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @abstractmethod
     def _single_threaded(self) -> Self: ...
 
-    def _narrow_to(self, wanted: Wanted | None) -> None:
-        """Set the tensors that samples and batches of this cache have; None for all."""
+    def _narrow_to(self, wanted: Wanted | None, optional: Iterable[str] = ()) -> None:
+        """Set the tensors that samples and batches of this cache have; see `Structures`."""
         self._wanted = wanted
-        self._structures = Structures(wanted)
+        self._structures = Structures(wanted, optional)
         self._narrowed: dict[frozenset[str], Structures] = {}  # of `nest`, by tensor names
 
 
@@ -565,6 +565,7 @@ class TensorCache(Cache[_Sample]):
         order: Positions | None = None,
         patterns: tuple[str, ...] | None = None,
         names: tuple[str, ...] = (),
+        optional: tuple[str, ...] = (),
     ) -> None:
         self._store = store
         self._names = names  # of tensors whose places every batch has, selected or not
@@ -573,12 +574,16 @@ class TensorCache(Cache[_Sample]):
         self._where: Positions = everything if self._order is None else self._order
         self._inverse: Inverse | None = None
         self._patterns = patterns
-        self._narrow_to(name_matcher(patterns) if patterns is not None else None)
+        self._narrow_to(name_matcher(patterns) if patterns is not None else None, optional)
         # an argument `collate`, and the result of `_fixed_by`
         self._last_fixed: tuple[Any, tuple[str, ...]] | None = None
 
     def __reduce__(self) -> Any:
-        return TensorCache, (self._store, self._order, self._patterns, self._names)
+        return TensorCache, (self._store, self._order, *self._selection)
+
+    @property
+    def _selection(self) -> tuple[tuple[str, ...] | None, tuple[str, ...], tuple[str, ...]]:
+        return self._patterns, self._names, self._structures.optional
 
     def __len__(self) -> int:
         return len(self._where)
@@ -608,17 +613,24 @@ class TensorCache(Cache[_Sample]):
             # the names of all shards would cost a request for each
             first = list(schema_of(self._store, self._where[:1]))
             if find_unknown(patterns, first) is None:
-                return TensorCache(self._store, self._order, with_trees(patterns), tuple(first))
-        names = list(self.schema)
+                patterns = with_trees(patterns)
+                others = tuple(name for name in first if not name_matcher(patterns)(name))
+                return TensorCache(self._store, self._order, patterns, tuple(first), others)
+        schema = self.schema
+        names = list(schema)
         unknown = find_unknown(patterns, names)
         if names and unknown is not None:
             if self._store.find_names():
                 return self.select(patterns)
             raise KeyError(unknown_name("tensor", unknown, names))
-        patterns = with_trees(patterns)
-        if self._patterns is not None:
-            patterns = tuple(glob.escape(name) for name in names if name_matcher(patterns)(name))
-        return TensorCache(self._store, self._order, patterns, self._names or tuple(names))
+        is_selected = name_matcher(with_trees(patterns))
+        others = tuple(name for name in names if not is_selected(name) and schema[name].num_samples < len(self))
+        patterns = (
+            with_trees(patterns) if self._patterns is None else tuple(map(glob.escape, filter(is_selected, names)))
+        )
+        return TensorCache(
+            self._store, self._order, patterns, self._names or tuple(names), (*self._structures.optional, *others)
+        )
 
     def close(self) -> None:
         self._store.close()
@@ -650,10 +662,10 @@ class TensorCache(Cache[_Sample]):
         return list(filter(self._wanted, whole_schema(self._store)))
 
     def _take(self, numbers: slice | Array) -> TensorCache[_Sample]:
-        return TensorCache(self._store, take(self._where, numbers), self._patterns, self._names)
+        return TensorCache(self._store, take(self._where, numbers), *self._selection)
 
     def _single_threaded(self) -> TensorCache[_Sample]:
-        return TensorCache(self._store.with_threads(1), self._order, self._patterns, self._names)
+        return TensorCache(self._store.with_threads(1), self._order, *self._selection)
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         return entries(self._store, self._where, self._wanted if selected else None)
@@ -715,12 +727,12 @@ class TensorCache(Cache[_Sample]):
         if not self._store.has_remote:
             return super().__getitems__(indices)
         samples = self._whole_samples(self._numbers(indices).tolist())
-        return [sample if self._wanted is None else project(sample, self._wanted) for sample in samples]
+        return list(map(self._structures.selected, samples))
 
     def _sample(self, number: int) -> Any:
         shard, row = self._store.locate(self._at(number))
         sample = shard.sample(row)
-        return sample if self._wanted is None else project(sample, self._wanted)
+        return sample if self._wanted is None else self._structures.selected(sample)
 
     def _found(self, key: str) -> list[int]:
         """Return the indices of the samples with this key."""

@@ -33,7 +33,7 @@ from wds_tensorcache.codec.tree import (
 )
 from wds_tensorcache.errors import BatchError
 
-__all__ = ["difference", "insert", "nest", "value_at"]
+__all__ = ["difference", "drop_none", "insert", "nest", "value_at"]
 
 _NOTHING: Any = object()  # takes the place of a dict's item that only one of two samples has
 _END: Any = object()  # takes the place of a sequence's item that only one of two samples has
@@ -82,6 +82,20 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any) -> tuple[Any, Path]:
     result.update(value)
     result[key] = item
     return result, (key, *path)
+
+
+def drop_none(sample: Any, name: str) -> None:
+    """Remove None from the dict in which other samples have the tensor `name`; this changes the dict."""
+    *path, last = name.split(".")
+    for part in path:
+        if type(sample) in DICTS:
+            sample = next((item for at, (key, item) in enumerate(sample.items()) if component(key, at) == part), None)
+        else:
+            is_there = type(sample) in SEQUENCES and part.isdecimal() and int(part) < len(sample)
+            sample = sample[int(part)] if is_there else None
+    if type(sample) in DICTS:
+        for key in [key for at, key in enumerate(sample) if sample[key] is None and component(key, at) == last]:
+            del sample[key]
 
 
 def value_at(sample: Any, path: Path) -> Any:

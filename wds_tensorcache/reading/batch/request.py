@@ -15,7 +15,7 @@ from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.schema import TensorSchema, whole_schema
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.reading.structure import insert
+from wds_tensorcache.reading.structure import drop_none, insert
 from wds_tensorcache.shards.shard import Shard
 
 __all__ = ["NewNames", "Request", "Structure", "Structures", "Variant", "check_names", "columns_of", "keep_known"]
@@ -82,14 +82,16 @@ class Structures:
 
     Args:
         wanted: Function that returns whether the tensor with a name is selected; None if all tensors are.
+        optional: Names of tensors that are not selected, and that some samples lack.
 
     Attributes:
         columns: Columns of batches with few layouts, by the ids of the layouts and the names that the batch must have.
         chosen: Structures of the same samples with chosen alternatives; see `reading/choose.py`.
     """
 
-    def __init__(self, wanted: Wanted | None) -> None:
+    def __init__(self, wanted: Wanted | None, optional: Iterable[str] = ()) -> None:
         self.wanted = wanted
+        self.optional = tuple(optional)
         self.columns: dict[tuple[Any, ...], Columns] = {}
         self.chosen: dict[Any, Structures] = {}
         # number of next batches from remote shards that fetch all skeletons together with the tensors
@@ -104,8 +106,13 @@ class Structures:
         self.num_with_values = _NUM_WITH_VALUES
 
     def selected(self, sample: Any) -> Any:
-        """Return a sample with only its selected tensors."""
-        return sample if self.wanted is None else project(sample, self.wanted)
+        """Return a sample with only its selected tensors, and without None in place of one that is not selected."""
+        if self.wanted is None:
+            return sample
+        sample = project(sample, self.wanted)
+        for name in self.optional:
+            drop_none(sample, name)
+        return sample
 
     def find_base(self, layouts: Layouts) -> int:
         """Return the first sample of the batch that has most selected tensors, and among these most tensors."""
