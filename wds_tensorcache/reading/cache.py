@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.tree import flatten, project
-from wds_tensorcache.errors import list_names, unknown_name
+from wds_tensorcache.codec.tree import project
+from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
-from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.assemble import nest_tensors, read_batch, read_tensors
 from wds_tensorcache.reading.batch.collate import Collate, Pad
-from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
-from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.lookup.positions import Inverse, Positions, as_array, numbers_of, spread, take
@@ -41,7 +39,6 @@ from wds_tensorcache.storage.remote.urls import is_url
 __all__ = ["TensorCache"]
 
 Array = np.ndarray[Any, Any]
-_MAX_VIEWS = 16
 _NUM_PATHS = 4  # shards that an error about a repeated key lists
 _NUM_NEIGHBORS = 8  # keys next to an unknown one that an error compares with it
 
@@ -67,7 +64,6 @@ class TensorCache(Cache[_Sample]):
         self._where: Positions = everything if self._order is None else self._order
         self._inverse: Inverse | None = None
         self._patterns = patterns
-        self._narrowed: dict[tuple[str, ...], TensorCache[_Sample]] = {}  # views made by `nest`, by tensor names
         self._wanted = name_matcher(patterns) if patterns is not None else None
         self._structures = Structures(self._wanted)
         # an argument `collate`, and the result of `_fixed_by`
@@ -119,29 +115,7 @@ class TensorCache(Cache[_Sample]):
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        request = self._request(indices)
-        if isinstance(request, ChosenRequest):
-            return nest_chosen(request, tensors)
-        names = tuple(sorted(tensors))
-        view = self._narrowed.get(names)
-        if view is None:
-            if len(self._narrowed) >= _MAX_VIEWS:
-                self._narrowed.clear()
-            view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)), self._names)
-            self._narrowed[names] = view
-        request = view._request(request)
-        layouts = layouts_of(request.rows)
-        present = {name for layout in layouts.items for name in layout.named}
-        missing = tuple(name for name in names if name not in present)
-        for name in names:
-            is_known = (self._wanted is None or self._wanted(name)) and (
-                name not in missing or name in self._batch_names()
-            )
-            if not is_known:
-                has = list(flatten(self._request(indices).sample(0)))
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
-        structure = request.structures.structure_for(layouts, (*missing, *request.fixed))
-        return nest_batch(request, tensors, layouts, structure=structure)
+        return nest_tensors(self._request(indices), tensors)
 
     def close(self) -> None:
         self._store.close()

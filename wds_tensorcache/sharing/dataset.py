@@ -15,12 +15,10 @@ import numpy as np
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.codec.tree import flatten, project, realize
-from wds_tensorcache.errors import TensorCacheError, list_names, unknown_name
+from wds_tensorcache.errors import TensorCacheError, unknown_name
 from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
-from wds_tensorcache.reading.batch.columns import layouts_of
+from wds_tensorcache.reading.batch.assemble import nest_tensors, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
-from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.lookup.positions import numbers_of, spread
@@ -291,17 +289,7 @@ class SharedDataset(Cache[Any]):
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        request = self._request(indices)
-        if isinstance(request, ChosenRequest):
-            return nest_chosen(request, tensors)
-        request = self._view(self._indices, (tuple(tensors),), self._store)._request(request)
-        layouts = layouts_of(request.rows)
-        structure = request.structures.structure_for(layouts)
-        for name in tensors:
-            if name not in structure.names:
-                has = list(flatten(self._request(indices).sample(0)))
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
-        return nest_batch(request, tensors, layouts, structure=structure)
+        return nest_tensors(self._request(indices), tensors)
 
     def close(self) -> None:
         """Stop holding the shared memory. Without another holder it is freed, except under tensors that are in use.
