@@ -63,7 +63,7 @@ def test_a_batch_has_the_chosen_alternatives(folder: str, wanted: list[tuple[int
     choices = {"latent": np.array([flipped for _, flipped, _ in wanted], np.int64), "text": numbers}
     with tc.open(folder) as cache:
         batch, info = cache.read_batch_with_info(indices, choose=CHOOSE, choices=choices, collate={"text": way})
-        assert list(batch) == ["latent", "cond", "id", "text"]
+        assert list(batch) == ["cond", "id", "latent", "text"]
         expected = [value(i, flipped=flipped) for i, flipped, _ in wanted]
         assert batch["latent"].tolist() == [[each] * 4 for each in expected]
         longest = max(1 + number % 3 for number in numbers)
@@ -98,7 +98,7 @@ def test_every_kind_of_cache(cache: Any) -> None:
     samples = cache.read_batch([5, 11, 3], collate=list, **options)
     assert [sample["latent"][0].item() for sample in samples] == [-500, 1100, -300]
     assert [sample["text"][0, 0].item() for sample in samples] == [500, 1111, 303]
-    assert [list(sample) for sample in samples] == [["latent", "cond", "id", "text"]] * 3
+    assert [list(sample) for sample in samples] == [["cond", "id", "latent", "text"]] * 3
     view = cache[[9, 3]].select(["captions.*", "cond.0"])
     batch = view.read_batch([1, 0], choose={"text": "captions.*"}, choices={"text": [2, 1]}, collate={"text": "list"})
     assert [text[0, 0].item() for text in batch["text"]] == [302, 901]
@@ -161,20 +161,25 @@ def test_names_that_are_chosen_together(tmp_path: Path) -> None:
             cache.read_batch([0], choose={("x", "y"): [("x.*", "y.0"), ("x.2", "y.1")]})
 
 
-def test_a_tensor_keeps_its_place_and_kind(tmp_path: Path) -> None:
+def test_places_in_dicts(tmp_path: Path) -> None:
     def sample(i: int) -> dict[str, Any]:
         return {
-            "cond": [(np.full(3, i, "<U2"), {"p": i}), (np.full(3, -i, "<U2"), {"p": -i})],
+            "cond": {"a": {"w": np.full(3, i, "<U2"), "p": i}, "b": (np.full(3, -i, "<U2"),)},
+            "pair": [torch.tensor(i), torch.tensor(-i)],
             "crops": {"left": torch.full((2,), i), "right": torch.full((2,), -i), "box": (1, i)},
             "only": {"a": torch.tensor(i), "b": torch.tensor(-i)},
         }
 
-    choose = {"cond.0.0": ["cond.0.0", "cond.1.0"], "crops.crop": ["crops.left", "crops.right"], "new.deep.x": "only.*"}
+    choose = {"cond.a.w": ["cond.a.w", "cond.b.0"], "crops.crop": ["crops.left", "crops.right"], "new.deep.x": "only.*"}
     with tc.open(write(tmp_path / "c", [sample(i) for i in range(6)])) as cache:
-        choices = {"cond.0.0": [0, 1], "crops.crop": [1, 0], "new.deep.x": [1, 1]}
+        choices = {"cond.a.w": [0, 1], "crops.crop": [1, 0], "new.deep.x": [1, 1]}
         batch = cache.read_batch([2, 3], choose=choose, choices=choices)
-        assert batch["cond"][0][0].tolist() == [["2"] * 3, ["-3"] * 3]
-        assert batch["cond"][0][1]["p"] == [2, 3]
+        assert list(batch["cond"]) == ["a"]
+        assert batch["cond"]["a"]["w"].tolist() == [["2"] * 3, ["-3"] * 3]
+        assert batch["cond"]["a"]["p"] == [2, 3]
+        for wanted in (["pair.*"], ["pair.0", "crops.left"]):
+            with pytest.raises(tc.BatchError, match="a container that is not a dict"):
+                cache.read_batch([2], choose={"pair.0": wanted})
         assert list(batch["crops"]) == ["box", "crop"]
         assert batch["crops"]["crop"].tolist() == [[-2, -2], [3, 3]]
         assert batch["crops"]["box"] == [(1, 2), (1, 3)]
@@ -535,5 +540,10 @@ def test_a_misspelled_alternative(tmp_path: Path) -> None:
             sink.write(f"{i}", {"latent": torch.zeros(2), "flip": torch.ones(2)})
     with tc.open(tmp_path) as cache:
         for choose in ({"latent": ["latent", "flp"]}, {("latent",): [("latent",), ("flip",), ("no.*",)]}):
-            with pytest.raises(tc.BatchError, match="no sample has a tensor '(flp|no.*)'; there are .*flip"):
+            message = "no sample has a tensor '(flp|no.*)'; there are .*flip"
+            with pytest.raises(tc.BatchError, match=message):
                 tc.Loader(cache, 2, choose=choose)
+            for joined in (cache, tc.join([cache])):
+                for _ in range(2):
+                    with pytest.raises(tc.BatchError, match=message):
+                        joined.read_batch([0], choose=choose)

@@ -17,10 +17,11 @@ import torch
 from torch.utils.data import Dataset
 
 from wds_tensorcache.codec.reference import resolve
-from wds_tensorcache.codec.tree import Wanted, flatten
+from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names, unknown_name
-from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.assemble import nest_tensors, read_batch, read_tensors
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue
+from wds_tensorcache.reading.batch.columns import with_chosen
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
 from wds_tensorcache.reading.batch_info import BatchInfo
@@ -29,11 +30,9 @@ from wds_tensorcache.reading.choose import (
     Choices,
     Choose,
     Chooser,
-    ChosenRequest,
     Randomness,
     choices_of_values,
     choose_tensors,
-    nest_chosen,
     place_in_samples,
     place_values,
 )
@@ -82,7 +81,6 @@ __all__ = ["Cache", "TensorCache"]
 Array = np.ndarray[Any, Any]
 _NUM_KEYS = 64  # keys, spread over the cache, that an error compares with an unknown one
 _SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
-_MAX_NARROWED = 16
 _NUM_PATHS = 4  # shards that an error about a repeated key lists
 
 
@@ -337,26 +335,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Raises:
             KeyError: No sample of the batch, or of its shards, has a tensor with one of these names.
         """
-        request = self._request(indices)
-        if isinstance(request, ChosenRequest):
-            return nest_chosen(request, tensors)
-        names = frozenset(tensors)
-        structures = self._narrowed.get(names)
-        if structures is None:
-            if len(self._narrowed) >= _MAX_NARROWED:
-                self._narrowed.clear()
-            structures = self._narrowed[names] = Structures(names.__contains__)
-        narrow = request.in_view(request.store, structures, request.fixed)
-        layouts = narrow.layouts()
-        present = {name for layout in layouts.items for name in layout.named}
-        missing = sorted(names - present)
-        for name in names:
-            is_selected = self._wanted is None or self._wanted(name)
-            if not is_selected or (name in missing and name not in self._batch_names()):
-                has = list(flatten(request.sample(0)))
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
-        structure = structures.structure_for(layouts, (*missing, *narrow.fixed))
-        return nest_batch(narrow, tensors, layouts, structure=structure)
+        return nest_tensors(self._request(indices), tensors)
 
     def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
         """Return the unchanged bytes of each sample's member `KEY.suffix`.
@@ -500,16 +479,15 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _shapes(self, request: Any) -> dict[str, torch.Tensor | None]:
         """Return shapes by tensor name, int64 `[B, ndim]`, zeros for a sample that lacks the tensor; None if `ndim` differs."""
         layouts, wanted = request.layouts(), request.structures.wanted
-        by_layout = [
-            {
-                name: resolve(layout, text).shape
-                for name, text in layout.named_texts.items()
-                if wanted is None or wanted(name)
-            }
-            for layout in layouts.items
+        by_layout: list[dict[str, tuple[int, ...]]] = [
+            {name: resolve(layout, text).shape for name, text in layout.named_texts.items()} for layout in layouts.items
         ]
+        by_layout = with_chosen(by_layout, layouts)
+        chosen = layouts.chosen[0] if layouts.chosen else ()
         result: dict[str, torch.Tensor | None] = {}
         for name in dict.fromkeys(chain.from_iterable(by_layout)):
+            if wanted is not None and not wanted(name) and name not in chosen:
+                continue
             ndims = {len(shapes[name]) for shapes in by_layout if name in shapes}
             lacking = (0,) * ndims.pop()
             rows = [] if ndims else [shapes.get(name, lacking) for shapes in by_layout]
@@ -549,7 +527,6 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Set the tensors that samples and batches of this cache have; see `Structures`."""
         self._wanted = wanted
         self._structures = Structures(wanted, optional)
-        self._narrowed: dict[frozenset[str], Structures] = {}  # of `nest`, by tensor names
 
 
 class TensorCache(Cache[_Sample]):

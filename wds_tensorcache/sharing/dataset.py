@@ -377,7 +377,7 @@ def _shapes_in(tensors: Mapping[str, Any]) -> Iterator[Tensor]:
 _ATTRIBUTES = frozenset(
     {
         *("name", "_fingerprint", "_options", "_is_lazy", "_samples", "_net", "_store"),
-        *("_indices", "_selections", "_wanted", "_structures", "_narrowed"),
+        *("_indices", "_selections", "_wanted", "_structures"),
     }
 )
 

@@ -241,5 +241,5 @@ def _request(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan
         if not kept:
             return view._request(numbers)
         randomness = dataclasses.replace(plan.randomness, alternatives=Alternatives(kept))
-        return view._request_chosen(numbers, randomness).keeping(names)
+        return view._request_chosen(numbers, randomness).keeping(tuple(names))
     return view._request_chosen(numbers, plan.randomness)
