@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from typing import Any
@@ -161,3 +162,22 @@ def test_other_keys_take_few_bytes_each() -> None:
     tables: list[KeyTable] = []
     assert peak(lambda: tables.append(KeyTable(parts))) < 12 * len(names)
     assert tables[0].find("00007919") == [1]
+
+
+@given(st.sets(raws, max_size=40), st.integers(1, 5), raws, st.sampled_from([None, len]))
+def test_neighbors(keys: set[bytes], num_shards: int, wanted: bytes, by: Callable[[bytes], int] | None) -> None:
+    """Next to a key are those that come right before and after it in its shard."""
+
+    def order(key: bytes) -> tuple[int, bytes]:
+        return (by(key) if by else 0, key)
+
+    ordered = sorted(keys, key=order)
+    cuts = [len(ordered) * number // num_shards for number in range(num_shards + 1)]
+    table = KeyTable([(keys_of(ordered[begin:end]), None) for begin, end in pairwise(cuts)])
+    found = table.neighbors(text(wanted), 4)
+    assert len(found) <= 4
+    assert found == list(range(found[0], found[-1] + 1)) if found else not keys
+    if num_shards == 1 and by is None and wanted not in keys:
+        place = bisect_left(ordered, wanted)
+        assert found == list(range(len(ordered)))[max(0, place - 2) : place + 2]
+    assert KeyTable([(keys_of([b"b", b"a"]), None)]).neighbors("a", 4) == []

@@ -8,6 +8,7 @@ import glob
 import operator
 import os
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, ClassVar, overload
@@ -79,7 +80,8 @@ else:
 __all__ = ["Cache", "TensorCache"]
 
 Array = np.ndarray[Any, Any]
-_NUM_KEYS = 64  # keys, spread over the cache, that an error compares with an unknown one
+_NUM_NEIGHBORS = 4  # keys before and after the place of an unknown one that an error compares with it
+_NUM_KEYS = 16  # keys, spread over the cache, that an error compares with an unknown one
 _SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
 _NUM_PATHS = 4  # shards that an error about a repeated key lists
 
@@ -403,8 +405,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         keys, safe = self.keys(), safe_key(key)
         if safe != key and safe in self:
             return f"{safe!r}, the key that tc.safe_key makes of this name; use cache[tc.safe_key(…)]"
-        near = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
-        return list_names(near or [keys[number] for number in spread(len(self), _NUM_KEYS)], key, len(self))
+        names = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
+        if not names:
+            # if the keys ascend, the keys next to this place are similar
+            place = bisect_left(keys, key)
+            near = keys[max(0, place - _NUM_NEIGHBORS) : place + _NUM_NEIGHBORS]
+            names = [*near, *(keys[number] for number in spread(len(self), _NUM_KEYS))]
+        return list_names(names, key, len(self))
 
     @abstractmethod
     def _sample(self, number: int) -> _Sample: ...

@@ -112,6 +112,20 @@ class KeyTable:
             return [position for position in self._hashes.find(raw) if self._raw(position) == raw]
         return self._search(raw)
 
+    def neighbors(self, key: str, count: int) -> list[int]:
+        """Return up to `count` positions of keys next to a key that may not exist, in ascending order of the keys.
+
+        Returns an empty list unless the keys of all shards ascend. Cost: logarithmic.
+        """
+        if self._ranges is None or not self._ranges[1]:
+            return []
+        by_length, firsts, _, numbers = self._ranges
+        wanted = _sort_key(key.encode("utf-8", "surrogateescape"), by_length)
+        number = numbers[max(0, bisect_right(firsts, wanted) - 1)]
+        begin, end = self._starts[number], self._starts[number + 1]
+        place = begin + bisect_left(range(begin, end), wanted, key=lambda at: _sort_key(self._raw(at), by_length))
+        return list(range(max(begin, place - count // 2), min(end, place + count // 2)))
+
     def shared(self) -> list[str]:
         """Return the keys that occur in several shards."""
         counts = Counter(map(self._raw, [] if self._hashes is None else self._hashes.positions_with_shared_hash()))
