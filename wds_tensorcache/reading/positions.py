@@ -45,9 +45,8 @@ def take(positions: Positions, numbers: Any) -> Positions:
             numbers = numbers * positions.step + positions.start
         return numbers  # type: ignore[no-any-return]
     taken: Array = positions[numbers]
-    return (
-        taken.copy() if isinstance(numbers, slice) else taken
-    )  # a copy, since a numpy view would keep all positions alive
+    # a copy, since a numpy view would keep all positions alive
+    return taken.copy() if isinstance(numbers, slice) else taken
 
 
 def as_array(positions: Positions) -> Array:
@@ -81,8 +80,17 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
         yield store.shards[at], which, positions[which] - store.starts[at]
 
 
-def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
-    """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`."""
+def _runs(store: Store, positions: Positions) -> Iterator[tuple[int, int, int]]:
+    """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`.
+
+    Runs in an array end at each multiple of 4,096, too.
+    """
+    if not isinstance(positions, range):
+        for begin in range(0, len(positions), _CHUNK):
+            numbers = store.shard_numbers(positions[begin : begin + _CHUNK])
+            for first, last in pairwise(_edges(numbers)):
+                yield numbers.item(first), begin + first, begin + last
+        return
     done = 0
     while done < len(positions):
         at = store.shard_number(positions[done])
@@ -96,21 +104,11 @@ def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
 
 def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]]:
     """Yield `(shard, rows)` for each run of positions in one shard, in the order of the positions."""
-    if isinstance(positions, range):
-        runs = _runs(store, positions)
-        while some := list(islice(runs, _SHARDS_AHEAD)):
-            store.load_indexes([at for at, _, _ in some])
-            for at, first, last in some:
-                yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
-        return
-    for begin in range(0, len(positions), _CHUNK):
-        chunk = positions[begin : begin + _CHUNK]
-        number = store.shard_numbers(chunk)
-        edges = _edges(number)
-        store.load_indexes(number[edges[:-1]].tolist())
-        for first, last in pairwise(edges):
-            at = number.item(first)
-            yield store.shards[at], chunk[first:last] - store.starts[at]
+    runs = _runs(store, positions)
+    while ahead := list(islice(runs, _SHARDS_AHEAD)):
+        store.load_indexes([at for at, _, _ in ahead])
+        for at, first, last in ahead:
+            yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
 
 
 def shard_runs(store: Store, positions: Positions) -> list[int]:
