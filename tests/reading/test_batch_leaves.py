@@ -269,7 +269,7 @@ def test_pad(tmp_path: Path) -> None:
         {"x": torch.full((i, 2), 7.0), "n": torch.tensor(i), "a": np.full(i, 5), "s": np.full(i, "w")} for i in range(3)
     ]
     with tc.open(write(tmp_path, samples)) as cache:
-        batch, info = cache.read_batch([2, 0, 1], collate="pad", pad_value=-1, return_info=True)
+        batch, info = cache.read_batch_with_info([2, 0, 1], collate="pad", pad_value=-1)
         shapes = info.shapes
         assert batch["x"].tolist() == [[[7, 7], [7, 7]], [[-1, -1], [-1, -1]], [[7, 7], [-1, -1]]]
         assert batch["a"].tolist() == [[5, 5], [-1, -1], [5, -1]]

@@ -138,7 +138,7 @@ def test_pad_takes_it_as_of_length_0(cache: Any) -> None:
     view = cache.select(["latent", "mask"])
     for way, length in (("pad", 3), (tc.pad(value=-1), 3), (tc.pad(to=4, value=-1), 4)):
         for numbers in (range(COUNT), [1, 0, 2], [3, 1, 2]):
-            batch, info = view.read_batch(numbers, collate={"mask": way}, return_info=True)
+            batch, info = view.read_batch_with_info(numbers, collate={"mask": way})
             lengths = [int(found) if isinstance(found := LENGTHS[i], int) else 0 for i in numbers]
             fill = 0 if way == "pad" else -1
             assert batch["mask"].tolist() == [
@@ -234,7 +234,7 @@ def test_batches_from_shards_that_lack_it(tmp_path: Path, joins: bool, chooses: 
     options: dict[str, Any] = {"choose": {"z": ["x", "y"]}} if chooses else {}
     for collate, shape in (("pad", (2, 0, 2)), ({"mask": tc.pad(to=4)}, (2, 4, 2)), ({"ma*": "pad"}, (2, 0, 2))):
         with opened() as cache:
-            batch, info = cache.read_batch([0, 1], collate=collate, return_info=True, **options)
+            batch, info = cache.read_batch_with_info([0, 1], collate=collate, **options)
             assert batch["mask"].shape == shape
             assert info.mask("mask").shape == shape[:2]
             assert not info.mask("mask").any()
@@ -320,7 +320,7 @@ def test_loaders_read_it(cache: Any) -> None:
 def test_masks_of_tensors_that_differ_or_are_lacking(tmp_path: Path) -> None:
     samples = [{"x": torch.zeros((2,) * (1 + i % 2)), "y": torch.zeros(3) if i > 3 else None} for i in range(6)]
     with tc.open(write(tmp_path, samples)) as cache:
-        _, info = cache.read_batch([0, 1], collate="list", return_info=True)
+        _, info = cache.read_batch_with_info([0, 1], collate="list")
         with pytest.raises(KeyError, match="no tensor 'x' of one number of dimensions"):
             info.mask("x")
         with pytest.raises(KeyError, match="no tensor 'z' of one number of dimensions"):

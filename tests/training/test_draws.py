@@ -370,7 +370,7 @@ def test_a_transform_cannot_change_what_training_gets(cache: Any) -> None:
 
 def test_records_are_immutable(cache: Any) -> None:
     indices = np.array([3, 1, 2])
-    _, info = cache.read_batch(indices, choose=CHOOSE, collate={"y": "list"}, return_info=True)
+    _, info = cache.read_batch_with_info(indices, choose=CHOOSE, collate={"y": "list"})
     indices[:] = 0  # the caller's own array
     assert info.keys == ["003", "001", "002"]
     expected = pickle.loads(pickle.dumps(info))

@@ -447,7 +447,7 @@ def test_what_is_refused(cache: Any) -> None:
             tc.torch_loader(**({"cache": cache, "batch_size": 4} | options))
     made = tc.torch_loader(cache, 4)
     with pytest.raises(TypeError, match="expected a StepDataset"):
-        tc.TorchLoader(cache)
+        type(made)(cache)
     for wrong in (DataLoader(made.dataset, sampler=range(2)), DataLoader(made.dataset, batch_size=None, sampler=[3])):
         with pytest.raises(TypeError, match="a StepDataset is indexed by a Step"):
             next(iter(wrong))

@@ -26,8 +26,8 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
-from wds_tensorcache.reading.lookup.positions import spread
 from wds_tensorcache.reading.open_cache import open as open_cache
+from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.system import memory_nbytes, num_cores
 from wds_tensorcache.storage.threads import Threads

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 from urllib.parse import unquote
 
@@ -33,7 +33,7 @@ from wds_tensorcache.codec.tree import (
 )
 from wds_tensorcache.errors import BatchError
 
-__all__ = ["difference", "insert", "nest", "value_at"]
+__all__ = ["difference", "drop_none", "insert", "nest", "put", "value_at"]
 
 _NOTHING: Any = object()  # takes the place of a dict's item that only one of two samples has
 _END: Any = object()  # takes the place of a sequence's item that only one of two samples has
@@ -82,6 +82,42 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any) -> tuple[Any, Path]:
     result.update(value)
     result[key] = item
     return result, (key, *path)
+
+
+def drop_none(sample: Any, name: str) -> None:
+    """Remove None from the dict in which other samples have the tensor `name`; this changes the dict."""
+    *path, last = name.split(".")
+    for part in path:
+        if type(sample) in DICTS:
+            sample = next((item for at, (key, item) in enumerate(sample.items()) if component(key, at) == part), None)
+        else:
+            is_there = type(sample) in SEQUENCES and part.isdecimal() and int(part) < len(sample)
+            sample = sample[int(part)] if is_there else None
+    if type(sample) in DICTS:
+        for key in [key for at, key in enumerate(sample) if sample[key] is None and component(key, at) == last]:
+            del sample[key]
+
+
+def put(sample: Any, name: str, value: Any) -> None:
+    """Put a chosen tensor or value into nested dicts, at the path `name`; add the dicts that are not there.
+
+    Raises:
+        BatchError: Another value is there, or something else in place of a dict.
+    """
+    container = sample
+    parts = name.split(".")
+    for part, after in pairwise(parts):
+        key = "" if part == "%" else unquote(part)
+        if type(container) in DICTS and not after.isdecimal():  # a number may be the index of a list that has gone
+            container.setdefault(key, {})
+        container = container.get(key) if type(container) in DICTS else None
+    key = "" if parts[-1] == "%" else unquote(parts[-1])
+    if type(container) not in DICTS or key in container:
+        raise BatchError(
+            f"choose={{{name!r}: …}}: samples have another value at this place, or a container that is not a dict; choose a "
+            "new name"
+        )
+    container[key] = value
 
 
 def value_at(sample: Any, path: Path) -> Any:

@@ -15,7 +15,7 @@ from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
-from wds_tensorcache.reading.lookup.positions import shard_runs, take
+from wds_tensorcache.reading.positions import shard_runs, take
 from wds_tensorcache.reading.schema import Entry, shapes_of
 
 __all__ = ["ByLength", "block_sizes", "buckets_of", "by_length"]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from wds_tensorcache.errors import TensorCacheError, add_note
-from wds_tensorcache.reading.base_cache import BatchInfo
+from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.choose import Alternatives, Randomness
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema
 from wds_tensorcache.reading.seeds import stream_seed
@@ -110,7 +110,7 @@ class StepReader:
         is_padding = torch.from_numpy(step.is_padding.copy()) if is_padding is None else is_padding
         cache, source = step.cache_of(self._caches), self._names[step.stream]
         at, randomness = (step.epoch, step.number, source), self._randomness(step)
-        return BatchInfo(step.indices, is_padding, *at, cache, _collate=collate, randomness=randomness, edits=edits)
+        return BatchInfo(step.indices, is_padding, *at, cache, collate=collate, randomness=randomness, edits=edits)
 
     def _randomness(self, step: Step) -> Randomness:
         epochs = step.epoch if step.epochs is None else step.epochs

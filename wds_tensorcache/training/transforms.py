@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.batch.batch_memory import to_device
 from wds_tensorcache.reading.batch.leaves import Leaves
+from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of
 from wds_tensorcache.reading.transfer import current_stream
 from wds_tensorcache.training.normal import normal

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.find_shards import find_shards
-from wds_tensorcache.reading.lookup.keys import respelled
+from wds_tensorcache.reading.positions import respelled
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.files import Files

@@ -24,8 +24,7 @@ from wds_tensorcache.integrations.exporting.file_names import FileNames, is_safe
 from wds_tensorcache.integrations.exporting.structure import STRUCTURE
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_metadata
 from wds_tensorcache.progress import Progress, ProgressOption
-from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
