@@ -7,6 +7,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import wds_tensorcache as tc
 from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
 from wds_tensorcache.reading.batch.request import columns_of
-from wds_tensorcache.shards.dali_index import seems_current, write_dali_index
+from wds_tensorcache.shards.dali_index import build_dali_index, list_members, seems_current
 from wds_tensorcache.shards.index_paths import dali_index_path
 
 __all__ = ["PackedMembers"]
@@ -69,7 +70,7 @@ class PackedMembers:
             path = dali_index_path(shard.path)
             if not self.is_index(number, path):
                 path = dali_index_path(os.path.join(folder, str(number)))
-                write_dali_index(path, shard.index, False)
+                Path(path).write_bytes(build_dali_index(list_members(shard.index)))
             found.append(path)
         return found
 

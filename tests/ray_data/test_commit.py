@@ -14,7 +14,7 @@ import wds_tensorcache as tc
 
 pytest.importorskip("ray", reason="ray is missing: pip install 'wds-tensorcache[ray]'")
 from wds_tensorcache.integrations.ray.tasks.commit import Mode, commit, writing
-from wds_tensorcache.integrations.ray.tasks.folder import LocalFolder
+from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder
 from wds_tensorcache.integrations.ray.tasks.jobs import WriteJob
 from wds_tensorcache.integrations.ray.tasks.parts import write_part
 
@@ -24,7 +24,7 @@ MADE = {"made": "here"}
 
 def begin(folder: Path, mode: Mode = "create", **options: Any) -> Any:
     return writing(
-        LocalFolder(str(folder)),
+        WriteFolder(str(folder)),
         mode,
         "__key__",
         (),
@@ -52,7 +52,7 @@ def shards(folder: Path) -> int:
 
 
 def test_only_the_attempt_that_succeeded_is_listed(tmp_path: Path) -> None:
-    folder = LocalFolder(str(tmp_path))
+    folder = WriteFolder(str(tmp_path))
     with begin(tmp_path) as job:
         first, second = write(job, range(5)), write(job, range(5))
         assert shards(tmp_path) == 6
@@ -71,7 +71,7 @@ def test_a_failed_attempt_removes_its_shards(tmp_path: Path) -> None:
 
 
 def test_a_late_task_leaves_nothing(tmp_path: Path) -> None:
-    folder = LocalFolder(str(tmp_path))
+    folder = WriteFolder(str(tmp_path))
     with begin(tmp_path) as job:
         commit(folder, [write(job, range(3))], "create")
     before = sorted(os.listdir(tmp_path))
@@ -88,7 +88,7 @@ def test_a_late_task_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_two_writes_at_once(tmp_path: Path) -> None:
-    folder = LocalFolder(str(tmp_path))
+    folder = WriteFolder(str(tmp_path))
     with begin(tmp_path) as job:
         modes: list[Mode] = ["create", "overwrite", "build"]
         for mode in modes:
@@ -127,7 +127,7 @@ def test_a_build_takes_what_killed_ones_have_finished(tmp_path: Path) -> None:
         rest = sorted({*range(10)} - {*map(int, found)})
         with pytest.raises(ZeroDivisionError), begin(tmp_path, "append"):
             raise ZeroDivisionError
-        commit(LocalFolder(str(tmp_path)), [write(job, rest)], "build")
+        commit(WriteFolder(str(tmp_path)), [write(job, rest)], "build")
     assert sorted(keys(tmp_path)) == [f"{i:03d}" for i in range(10)]
     assert tc.verify(tmp_path).ok
     with pytest.raises(tc.StaleCacheError, match="made"), begin(tmp_path, "build", fingerprint={"made": "there"}):

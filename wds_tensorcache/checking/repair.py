@@ -15,8 +15,9 @@ from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.progress import ProgressOption
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.index_paths import dali_index_path
-from wds_tensorcache.shards.manifest import MANIFEST, Listing
+from wds_tensorcache.shards.manifest import MANIFEST, Manifest, entry_of
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.writing.copy_shards import write_shard
 from wds_tensorcache.writing.new_folder import check_new, new_folder
 
@@ -110,7 +111,7 @@ def _check_names(paths: list[str]) -> None:
 def _write(
     found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, report: RepairReport, bar: ByteProgress
 ) -> None:
-    listing, files = Listing(), Files()
+    manifest, files = Manifest(), Files()
     for checked, fingerprint in found:
         if files.get(checked.path).identity != checked.identity:
             raise FormatError(f"{checked.path}: the shard was changed during the repair; try again")
@@ -119,10 +120,10 @@ def _write(
             path, checked.ranges, files, fingerprint, map(checked.index.origin, range(len(checked.index.keys)))
         )
         with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
-            write_dali_index(dali_index_path(path), index)
-        listing.add(path, index)
+            write_dali_index(folder_of(folder), os.path.basename(path), index)
+        manifest.add(entry_of(path, index), index)
         report.num_shards_written += 1
         report.num_samples_written += len(index.keys)
         report.nbytes_written += os.path.getsize(path)
         bar.finish(checked.path)
-    listing.write(os.path.join(folder, MANIFEST), listing.entries)  # in the order of the sample indices
+    manifest.write(os.path.join(folder, MANIFEST))  # in the order of the sample indices

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_paths import check_replaceable
+from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path
 from wds_tensorcache.shards.names import TENSORS, member_suffix
 from wds_tensorcache.shards.tar.headers import BLOCK
-from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.folder import Folder
 
 __all__ = [
     "MIN_LOST_NBYTES",
@@ -73,10 +73,12 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
     return b"".join([b"v1.2 %d\n" % len(lines), *[line + b"\n" for line in lines]])
 
 
-def write_dali_index(path: str, index: ShardIndex, fsync: bool = True) -> None:
-    """Write DALI's index of a shard to `path`; raise FileExistsError if `path` is a tar, or not an ordinary file."""
-    check_replaceable(path)
-    write_atomically(path, [build_dali_index(list_members(index))], fsync)
+def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
+    """Write DALI's index of the shard of this name; raise FileExistsError if a tar, or anything but a file, is in its place."""
+    name = dali_index_path(shard)
+    if not folder.is_remote:
+        check_replaceable(folder.locate(name))
+    folder.write(name, build_dali_index(list_members(index)))
 
 
 def parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[ListedMember] | None]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any
@@ -18,25 +17,24 @@ from wds_tensorcache.errors import FormatError, Kind, MissingShardError
 from wds_tensorcache.shards.footer import read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.load_index import parse_both
-from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
+from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import locked_folder
+from wds_tensorcache.storage.folder import Folder
 from wds_tensorcache.storage.urls import is_url, is_web, join_url, keep_secrets, shown
 
 __all__ = [
     "MANIFEST",
     "MAX_NBYTES",
-    "Catalog",
     "FoundShard",
-    "Listing",
+    "Manifest",
     "ShardEntry",
     "are_counts",
+    "change_manifest",
     "check_inside",
     "check_listed",
     "entry_of",
     "locate_shards",
     "other_count",
-    "parse_listing",
     "parse_manifest",
     "read_manifest",
     "shard_url",
@@ -387,51 +385,46 @@ def _wrong(what: str, value: object, expected: str, kind: Kind = "index") -> For
 
 
 @dataclass(slots=True)
-class Listing:
+class Manifest:
     """The content of a manifest: for each url the shard, the number of samples of each cache, and the fingerprint."""
 
     entries: dict[str, ShardEntry] = field(default_factory=dict)
     caches: dict[str, dict[str, int]] = field(default_factory=dict)
     fingerprints: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    folder: str = ""
     _spelled: dict[str, str] = field(init=False)  # maps `a.tar` to its url if that is `./a.tar`
 
     def __post_init__(self) -> None:
         plain = {os.path.normpath(url): url for url in self.entries}
         self._spelled = {name: url for name, url in plain.items() if name != url and os.path.basename(name) == name}
 
-    def _locate(self, url: str) -> str:
-        return os.path.join(self.folder, url)
+    @classmethod
+    def of(cls, folder: Folder) -> Manifest:
+        """Return the manifest of a folder, or an empty one; raise FormatError as `parse` does."""
+        return cls.parse(folder.read(MANIFEST, MAX_NBYTES), shown(folder.locate(MANIFEST)))
 
-    def find(self, path: str) -> str | None:
-        """Return the url by which the manifest lists the file at `path`, however `path` is spelled; None if there is none."""
-        name = os.path.basename(path)
-        for url in (*(url for url in self.entries if os.path.basename(url) == name), *self.entries):
-            with contextlib.suppress(OSError, ValueError):
-                if os.path.samefile(self._locate(url), path):
-                    return url
-        return None
+    @classmethod
+    def parse(cls, content: bytes | None, path: str) -> Manifest:
+        """Parse the content of a manifest, None if there is none; `path` is its path for messages.
 
-    def lists(self, path: str, index: ShardIndex) -> bool:
-        """Return whether the manifest lists the shard at `path` with its current length and number of samples."""
-        entry = entry_of(path, index)
-        return entry.is_listed(self.entries.get(entry.url))
-
-    def check(self, path: str, name: str, index: ShardIndex, nbytes: int) -> None:
-        """Raise FormatError if another shard of `nbytes` bytes has replaced the listed one; other differences are stale."""
-        entry = self.entries.get(name)
-        if entry is not None and entry.nbytes == nbytes:
-            manifest = os.path.join(self.folder, MANIFEST)
-            check_listed(path, entry, manifest, digest=index.digest)
+        Raises:
+            FormatError: The content is not a manifest, or its `caches` or `fingerprints` are not objects.
+        """
+        try:
+            entries, extra = ([], {}) if content is None else parse_manifest(content)
+        except FormatError as exc:
+            raise exc.at(path) from exc
+        caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
+        if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
+            raise FormatError(f"{path}: caches and fingerprints must both be objects")
+        return cls({entry.url: entry for entry in entries}, caches, fingerprints, extra)
 
     def fingerprint(self, name: str) -> Any:
         """Return the fingerprint of the shard with this file name; None if the manifest has none."""
         return self.fingerprints.get(self._spelled.get(name, name))
 
-    def add(self, path: str, index: ShardIndex, entry: ShardEntry | None = None) -> None:
-        """Add a shard or replace its entry. Pass `entry` if the url or length must differ from those of the file at `path`."""
-        entry = entry or entry_of(path, index)
+    def add(self, entry: ShardEntry, index: ShardIndex) -> None:
+        """Add a shard, or replace its entry."""
         self.remove(entry.url)
         self.entries[entry.url] = entry
         self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items() if len(columns)}
@@ -444,85 +437,42 @@ class Listing:
             for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
 
-    def write(self, path: str, urls: Iterable[str], fsync: bool = True) -> None:
-        """Write the manifest to `path`, with the shards in the order of `urls`."""
-        write_manifest(path, *self._content(urls), fsync=fsync)
+    def write(self, path: str, fsync: bool = True) -> None:
+        """Write the manifest to `path`, with the shards in the order in which they were added."""
+        write_manifest(path, *self._content(), fsync=fsync)
 
-    def build(self, urls: Iterable[str]) -> bytes:
-        """Return the manifest as bytes, with the shards in the order of `urls`."""
-        return _build_manifest(*self._content(urls))
+    def build(self) -> bytes:
+        """Return the manifest as bytes, with the shards in the order of their urls."""
+        entries, extra = self._content()
+        return _build_manifest(sorted(entries, key=lambda entry: entry.url), extra)
 
-    def _content(self, urls: Iterable[str]) -> tuple[list[ShardEntry], dict[str, Any]]:
+    def _content(self) -> tuple[list[ShardEntry], dict[str, Any]]:
         ours: dict[str, Any] = {"version": _OUR_VERSION, "caches": dict(sorted(self.caches.items()))}
         if self.fingerprints:
             ours["fingerprints"] = dict(sorted(self.fingerprints.items()))
-        return [self.entries[url] for url in urls], {**self.extra, **ours}
+        return list(self.entries.values()), {**self.extra, **ours}
+
+
+def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
+    """Let a function change the manifest of a folder; it is called again if another process was faster.
+
+    Raises:
+        FormatError: The manifest is damaged.
+        Exception: `change` raised it, and the manifest stays as it is.
+    """
+
+    def apply(content: bytes | None) -> bytes:
+        manifest = Manifest.parse(content, shown(folder.locate(MANIFEST)))
+        change(manifest)
+        return manifest.build()
+
+    folder.change(MANIFEST, apply)
 
 
 def entry_of(path: str, index: ShardIndex, url: str | None = None) -> ShardEntry:
-    """Return the entry of a shard; `url` is its name by default."""
+    """Return the entry of a local shard; `url` is its name by default."""
     digest = stored_digest(path)
     # Hazard: a damaged footer may end with another digest than the sidecar that readers use instead.
     is_sure = index.digest in (None, digest)
-    return ShardEntry(
-        url or os.path.basename(path), len(index.keys), os.path.getsize(path), digest if is_sure else None
-    )
-
-
-def parse_listing(content: bytes, path: str, folder: str) -> Listing:
-    """Return the content of a manifest; `path` is its path for messages, `folder` that of its folder.
-
-    Raises:
-        FormatError: The content is not a manifest, or its `caches` or `fingerprints` are not objects.
-    """
-    try:
-        entries, extra = parse_manifest(content)
-    except FormatError as exc:
-        raise exc.at(path) from exc
-    return _as_listing(path, entries, extra, folder)
-
-
-def _as_listing(path: str, entries: Iterable[ShardEntry], extra: dict[str, Any], folder: str) -> Listing:
-    caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
-    if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
-        raise FormatError(f"{path}: caches and fingerprints must both be objects")
-    return Listing({entry.url: entry for entry in entries}, caches, fingerprints, extra, folder)
-
-
-class Catalog:
-    """The manifest of a folder. Several processes may change the manifest; a lock lets them do so one at a time."""
-
-    def __init__(self, folder: str, fsync: bool = True) -> None:
-        self.folder = folder
-        self._path = os.path.join(folder, MANIFEST)
-        self._fsync = fsync
-
-    def read(self) -> Listing:
-        """Return the content of the manifest, or an empty one if there is no manifest.
-
-        Raises:
-            FormatError: The file is not a manifest, or its `caches` or `fingerprints` are not objects.
-        """
-        entries, extra = read_manifest(self._path) if os.path.exists(self._path) else ([], {})
-        return _as_listing(self._path, entries, extra, self.folder)
-
-    def add(self, path: str, index: ShardIndex) -> None:
-        """Add a shard to the manifest, or replace its entry."""
-        with self.changed() as listing:
-            listing.add(path, index)
-
-    def remove(self, *urls: str) -> None:
-        """Remove the shards with these urls from the manifest."""
-        with self.changed() as listing:
-            listing.remove(*urls)
-
-    @contextlib.contextmanager
-    def changed(self) -> Iterator[Listing]:
-        """Yield the content under a lock. At the end of the `with` block, write it with the caller's changes."""
-        with locked_folder(self.folder) as is_locked:
-            # with the lock, these were left by killed writers
-            for stray in find_temporary(self.folder, re.escape(MANIFEST)) if is_locked else ():
-                remove_stray(stray)
-            listing = self.read()
-            yield listing
-            listing.write(self._path, sorted(listing.entries), self._fsync)
+    url = url or os.path.basename(path)
+    return ShardEntry(url, len(index.keys), os.path.getsize(path), digest if is_sure else None)

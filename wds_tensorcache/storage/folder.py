@@ -81,7 +81,11 @@ class Folder(Protocol):
         ...
 
     def new_file(self, name: str) -> Output:
-        """Return a new file to append to. It appears under its name with `finish`, which never replaces another file."""
+        """Return a new file to append to. It appears under its name with `finish`, which never replaces another file.
+
+        Raises:
+            FileExistsError: There is such a file in a local folder; `finish` raises it for one that appears later.
+        """
         ...
 
     def cancel(self) -> None:
@@ -100,7 +104,7 @@ def folder_of(path: str, fsync: bool = True) -> Folder:
         from wds_tensorcache.storage.remote.object_folder import ObjectFolder
 
         return ObjectFolder(path)
-    return LocalFolder(path or os.curdir, fsync)
+    return LocalFolder(path, fsync)
 
 
 class LocalFolder:
@@ -113,15 +117,15 @@ class LocalFolder:
         self._fsync = fsync
 
     def make(self) -> None:
-        os.makedirs(self.path, exist_ok=True)
+        os.makedirs(self.path or os.curdir, exist_ok=True)
 
     def locate(self, name: str) -> str:
-        return name if self.path == os.curdir else os.path.join(self.path, name)
+        return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
         try:
-            return sorted(os.listdir(self.path))
-        except FileNotFoundError:
+            return sorted(os.listdir(self.path or os.curdir))
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def open(self, name: str) -> ShardFile:
@@ -143,7 +147,7 @@ class LocalFolder:
         write_atomically(self.locate(name), [content], self._fsync)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
-        with locked_folder(self.path) as is_locked:
+        with locked_folder(self.path or os.curdir) as is_locked:
             # with the lock, these were left by killed processes
             for stray in find_temporary(self.path, re.escape(name)) if is_locked else ():
                 remove_stray(stray)
@@ -158,7 +162,10 @@ class LocalFolder:
                 os.remove(self.locate(name))
 
     def new_file(self, name: str) -> Output:
-        return Output(self.locate(name), self._fsync)
+        path = self.locate(name)
+        if os.path.exists(path):
+            raise FileExistsError(f"{path} was created after this writer started; write to another folder")
+        return Output(path, self._fsync)
 
     def cancel(self) -> None:
         pass

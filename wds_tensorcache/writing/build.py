@@ -17,6 +17,7 @@ from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.writing.build_batch import (
     DIGEST,
@@ -30,10 +31,9 @@ from wds_tensorcache.writing.build_batch import (
     warn_of_positions,
 )
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once, number_in, number_text
-from wds_tensorcache.writing.destination.listing import list_build, names_in
 from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.resume import FinishedShards
+from wds_tensorcache.writing.resume import FinishedShards, list_new
 from wds_tensorcache.writing.versions import OldCache, build_version, remove_abandoned
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -153,7 +153,7 @@ def build(
     with SampleProgress(False if rank and progress is None else progress, items.num_items) as bar:
         if reuse is None:
             _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
-            if world_size > 1 and not pattern.build_shards(names_in(folder)):
+            if world_size > 1 and not pattern.build_shards(folder_of(folder).names()):
                 return _no_samples(fingerprint)
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
@@ -201,7 +201,7 @@ def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, options: Map
 def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgress, options: dict[str, Any]) -> None:
     """Write the samples that a pattern's folder does not contain yet."""
     folder = pattern.folder or os.curdir
-    for name in names_in(folder):
+    for name in folder_of(folder).names():
         if name.endswith(".tar") and not name.startswith(".") and not pattern.is_in_build(name):
             raise ValueError(
                 f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
@@ -217,7 +217,7 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
         earlier = sink.finished.indexes.values()
         compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink, earlier)
     if items.world_size > 1:
-        new = list_build(pattern, sink.finished, options)
+        new = list_new(pattern, sink.finished, options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
         others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
         _check_positions(items, FinishedShards(others, sink.finished.files), folder)

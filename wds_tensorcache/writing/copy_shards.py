@@ -23,14 +23,15 @@ from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import MemberTable, Origins, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
+from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.load_index import load_index
-from wds_tensorcache.shards.manifest import MANIFEST, Listing, ShardEntry, stored_digest
+from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, stored_digest
 from wds_tensorcache.shards.names import check_key, check_suffixes
 from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_tar_header
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, remove_stray, write_atomically
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.output import Output
 from wds_tensorcache.writing.new_folder import new_folder
 
@@ -188,7 +189,7 @@ def write_cache(
     Raises:
         FormatError: An old shard is damaged, does not match its index, or was changed since it was indexed.
     """
-    report, listing = CopyReport(), Listing(extra=dict(extra or {}))
+    report, manifest = CopyReport(), Manifest(extra=dict(extra or {}))
     with new_folder(out, fsync, _digest_plan(shards)) as folder:
         for inner, *_ in os.walk(folder):
             for stray in find_temporary(inner, ".*"):
@@ -203,15 +204,15 @@ def write_cache(
             nbytes = os.path.getsize(path)
             if new.dali_index:
                 with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
-                    write_dali_index(dali_index_path(path), index, fsync)
+                    write_dali_index(folder_of(os.path.dirname(path), fsync), os.path.basename(path), index)
             if new.sidecar:
                 write_atomically(sidecar_path(path), [build_footer(index, nbytes)], fsync)
-            listing.add(path, index, ShardEntry(new.url, len(index.keys), nbytes, stored_digest(path)))
+            manifest.add(ShardEntry(new.url, len(index.keys), nbytes, stored_digest(path)), index)
             report.num_shards += 1
             report.num_samples += len(index.keys)
             report.nbytes += nbytes
             show(report.num_samples)
-        listing.write(os.path.join(folder, MANIFEST), listing.entries, fsync)
+        manifest.write(os.path.join(folder, MANIFEST), fsync)
         for inner, *_ in os.walk(folder) if fsync else ():
             fsync_folder(inner)
     return report

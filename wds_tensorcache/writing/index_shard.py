@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +18,15 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.load_index import load_index, open_sidecar, parse_both
-from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry, entry_of
-from wds_tensorcache.storage.atomic import write_atomically
+from wds_tensorcache.shards.load_index import load_index, scan
+from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest, entry_of
+from wds_tensorcache.shards.tar.hidden import hidden_members
+from wds_tensorcache.storage.atomic import find_temporary, remove_stray
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.locks import is_being_written, locked_folder
-from wds_tensorcache.storage.urls import is_url
-from wds_tensorcache.writing.destination.index_url import index_url
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.urls import is_url, is_web, name_of, shown
 
 __all__ = ["FolderReport", "index_folder", "index_shard", "write_index"]
 
@@ -71,8 +74,7 @@ def index_shard(
 ) -> tuple[ShardIndex, str | None]:
     """Index a shard as `write_index` does; return the index, and the path of the manifest to which the shard was added."""
     if is_url(path):
-        folder = None if index_folder is None else os.fsdecode(index_folder)
-        return index_url(path, dali_index=dali_index, index_folder=folder), None
+        return _index_url(path, dali_index, None if index_folder is None else os.fsdecode(index_folder)), None
     if index_folder is not None:
         raise ValueError(
             f"{path} is local: index_folder= is for shards at urls, since the index must be next to the shard"
@@ -84,51 +86,104 @@ def index_shard(
         raise exc.at(path) from exc
     check_end(file, index.end, len(index.keys))
     check_replaceable(sidecar_path(path), *[dali_index_path(path)] * dali_index)
-    catalog = Catalog(os.path.dirname(os.path.abspath(path)))
-    listing, url, is_added = Listing(), None, False
+    folder, name = folder_of(os.path.dirname(path)), os.path.basename(path)
+    for written in (sidecar_path(name), dali_index_path(name)):
+        # left by a killed call; one that runs now writes its file again
+        for stray in find_temporary(folder.path, re.escape(written)):
+            remove_stray(stray)
+    manifest, url, is_added = Manifest(), None, False
     with contextlib.suppress(FormatError):  # a damaged manifest stays as it is
-        listing = catalog.read()
-        url = listing.find(os.path.abspath(path))
-        is_added = url is None and _may_be_added(catalog.folder, os.path.basename(path))
-    before = next(parse_both(file, lambda each: read_index(each.read, each.nbytes, file.nbytes)), None)
-    fingerprint = _fingerprint(before, [] if url is None else [listing.fingerprint(url)])
-    origins = None if before is None else before.origins_of(index.keys)
-    index = replace(index, fingerprint=fingerprint, origins=origins)
+        manifest = Manifest.of(folder)
+        url = _find(manifest, folder, path)
+        is_added = url is None and _may_be_added(folder, name)
+    older = folder.read(sidecar_path(name))
+    index = _with_older(index, _stored_index(file, older), None if url is None else manifest.fingerprint(url))
     sidecar = build_footer(index, file.nbytes)
+
+    def list_shard(entry: ShardEntry) -> None:
+        if manifest.entries.get(entry.url) != entry:
+            change_manifest(folder, lambda manifest: manifest.add(entry, index))
+
     if url is not None or is_added:
-        with locked_folder(catalog.folder):
+        with locked_folder(folder.path or os.curdir):
             pass  # a folder that another process keeps locked is refused before anything is written
     # Hazard: a kill between the two files must not leave the digest of an older index in the manifest.
-    older = open_sidecar(path)
-    if url is not None and older is not None and older.read(0, older.nbytes) != sidecar:
-        _list(catalog, path, ShardEntry(url, len(index.keys), file.nbytes, None), index)
-    write_atomically(sidecar_path(path), [sidecar])
+    if url is not None and older not in (None, sidecar):
+        list_shard(ShardEntry(url, len(index.keys), file.nbytes))
+    folder.write(sidecar_path(name), sidecar)
     index = load_index(ShardFile(path))
     if url is not None or is_added:
-        _list(catalog, path, entry_of(path, index, url), index)
+        list_shard(entry_of(path, index, url))
     if dali_index:
-        write_dali_index(dali_index_path(path), index)
-    return index, os.path.join(catalog.folder, MANIFEST) if is_added else None
+        write_dali_index(folder, name, index)
+    return index, folder.locate(MANIFEST) if is_added else None
 
 
-def _list(catalog: Catalog, path: str, entry: ShardEntry, index: ShardIndex) -> None:
-    """Write the entry of a shard into the manifest, unless it is there."""
-    if catalog.read().entries.get(entry.url) != entry:
-        with catalog.changed() as listing:
-            listing.add(path, index, entry)
+def _index_url(url: str, dali_index: bool, index_folder: str | None) -> ShardIndex:
+    """Scan a shard by requests for one version of it, and write its indexes next to it, or into `index_folder`."""
+    name = name_of(url)
+    if index_folder is None:
+        index_folder = url.rpartition("/")[0]
+    elif name in ("", ".", "..") or "/" in name or os.sep in name:
+        raise ValueError(f"{shown(url)}: {name!r} is not the name of a shard")
+    if is_url(index_folder) and is_web(index_folder):
+        what = "an index cannot be written to a web server"
+        raise ValueError(f"{shown(index_folder)}: {what}; pass index_folder=, a local folder or one in an object store")
+    folder = folder_of(index_folder)
+    file = RemoteFile(url)
+    try:
+        index = scan(file)
+        if index.hidden is not None:
+            raise hidden_members(index.end, index.hidden)
+    except TensorCacheError as exc:
+        raise exc.at(shown(url)) from exc
+    folder.make()
+    if not folder.is_remote:
+        check_replaceable(folder.locate(sidecar_path(name)), folder.locate(dali_index_path(name)))
+    index = _with_older(index, _stored_index(file, folder.read(sidecar_path(name))), None)
+    folder.write(sidecar_path(name), build_footer(index, file.nbytes))
+    if dali_index:
+        write_dali_index(folder, name, index)
+    return index
 
 
-def _may_be_added(folder: str, name: str) -> bool:
+def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardIndex | None:
+    """Return the index of a shard: the one at its end if it has a fingerprint, or else the one in its sidecar."""
+
+    def parse(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
+        with contextlib.suppress(FormatError):
+            return read_index(read, nbytes, file.nbytes)
+        return None
+
+    own = parse(file.read, file.nbytes)
+    if sidecar is None or (own is not None and own.fingerprint is not None):
+        return own
+    return parse(lambda begin, end: sidecar[begin:end], len(sidecar)) or own
+
+
+def _with_older(index: ShardIndex, older: ShardIndex | None, fingerprint: Any) -> ShardIndex:
+    """Return an index with the origins in an older one, and its fingerprint, or else that in the manifest, if it is valid."""
+    if older is not None and older.fingerprint is not None:
+        fingerprint = older.fingerprint
+    elif not isinstance(fingerprint, dict):
+        fingerprint = None
+    return replace(index, fingerprint=fingerprint, origins=None if older is None else older.origins_of(index.keys))
+
+
+def _find(manifest: Manifest, folder: Folder, path: str) -> str | None:
+    """Return the url by which a manifest lists the file at `path`, however `path` is spelled; None if there is none."""
+    name = os.path.basename(path)
+    for url in (*(url for url in manifest.entries if os.path.basename(url) == name), *manifest.entries):
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.samefile(folder.locate(url), path):
+                return url
+    return None
+
+
+def _may_be_added(folder: Folder, name: str) -> bool:
     """Return whether to add a shard to the manifest of its folder, which does not list it."""
-    has_manifest = os.path.exists(os.path.join(folder, MANIFEST))
-    return bool(shard_names([name])) and has_manifest and not is_being_written(folder)
-
-
-def _fingerprint(before: ShardIndex | None, listed: list[Any]) -> Mapping[str, Any] | None:
-    """Return the fingerprint in the existing index of a shard, or else the first one in `listed`."""
-    if before is not None and before.fingerprint is not None:
-        return before.fingerprint
-    return next((each for each in listed if isinstance(each, dict)), None)
+    has_manifest = os.path.exists(folder.locate(MANIFEST))
+    return bool(shard_names([name])) and has_manifest and not is_being_written(folder.path or os.curdir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +222,8 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
     names = shard_names(os.listdir(folder))
     if not names:
         raise FileNotFoundError(f"{folder} has no *.tar")
-    catalog = Catalog(folder)
-    before, indexes = catalog.read(), dict[str, ShardIndex]()
+    shards = folder_of(folder)
+    before, indexes = Manifest.of(shards), dict[str, ShardIndex]()
     listed = {os.path.normpath(url): url for url in before.entries}
     removed = [url for name, url in listed.items() if not os.path.exists(os.path.join(folder, name))]
     # Hazard: links give a shard several names, and readers refuse a manifest that lists one file twice.
@@ -191,12 +246,15 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
             index = replace(index, fingerprint=before.fingerprint(name))
         if dali_index:  # an older `.idx` may be stale
             with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
-                write_dali_index(dali_index_path(path), index)
+                write_dali_index(shards, name, index)
         indexes[name] = index
-    with catalog.changed() as listing:
-        listing.remove(*removed)
+
+    def change(manifest: Manifest) -> None:
+        manifest.remove(*removed)
         for name, index in indexes.items():
-            listing.add(os.path.join(folder, name), index)
+            manifest.add(entry_of(os.path.join(folder, name), index), index)
+
+    change_manifest(shards, change)
     counts = {name: len(index.keys) for name, index in indexes.items()}
     num_repeated = len(KeyTable((index.keys, None) for index in indexes.values()).shared())
     return FolderReport(counts, [name for name in names if name not in listed], removed, num_repeated)

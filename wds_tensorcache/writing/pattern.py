@@ -6,14 +6,9 @@ import os
 import re
 from collections.abc import Iterable
 
-from wds_tensorcache.shards.index_paths import (
-    DALI_SUFFIX,
-    SIDECAR_SUFFIX,
-    check_replaceable,
-    dali_index_path,
-    sidecar_path,
-)
+from wds_tensorcache.shards.index_paths import DALI_SUFFIX, SIDECAR_SUFFIX, dali_index_path
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.remote.object_writer import WRITABLE, check_writable
 from wds_tensorcache.storage.urls import check_not_url, is_url, join_url
 
@@ -79,9 +74,13 @@ class ShardPattern:
         """Return the pattern of one rank of a build."""
         return ShardPattern(self.locate(_with_rank(self._base, rank, world_size)))
 
+    def shard_name(self, number: int) -> str:
+        """Return the name of a shard."""
+        return self.name % number if self.is_numbered else self.name
+
     def path(self, number: int) -> str:
         """Return the path of a shard."""
-        return self._pattern % number if self.is_numbered else self._pattern
+        return self.locate(self.shard_name(number))
 
     def locate(self, name: str) -> str:
         """Return the path of the file `name` in the folder."""
@@ -92,7 +91,7 @@ class ShardPattern:
         if not self.is_numbered:
             return 0 if name == self.name else None
         match = re.fullmatch(_regex(self.name), name)
-        return int(match[1]) if match and self.path(int(match[1])) == self.locate(name) else None
+        return int(match[1]) if match and self.shard_name(int(match[1])) == name else None
 
     def covers(self, name: str) -> bool:
         """Return whether the name of a file in the folder matches this pattern."""
@@ -126,46 +125,23 @@ class ShardPattern:
         base, (_, world_size) = _without_rank(name)
         return base == self._base and world_size != self._rank[1]
 
-    def existing(self, names: Iterable[str] | None = None) -> dict[int, str]:
-        """Return the paths of existing shards by number, ascending; `names` are those in the folder, if it is not local."""
-        if not self.is_numbered and names is None:
-            return {0: self._pattern} if os.path.exists(self._pattern) else {}
-        numbers = map(self.number, os.listdir(self.folder or ".") if names is None else names)
-        return {number: self.path(number) for number in sorted(each for each in numbers if each is not None)}
+    def existing(self, names: Iterable[str]) -> dict[int, str]:
+        """Return the shards of this pattern by number, ascending, among the names of files in the folder."""
+        numbers = {number: name for name in names if (number := self.number(name)) is not None}
+        return dict(sorted(numbers.items()))
 
-    def build_shards(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the paths of the existing shards of the same build, also those of other ranks and other world sizes.
-
-        `names` are those in the folder, if it is not local.
-        """
-        if not self.is_numbered:
-            return list(self.existing(names).values())
-        found = {name: self._parse(name) for name in (os.listdir(self.folder or ".") if names is None else names)}
-        places = sorted((place, name) for name, place in found.items() if place is not None)
-        return [self.locate(name) for _, name in places]
+    def build_shards(self, names: Iterable[str]) -> list[str]:
+        """Return the shards of the same build, of all ranks and world sizes, among the names of files in the folder."""
+        places = {name: place for name in names if (place := self._parse(name)) is not None}
+        return sorted(places, key=lambda name: (places[name], name))
 
     def shards_by_age(self) -> list[tuple[int, str]]:
         """Return number and path of the existing shards of the same build, ascending by number.
 
         In a folder where each call begins with the next number of all, later shards of a key are newer.
         """
-        found = {path: self._parse(os.path.basename(path)) for path in self.build_shards()}
-        return sorted((place[2], path) for path, place in found.items() if place is not None)
-
-    def check_removable(self, paths: list[str]) -> None:
-        """Raise FileExistsError if a shard is a folder, or if a file has the name of its index, but is not an index."""
-        for path in paths:
-            if os.path.isdir(path) and not os.path.islink(path):
-                raise FileExistsError(f"{path} is a folder, expected a file; move it away, or write to another folder")
-            check_replaceable(dali_index_path(path), sidecar_path(path))
-
-    def remove(self, paths: list[str]) -> None:
-        """Delete shards and their sidecars."""
-        self.check_removable(paths)
-        for path in paths:
-            for file in (path, dali_index_path(path), sidecar_path(path)):
-                if os.path.lexists(file):
-                    os.remove(file)
+        places = {name: self._parse(name) for name in folder_of(self.folder).names()}
+        return sorted((place[2], self.locate(name)) for name, place in places.items() if place is not None)
 
     def remove_strays(self) -> None:
         """Delete the temporary files of killed writers, but no folders with such names.

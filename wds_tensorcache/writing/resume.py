@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.arguments import user_level
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import MemberColumns, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.manifest import Catalog, FoundShard, check_listed
+from wds_tensorcache.shards.manifest import (
+    MANIFEST,
+    FoundShard,
+    Manifest,
+    ShardEntry,
+    change_manifest,
+    check_listed,
+    entry_of,
+)
 from wds_tensorcache.shards.names import older_key
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.folder import Folder, folder_of
+from wds_tensorcache.storage.urls import is_url, name_of, shown
 from wds_tensorcache.writing.pattern import ShardPattern
 
 __all__ = ["FinishedShards", "list_new", "load_finished", "take_over"]
@@ -33,20 +44,13 @@ class FinishedShards:
 
     Args:
         indexes: Indexes by path or url.
-        files: The opened shards, if they are local files.
-        read_members: Function that reads all members with one suffix of the shard at a url, if the shards are not local files.
-            The members of the shard read last stay in memory.
+        files: The opened shards.
     """
 
-    def __init__(
-        self,
-        indexes: Mapping[str, ShardIndex],
-        files: Files,
-        read_members: Callable[[str, MemberColumns], list[bytes]] | None = None,
-    ) -> None:
+    def __init__(self, indexes: Mapping[str, ShardIndex], files: Files) -> None:
         self.indexes, self.files = indexes, files
-        self._read_members = read_members
-        self._last: tuple[tuple[str, str], list[bytes]] | None = None  # path and suffix, and all such members
+        # url and suffix of the members that were read last, and all members with this suffix in the shard at this url
+        self._last: tuple[tuple[str, str], list[bytes]] | None = None
         self._paths = list(indexes)
         self._table = KeyTable((index.keys, None) for index in indexes.values())
         self._starts = [0, *accumulate(len(index.keys) for index in indexes.values())]
@@ -87,12 +91,23 @@ class FinishedShards:
         at = -1 if member is None else member.find(np.array([row])).item()
         if member is None or at < 0:
             return None
-        if self._read_members is not None:
+        if is_url(path):  # one request a member would take too long
             if self._last is None or self._last[0] != (path, suffix):
-                self._last = (path, suffix), self._read_members(path, member)
+                self._last = (path, suffix), self._read_all(path, member)
             return self._last[1][at]
         begin = member.begin.item(at)
         return self.files.get(path).read(begin, begin + member.nbytes.item(at))
+
+    def _read_all(self, url: str, members: MemberColumns) -> list[bytes]:
+        begins = members.begin.astype(np.int64)
+        return list(self.files.get(url).read_many(begins.tolist(), (begins + members.nbytes).tolist()))
+
+    def entry(self, path: str) -> ShardEntry:
+        """Return the entry of a shard in the manifest of its folder."""
+        index = self.indexes[path]
+        if is_url(path):
+            return ShardEntry(name_of(path), len(index.keys), self.files.get(path).nbytes, index.digest)
+        return entry_of(path, index)
 
 
 def load_finished(
@@ -101,76 +116,118 @@ def load_finished(
     """Load the indexes of finished shards.
 
     Args:
-        shards: By path, what a manifest lists, and the fingerprint for an index that has none.
+        shards: By path or url, what a manifest lists, and the fingerprint for an index that has none.
         files: The opened shards.
 
     Raises:
-        FormatError: A shard is damaged, or differs from what the manifest lists.
+        FormatError: A shard is damaged, or differs from what the manifest lists; or a shard at a url has no index.
+        RemoteError: A request failed.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
+    remote = _load_remote(list(filter(is_url, shards)), files)
     for path, (listed, fingerprint) in shards.items():
-        with contextlib.suppress(OSError):  # `load_whole` reports it
-            files.expect(path)
-        index = load_whole(path)
+        if (index := remote.get(path)) is None:
+            with contextlib.suppress(OSError):  # `load_whole` reports it
+                files.expect(path)
+            index = load_whole(path)
         if listed is not None and listed.entry is not None:
             check_listed(path, listed.entry, listed.manifest, num_samples=len(index.keys), digest=index.digest)
         indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=fingerprint)
     return FinishedShards(indexes, files)
 
 
+def _load_remote(urls: list[str], files: Files) -> dict[str, ShardIndex]:
+    if not urls:
+        return {}
+    from wds_tensorcache.shards.remote_indexes import RemoteIndexes
+    from wds_tensorcache.storage.remote.fetch import run_all
+
+    def load(url: str) -> ShardIndex:
+        try:
+            index = RemoteIndexes().load(files.get(url), may_scan=False)
+        except FormatError as exc:
+            raise exc.at(shown(url)) from exc
+        if index is None:
+            what = f"the shard has no index, or a damaged one; call tc.write_index({shown(url)!r})"
+            raise FormatError(what, kind="index").at(shown(url))
+        return index
+
+    return dict(zip(urls, run_all([partial(load, url) for url in urls]), strict=True))
+
+
 def take_over(
+    folder: Folder,
     pattern: ShardPattern,
-    paths: list[str],
-    catalog: Catalog | None,
+    names: list[str],
+    shards: list[str],
+    manifest: Manifest | None,
     fingerprint: Mapping[str, Any] | None,
     dali_index: bool,
-    fsync: bool,
 ) -> FinishedShards:
     """Load the finished shards of a build; write missing `.idx` files and manifest entries, and remove stale entries.
 
+    Args:
+        folder: The folder of `pattern`.
+        names: Names of all files in the folder.
+        shards: Names of the finished shards.
+        manifest: The manifest, read before `names`; None if the writer lists no shards.
+
     Raises:
-        FormatError: A shard or the manifest is damaged.
+        FormatError: A shard is damaged.
         StaleCacheError: A shard has another fingerprint.
     """
-    listing = None if catalog is None else catalog.read()
-    made = {} if listing is None else listing.fingerprints
-    finished = load_finished({path: (None, made.get(os.path.basename(path))) for path in paths})
-    unlisted = {path: i for path, i in finished.indexes.items() if listing is not None and not listing.lists(path, i)}
-    for path, index in finished.indexes.items():
-        check_same(path, index.fingerprint, fingerprint)
-        if listing is not None:
-            listing.check(path, os.path.basename(path), index, os.path.getsize(path))
+    listed = Manifest() if manifest is None else manifest
+    finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})
+    present, unlisted = set(names), dict[ShardEntry, ShardIndex]()
+    for name, (path, index) in zip(shards, finished.indexes.items(), strict=True):
+        check_same(shown(path), index.fingerprint, fingerprint)
+        entry, before = finished.entry(path), listed.entries.get(name)
+        if before is not None and before.nbytes == entry.nbytes:  # an entry with another length is only stale
+            check_listed(path, before, folder.locate(MANIFEST), digest=index.digest)
+        is_listed = manifest is None or entry.is_listed(before)
+        if not is_listed:
+            unlisted[entry] = index
         # an `.idx` of an unlisted shard may be stale
-        if dali_index and (path in unlisted or not os.path.exists(dali_index_path(path))):
-            write_dali_index(dali_index_path(path), index, fsync)
-    if catalog is not None and listing is not None:
-        lost = [url for url in listing.entries if pattern.is_in_build(url) and not os.path.exists(pattern.locate(url))]
-        if lost:
-            what = f"{pattern.locate(lost[0])} no longer exists" + f", nor do {len(lost) - 1} more shards" * (
-                len(lost) > 1
-            )
-            warnings.warn(f"{what}; removed from the manifest", stacklevel=user_level())
-        if lost or unlisted:
-            with catalog.changed() as listing:
-                listing.remove(*lost)
-                for path, index in unlisted.items():
-                    listing.add(path, index)
+        if dali_index and not (is_listed and dali_index_path(name) in present):
+            write_dali_index(folder, name, index)
+    lost = [url for url in listed.entries if pattern.is_in_build(url) and url not in present]
+    if lost:
+        what = f"{shown(folder.locate(lost[0]))} no longer exists"
+        what += f", nor do {len(lost) - 1} more shards" * (len(lost) > 1)
+        warnings.warn(f"{what}; removed from the manifest", stacklevel=user_level())
+    if lost or unlisted:
+        _list(folder, unlisted, lost)
     return finished
 
 
-def list_new(pattern: ShardPattern, known: FinishedShards, catalog: Catalog | None) -> dict[str, ShardIndex]:
+def _list(folder: Folder, shards: Mapping[ShardEntry, ShardIndex], lost: Iterable[str] = ()) -> None:
+    def change(manifest: Manifest) -> None:
+        manifest.remove(*lost)
+        for entry, index in shards.items():
+            manifest.add(entry, index)
+
+    change_manifest(folder, change)
+
+
+def list_new(pattern: ShardPattern, known: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
     """Return the indexes, by path, of the finished shards of a build that are not `known`; list them in the manifest.
 
     Hazard: on a file system without locks, ranks that change the manifest at the same time lose each other's entries. Every
     rank calls this after its last shard, so that the last change of the manifest lists all shards.
+
+    Args:
+        options: Those of the `ShardWriter` that has written the shards of this rank.
     """
-    new = {path: load_whole(path) for path in pattern.build_shards() if path not in known.indexes}
-    while catalog is not None:
-        entries = catalog.read().entries
-        unlisted = [path for path in pattern.build_shards() if os.path.basename(path) not in entries]
-        if not unlisted:
+    folder = folder_of(pattern.folder, options.get("fsync", True))
+
+    def load(names: Iterable[str]) -> FinishedShards:
+        return load_finished({folder.locate(name): (None, None) for name in names})
+
+    new = load(name for name in pattern.build_shards(folder.names()) if folder.locate(name) not in known.indexes)
+    while options.get("manifest", True):
+        entries = Manifest.of(folder).entries
+        unlisted = load(name for name in pattern.build_shards(folder.names()) if name not in entries)
+        if not unlisted.indexes:
             break
-        with catalog.changed() as listing:
-            for path in unlisted:
-                listing.add(path, new[path] if path in new else load_whole(path))
-    return new
+        _list(folder, {unlisted.entry(path): index for path, index in unlisted.indexes.items()})
+    return dict(new.indexes)

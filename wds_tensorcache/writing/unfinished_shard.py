@@ -10,6 +10,7 @@ from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import IndexBuilder
+from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.names import NamedKey
 from wds_tensorcache.shards.tar.headers import END_OF_ARCHIVE
 from wds_tensorcache.shards.tar.packed_sample import PackedSample
@@ -19,10 +20,15 @@ __all__ = ["UnfinishedShard"]
 
 
 class UnfinishedShard:
-    """A shard that is being written into an output, which gets the shard's name by `finish`."""
+    """A shard that is being written into an output, which gets the shard's name by `finish`.
 
-    def __init__(self, path: str, output: Output) -> None:
-        self.path = path
+    Attributes:
+        path: Path or url that the shard will have.
+        name: Its name in its folder.
+    """
+
+    def __init__(self, path: str, name: str, output: Output) -> None:
+        self.path, self.name = path, name
         self._output = output
         self._builder = IndexBuilder()
         self._keys: set[str] = set()
@@ -82,8 +88,8 @@ class UnfinishedShard:
         self._builder.add(sample.key, sample.caches, sample.members, self._position, (sample.item_digest, name))
         self._position += sample.nbytes
 
-    def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
-        """Write the end of the archive and, as its footer, the index; rename the shard to its final name; return the index."""
+    def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> tuple[ShardEntry, ShardIndex]:
+        """Write the end of the archive and the index as its footer; make the shard visible; return its entry and index."""
         try:
             self._output.check()
             index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
@@ -95,7 +101,7 @@ class UnfinishedShard:
         except BaseException:
             self.drop()
             raise
-        return index
+        return ShardEntry(self.name, self.num_samples, self._position + len(tail), index.digest), index
 
     def drop(self) -> None:
         """Delete the unfinished file."""

@@ -20,8 +20,9 @@ from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.reading.positions import respelled
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
-from wds_tensorcache.shards.manifest import Catalog
+from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.writing.build_batch import (
     SampleProgress,
     Target,
@@ -34,11 +35,10 @@ from wds_tensorcache.writing.build_batch import (
 )
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.copy_shards import NewShard, OldShard, Run, write_cache
-from wds_tensorcache.writing.destination.listing import list_build
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
-from wds_tensorcache.writing.resume import FinishedShards, load_finished
+from wds_tensorcache.writing.resume import FinishedShards, list_new, load_finished
 from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = ["OldCache", "build_version", "drop", "remove_abandoned"]
@@ -216,7 +216,7 @@ def _compute(
     for path, index in old.shards.indexes.items():
         changes.dropped[path].update(row for row, key in enumerate(index.keys) if key not in changes.keys)
     if items.world_size > 1:
-        new = list_build(pattern, known, options)
+        new = list_new(pattern, known, options)
         refuse_shared(new, pattern, changes.keys, "call build on one process, which computes the missing samples")
     return changes
 
@@ -278,7 +278,7 @@ def _write_version(
     plan = list(_plan(old, changes, computed, name))
     if not any(end - begin for part in plan for _, begin, end in part.runs):
         raise ValueError(f"{old.folder}: no sample would remain, so nothing was written")
-    write_cache(out, plan, old.shards.files, extra=Catalog(old.folder).read().extra, fsync=fsync)
+    write_cache(out, plan, old.shards.files, extra=Manifest.of(folder_of(old.folder)).extra, fsync=fsync)
 
 
 def _plan(old: OldCache, changes: _Changes, computed: FinishedShards, name: str | None) -> Iterator[NewShard]:

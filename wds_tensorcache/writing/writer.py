@@ -15,8 +15,11 @@ from typing import Any
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.codec.skeleton.types import allow_table
-from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError
+from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError, add_note
+from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint
+from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
+from wds_tensorcache.shards.manifest import Manifest, change_manifest
 from wds_tensorcache.shards.names import (
     FIELD,
     SKELETON,
@@ -28,19 +31,21 @@ from wds_tensorcache.shards.names import (
     member_suffix,
 )
 from wds_tensorcache.shards.tar.packed_sample import PackedSample, pack
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.threads import Threads
-from wds_tensorcache.storage.urls import is_url, shown
-from wds_tensorcache.writing.destination.local import LocalDestination
-from wds_tensorcache.writing.destination.protocol import Destination, Options
-from wds_tensorcache.writing.destination.remote import MAX_SHARD_NBYTES, RemoteDestination
+from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.pattern import ShardPattern
+from wds_tensorcache.writing.pattern_lock import WriterLock
+from wds_tensorcache.writing.resume import FinishedShards, take_over
 from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
 
 __all__ = ["MAX_SAMPLES", "ShardWriter"]
 
 
 MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
-_MAX_FINISHING = 1  # shards that a thread finishes while the next one is written
+_MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next one is written
+# the last sample and the index may make a shard longer, and stores accept 5 GB in one request
+_MAX_REMOTE_NBYTES = 4 << 30
 _log = logging.getLogger("wds_tensorcache")
 
 
@@ -129,32 +134,69 @@ class ShardWriter:
         if max_samples < 1 or max_nbytes < 1:
             raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
-        self._footer = footer
+        self._footer, self._dali_index, self._manifest = footer, dali_index, manifest
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
         self._allow, self._align, self._encoder = allow_table(allow), align, encoder or _encode_plain
         self._shard: UnfinishedShard | None = None  # the one that gets the next sample
-        self._unfinished: list[UnfinishedShard] = []  # all of them
+        self._unfinished: list[UnfinishedShard] = []  # all that do not have their entries in the manifest yet
         self._full: deque[UnfinishedShard] = deque()  # whose reserved bytes are awaited
         self._finishing: deque[tuple[UnfinishedShard, Future[int]]] = deque()  # by the thread
         self._has_gap = False  # since the thread could not finish a shard
         self._finisher = Threads(1, "tensorcache-finish")
-        self._net: Any = None
+        self._pid = os.getpid()
         self._closed = False
-        options = Options(manifest, dali_index, fsync, self._fingerprint)
-        is_remote = is_url(str(self._pattern))
+        self._folder = folder_of(self._pattern.folder, fsync)
+        is_remote = self._folder.is_remote
         if is_remote and not footer:
             raise ValueError("footer=False with a url: readers find the samples of remote shards by their footers")
-        if is_remote and max_nbytes > MAX_SHARD_NBYTES:
-            what = f"max_nbytes={max_nbytes} with a url: expected at most {MAX_SHARD_NBYTES:,}"
+        if is_remote and max_nbytes > _MAX_REMOTE_NBYTES:
+            what = f"max_nbytes={max_nbytes} with a url: expected at most {_MAX_REMOTE_NBYTES:,}"
             raise ValueError(f"{what}, because stores accept at most about 5 GB in one request")
-        self._folder: Destination = (RemoteDestination if is_remote else LocalDestination)(self._pattern, options)
+        self._folder.make()
+        # There are no locks at a url. If two writers use the same names, the first upload of the second one fails.
+        self._lock = None if is_remote else WriterLock(self._pattern)
+        weakref.finalize(self, _drop_forgotten, self._pattern, self._unfinished, self._finishing, self._pid)
         try:
-            self.finished, self._number = self._folder.begin(overwrite, resume)
-        except BaseException as exc:
-            self._folder.close(exc)
+            self.finished, self._number = self._begin(overwrite, resume)
+        except BaseException:
+            self._release()
             raise
         self.num_finished = len(self.finished)  # samples in finished shards
         self._has_found = self.num_finished > 0
+
+    def _begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:
+        """Take over or delete existing shards; return those that were taken over, and the number of the next shard."""
+        folder, pattern = self._folder, self._pattern
+        # Hazard: the manifest may list shards that other ranks have stored after the folder was listed. So it is read first.
+        manifest = Manifest.of(folder) if self._manifest else None
+        names = folder.names()
+        existing = pattern.existing(names)
+        if existing and not overwrite and not resume:
+            first = shown(folder.locate(next(iter(existing.values()))))
+            raise FileExistsError(f"{first} exists; pass overwrite=True or resume=True, or write to another folder")
+        if self._lock is not None and self._lock.is_locked:
+            pattern.remove_strays()
+        shards = pattern.build_shards(names) if resume else []
+        finished = take_over(folder, pattern, names, shards, manifest, self._fingerprint, self._dali_index)
+        if overwrite and existing:
+            self._delete(set(names), list(existing.values()))
+        return finished, max(existing) + 1 if resume and existing else 0
+
+    def _delete(self, names: set[str], shards: list[str]) -> None:
+        """Delete shards and their indexes; `names` are those of all files in the folder."""
+        folder = self._folder
+        if not folder.is_remote:
+            for path in map(folder.locate, shards):
+                if os.path.isdir(path) and not os.path.islink(path):
+                    raise FileExistsError(
+                        f"{path} is a folder, expected a file; move it away, or write to another folder"
+                    )
+                check_replaceable(dali_index_path(path), sidecar_path(path))
+        if self._manifest:
+            change_manifest(folder, lambda manifest: manifest.remove(*shards))
+        # Hazard: without its shard, an index would be that of a later shard of this name. So it is deleted first.
+        files = [name for shard in shards for name in (dali_index_path(shard), sidecar_path(shard), shard)]
+        folder.delete(name for name in files if name in names)
 
     def __contains__(self, key: object) -> bool:
         """Return whether a shard that `resume=True` found contains the key, so that `write` skips it."""
@@ -224,7 +266,7 @@ class ShardWriter:
     @property
     def _can_reserve(self) -> bool:
         """True if other processes can write into unfinished shards, which are then files of this machine."""
-        return isinstance(self._folder, LocalDestination)
+        return not self._folder.is_remote
 
     def _reserve(self, packed: PackedSample) -> tuple[UnfinishedShard, int]:
         """Return the shard of a packed sample, and the offset in its file at which another process writes the bytes.
@@ -240,11 +282,14 @@ class ShardWriter:
         self._finish_full()
 
     def _open_shard(self) -> UnfinishedShard:
-        """Return the shard for the next sample; raise the error of an upload."""
-        self._folder.check()
+        """Return the shard for the next sample; raise the error of a shard that the thread could not finish."""
+        if self._pid != os.getpid():
+            raise RuntimeError("a writer cannot be used in a forked child; make a writer in each process")
+        if self._finishing:
+            self._finish_full()
         shard, is_numbered = self._shard, self._pattern.is_numbered
         if shard is not None and is_numbered and shard.is_full(self._max_samples, self._max_nbytes):
-            if shard.has_reserved or self._full or self._finishing:
+            if self._folder.is_remote or shard.has_reserved or self._full or self._finishing:
                 self._full.append(shard)
                 self._shard = None
                 self._finish_full()
@@ -253,82 +298,112 @@ class ShardWriter:
         if self._shard is None:
             if self._closed:  # by an interrupt in another thread, during this call
                 raise ValueError(f"{self._pattern}: the writer is closed")
-            self._shard = self._folder.new_shard(self._number)
+            self._shard = self._new_shard()
             self._unfinished.append(self._shard)
-            if self._net is None or not self._net.alive:
-                self._net = weakref.finalize(
-                    self, _drop_forgotten, self._pattern, self._folder, self._unfinished, os.getpid()
-                )
             self._number += 1
         return self._shard
+
+    def _new_shard(self) -> UnfinishedShard:
+        folder, name = self._folder, self._pattern.shard_name(self._number)
+        path = folder.locate(name)
+        if self._number and not self._pattern.is_numbered:
+            what = "is finished; for more shards, use a pattern with a number, such as %06d"
+            raise FileExistsError(f"{shown(path)} {what}")
+        if self._dali_index and not folder.is_remote:
+            check_replaceable(dali_index_path(path))
+        return UnfinishedShard(path, name, folder.new_file(name))
 
     def _finish_full(self, most: int = _MAX_FINISHING) -> None:
         """Finish full shards whose bytes are written, on the thread; wait until at most `most` are left."""
         while self._full and not self._full[0].num_awaited:
-            self._finishing.append((self._full[0], self._finisher.submit(self._complete_next, self._full[0])))
+            self._finishing.append((self._full[0], self._finisher.submit(self._commit_next, self._full[0])))
             self._full.popleft()
         while len(self._finishing) > most or (self._finishing and self._finishing[0][1].done()):
             shard, future = self._finishing[0]
             count = future.result()
             self._finishing.popleft()
-            self._forget(shard)
+            self._unfinished.remove(shard)
             self.num_finished += count
 
     def _finish(self) -> None:
-        """Give the current shard its final name, and write its sidecars."""
+        """Finish the current shard in this thread."""
         shard, self._shard = self._shard, None
         if shard is not None:
             try:
-                self.num_finished += self._complete(shard)
+                self.num_finished += self._commit(shard)
             finally:  # if this fails, the shard deletes itself
-                self._forget(shard)
+                self._unfinished.remove(shard)
 
-    def _complete_next(self, shard: UnfinishedShard) -> int:
-        """Complete a shard in the thread, unless an earlier one failed: shards must not appear after a gap."""
+    def _commit_next(self, shard: UnfinishedShard) -> int:
+        """Commit a shard in the thread, unless an earlier one failed: shards must not appear after a gap."""
         if self._has_gap:
             raise CancelledError(f"{shard.path} is not finished, because an earlier shard failed")
         try:
-            return self._complete(shard)
+            return self._commit(shard)
         except BaseException:
             self._has_gap = True
             raise
 
-    def _complete(self, shard: UnfinishedShard) -> int:
-        """Give a shard its final name, and write its sidecars; return the number of its samples."""
-        index = shard.finish(self._footer, self._fingerprint)
-        self._folder.publish(shard, index)
-        return len(index.keys)
+    def _commit(self, shard: UnfinishedShard) -> int:
+        """Make a shard visible, then its `.idx`, then its entry in the manifest; return the number of its samples.
 
-    def _forget(self, shard: UnfinishedShard) -> None:
-        self._unfinished.remove(shard)
-        if not self._unfinished and self._net is not None:
-            self._net.detach()
+        After a kill between two of these steps, `take_over` makes up for the rest.
+        """
+        entry, index = shard.finish(self._footer, self._fingerprint)
+        if self._dali_index:
+            write_dali_index(self._folder, shard.name, index)
+        if self._manifest:
+            change_manifest(self._folder, lambda manifest: manifest.add(entry, index))
+        return entry.num_samples
 
     def close(self) -> None:
-        """Finish the current shard, wait for uploads, and release the lock on the pattern."""
+        """Finish the current shard, wait for uploads, and release the lock on the pattern. Without effect in a forked child."""
+        if self._pid != os.getpid():
+            return
         self._closed = True
         try:
             self._finish_full(0)
-            self._finisher.shutdown()
             for shard in (*self._full, *filter(None, [self._shard])):
                 if shard.num_awaited:
                     raise ValueError(f"{shard.path}: {shard.num_awaited} bytes of another process are still awaited")
             self._finish()
         except BaseException as exc:
-            try:
-                self._drop()
-            finally:
-                self._folder.close(exc)
+            if not isinstance(exc, Exception):  # an interrupt of the wait
+                self._folder.cancel()
+            self._abandon(exc)
             raise
-        self._folder.close()
+        self._release()
 
-    def _drop(self) -> None:
-        """Delete the unfinished shards, after the end of the thread that may be finishing one of them."""
-        self._finisher.shutdown(cancel_futures=True)
-        self._shard = None
-        for shard in self._unfinished[:]:
-            shard.drop()
-            self._forget(shard)
+    def _abandon(self, error: BaseException) -> None:
+        """Wait for the shards that the thread finishes, and delete all other ones. An interrupt cancels uploads.
+
+        If a shard cannot be finished, `error`, which the caller raises, gets a note.
+        """
+        try:
+            self._finisher.shutdown()
+        except BaseException:
+            self._folder.cancel()
+            self._finisher.shutdown(cancel_futures=True)
+            raise
+        finally:
+            for _, future in self._finishing:
+                failure = CancelledError() if future.cancelled() else future.exception()
+                if failure is not None:
+                    if failure is not error:
+                        add_note(error, f"a shard could not be stored: {failure}")
+                    break  # later shards are not stored after a gap
+                self.num_finished += future.result()
+            for shard in self._unfinished:
+                shard.drop()
+            for shards in (self._unfinished, self._full, self._finishing):
+                shards.clear()
+            self._shard = None
+            self._release()
+
+    def _release(self) -> None:
+        self._finisher.shutdown()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -336,12 +411,9 @@ class ShardWriter:
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         if kind is None:
             self.close()
-            return
-        self._closed = True
-        try:
-            self._drop()
-        finally:
-            self._folder.close(value)
+        elif self._pid == os.getpid():
+            self._closed = True
+            self._abandon(value)
 
 
 def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -366,16 +438,27 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
     return caches, others
 
 
-def _drop_forgotten(pattern: ShardPattern, folder: Destination, shards: list[UnfinishedShard], pid: int) -> None:
-    if pid == os.getpid():  # in a forked child, the shard is still the parent's
-        count, num_uploads = sum(shard.num_samples for shard in shards), folder.num_uploads
-        lost = f"its unfinished shard with {count:,} {'sample' if count == 1 else 'samples'} is lost"
-        lost += f", and {num_uploads} finished shards may not have been uploaded" * (num_uploads > 0)
+def _drop_forgotten(
+    pattern: ShardPattern,
+    unfinished: list[UnfinishedShard],
+    finishing: deque[tuple[UnfinishedShard, Future[int]]],
+    pid: int,
+) -> None:
+    """Delete the unfinished shards of a writer that was not closed, and log what is lost."""
+    if pid != os.getpid():  # in a forked child, the shards are still the parent's
+        return
+    are_stored = {id(shard): future.done() and future.exception() is None for shard, future in finishing}
+    lost = [shard for shard in unfinished if id(shard) not in are_stored]
+    num_uploads = sum(not is_stored for is_stored in are_stored.values())
+    if lost or num_uploads:
+        count = sum(shard.num_samples for shard in lost)
+        what = f"its unfinished shard with {count:,} {'sample' if count == 1 else 'samples'} is lost"
+        what += f", and {num_uploads} finished shards may not have been uploaded" * (num_uploads > 0)
         remedy = "write inside `with tc.ShardWriter(…) as writer:`, or call close()"
         # Python hides a ResourceWarning by default
-        _log.warning("%s", f"{shown(str(pattern))}: the writer was not closed, so {lost}; {remedy}")
-        for shard in shards:
-            shard.drop()
+        _log.warning("%s", f"{shown(str(pattern))}: the writer was not closed, so {what}; {remedy}")
+    for shard in lost:
+        shard.drop()
 
 
 def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:

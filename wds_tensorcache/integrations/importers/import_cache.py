@@ -20,6 +20,8 @@ from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import NamedKey, hashed_key, safe_key
+from wds_tensorcache.storage.folder import folder_of
+from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -165,7 +167,8 @@ def _begin_report(format: str, found: Source, folder: SourceFolder, fingerprint:
 def _list_shards(out: str | os.PathLike[str], resume: bool) -> list[str]:
     """Return the paths of the existing shards; raise FileExistsError if there are some, and the import does not resume."""
     pattern = ShardPattern(os.fsdecode(out))
-    existing = list(pattern.existing().values()) if os.path.isdir(pattern.folder or os.curdir) else []
+    names = [] if is_url(pattern.folder) else folder_of(pattern.folder).names()
+    existing = [pattern.locate(name) for name in pattern.existing(names).values()]
     if existing and not resume:
         what = "continue an interrupted import with --resume (resume=True), or choose another folder"
         raise FileExistsError(f"{existing[0]} exists; {what}")

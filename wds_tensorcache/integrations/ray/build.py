@@ -12,7 +12,7 @@ from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.integrations.ray.need_ray import need_ray
 from wds_tensorcache.integrations.ray.rows.structure import KEY
 from wds_tensorcache.integrations.ray.tasks.commit import commit, writing
-from wds_tensorcache.integrations.ray.tasks.folder import Folder
+from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder
 from wds_tensorcache.integrations.ray.write import WRITER_OPTIONS, folder_of, open_written
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.fingerprint import as_fingerprint
@@ -132,7 +132,7 @@ def _own_errors(dataset: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting(folder: Folder) -> Iterator[None]:
+def _noting(folder: WriteFolder) -> Iterator[None]:
     """Add a note to an exception: where finished samples are, and that the next call resumes after them."""
     try:
         yield

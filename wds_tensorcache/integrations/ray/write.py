@@ -11,7 +11,7 @@ from wds_tensorcache.arguments import check_options
 from wds_tensorcache.integrations.ray.need_ray import need_ray
 from wds_tensorcache.integrations.ray.rows.structure import KEY
 from wds_tensorcache.integrations.ray.tasks.commit import Mode, commit, writing
-from wds_tensorcache.integrations.ray.tasks.folder import Folder, folder_at
+from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.store import Store
@@ -112,15 +112,15 @@ def write_ray(
     return open_written(folder, made, allow)
 
 
-def folder_of(out: str | os.PathLike[str]) -> Folder:
+def folder_of(out: str | os.PathLike[str]) -> WriteFolder:
     """Return the folder of the argument `out`; raise ValueError if it cannot contain shards."""
     path = os.fsdecode(out)
     folder = path if is_url(path) else os.path.abspath(path)
     ShardPattern(join_url(folder, "%06d.tar") if is_url(folder) else os.path.join(folder, "%06d.tar"))
-    return folder_at(folder)
+    return WriteFolder(folder)
 
 
-def open_written(folder: Folder, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
+def open_written(folder: WriteFolder, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
     """Return the cache in a folder, which may have no shards."""
     if not folder.read().entries:
         return TensorCache(Store([], Files(), Pool(0), 1, fingerprint or {}))

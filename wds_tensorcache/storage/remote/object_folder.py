@@ -16,7 +16,7 @@ from wds_tensorcache.errors import RemoteError
 from wds_tensorcache.storage.output import Output
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
-from wds_tensorcache.storage.remote.object_writer import ObjectWriter, Version
+from wds_tensorcache.storage.remote.object_writer import ObjectWriter
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.remote.retry import Target
 from wds_tensorcache.storage.urls import conceal, join_url, name_of, shown
@@ -43,9 +43,6 @@ class ObjectFolder:
     def __init__(self, url: str) -> None:
         self.path = conceal(url)
         self._is_checked = False  # whether the store is known to obey conditions
-        self._last: dict[
-            str, tuple[bytes, Version]
-        ] = {}  # content and version of changed objects, as they were last seen
 
     @cached_property
     def _objects(self) -> ObjectWriter:
@@ -83,22 +80,18 @@ class ObjectFolder:
         """See `Folder`; raise RemoteError if other writers were faster for ten minutes."""
         url, begun, num_lost = self.locate(name), time.monotonic(), 0
         while True:
-            before, version = self._last.pop(name, None) or self._objects.read(url) or (None, None)
+            before, version = self._objects.read(url) or (None, None)
             if version is not None:
                 self._objects.check_tag(url, version)
             content = apply(before)
             if version is not None and content == before:  # also after a change whose response was lost
-                self._last[name] = content, version
                 return
-            made = None
             try:
-                made = self._checked().swap(url, content, version)
+                if self._checked().swap(url, content, version) is not None:
+                    return
             except RemoteError as exc:
                 if exc.status not in _BUSY:
                     raise
-            if made is not None:
-                self._last[name] = content, made
-                return
             if time.monotonic() - begun > _LONGEST_S:
                 what = f"other writers have changed the object {num_lost:,} times in {_LONGEST_S:.0f} s; resume later"
                 raise Target(url).error(what)
@@ -140,6 +133,7 @@ class _Upload(Output):
         """Create the object by one request; raise FileExistsError if another writer has created one of this name."""
         self.flush()
         # not closed here: a request that was cancelled may still refer to the map
-        content = mmap.mmap(self._file.fileno(), self._position, access=mmap.ACCESS_READ)
+        nbytes = self._position
+        content = mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_READ) if nbytes else b""
         self._close()
         self._objects().create(self._url, content)

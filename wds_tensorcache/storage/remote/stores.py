@@ -24,7 +24,7 @@ from wds_tensorcache.storage.remote.retry import (
     timeout_s,
     warn_of_delay,
 )
-from wds_tensorcache.storage.urls import bucket_and_key
+from wds_tensorcache.storage.urls import bucket_and_key, shown
 
 __all__ = ["SETTINGS", "StoreClient", "check_endpoint"]
 
@@ -43,6 +43,7 @@ _CREDENTIALS = (
 )  # fmt: skip
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _OTHER_BYTES = {"Requested ": 206, "Received non-partial response": 200}  # statuses by texts of obstore's errors
+_NO_BUCKET = "status code: 404"  # of a listing, in the text of obstore's error
 _PROBE_S = 2.0  # to connect
 
 
@@ -159,6 +160,10 @@ class StoreClient:
             )
         if isinstance(error, (exceptions.InvalidPathError, ValueError)):
             return target.error(f"the store cannot have an object of this name, or a setting is not valid ({name})")
+        if _NO_BUCKET in str(error):
+            return FileNotFoundError(
+                f"{shown(target.url)} does not exist: the bucket may not exist, or have another region"
+            )
         if isinstance(error, (exceptions.BaseError, OSError)):
             for text, status in _OTHER_BYTES.items():
                 if text in str(error):

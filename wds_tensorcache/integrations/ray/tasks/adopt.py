@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wds_tensorcache.integrations.ray.tasks.folder import Folder
+from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder
 from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.fingerprint import check_same
-from wds_tensorcache.shards.manifest import Listing
+from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.urls import shown
 
 __all__ = ["adopt"]
 
 
-def adopt(folder: Folder, listing: Listing, fingerprint: Mapping[str, Any]) -> None:
+def adopt(folder: WriteFolder, manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
     """Add unlisted shards to the content of a manifest, as long as no key occurs twice.
 
     Two attempts of one task may both have finished shards, with the same keys in other combinations. Shards with more samples
@@ -24,14 +24,14 @@ def adopt(folder: Folder, listing: Listing, fingerprint: Mapping[str, Any]) -> N
         StaleCacheError: A shard has another fingerprint.
         FormatError: A shard is damaged.
     """
-    unlisted = [name for name in shard_names(folder.names()) if name not in listing.entries]
-    indexes = folder.load((*listing.entries, *unlisted))
+    unlisted = [name for name in shard_names(folder.names()) if name not in manifest.entries]
+    indexes = folder.load((*manifest.entries, *unlisted))
     for name, index in indexes.items():
-        made = index.fingerprint if index.fingerprint is not None else listing.fingerprint(name)
+        made = index.fingerprint if index.fingerprint is not None else manifest.fingerprint(name)
         check_same(f"{shown(folder.path)}/{name}", made, fingerprint)
-    known = {key for name in listing.entries for key in indexes[name].keys}
+    known = {key for name in manifest.entries for key in indexes[name].keys}
     for name in sorted(unlisted, key=lambda name: (-len(indexes[name].keys), name)):
         keys = list(indexes[name].keys)
         if known.isdisjoint(keys):
-            folder.add(listing, name, indexes[name])
+            folder.add(manifest, name, indexes[name])
             known.update(keys)

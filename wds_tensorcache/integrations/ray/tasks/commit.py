@@ -10,11 +10,11 @@ import numpy as np
 
 from wds_tensorcache.errors import InvalidKeyError, list_names
 from wds_tensorcache.integrations.ray.tasks.adopt import adopt
-from wds_tensorcache.integrations.ray.tasks.folder import Folder, index_names
+from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder, index_names
 from wds_tensorcache.integrations.ray.tasks.jobs import Part, WriteJob, part_of, writing_name
 from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.manifest import MANIFEST, Listing
+from wds_tensorcache.shards.manifest import MANIFEST, Manifest
 from wds_tensorcache.storage.urls import shown
 
 __all__ = ["Mode", "commit", "writing"]
@@ -24,7 +24,7 @@ Mode = Literal["create", "append", "overwrite", "build"]
 
 @contextlib.contextmanager
 def writing(
-    folder: Folder, mode: Mode, key: str, allow: tuple[type, ...], options: Mapping[str, Any]
+    folder: WriteFolder, mode: Mode, key: str, allow: tuple[type, ...], options: Mapping[str, Any]
 ) -> Iterator[WriteJob]:
     """Prepare a folder for a write, and remove at the end what is not listed in the manifest.
 
@@ -44,7 +44,7 @@ def writing(
     try:
         writes = folder.writes()
         del writes[job.id]
-        folder.change(lambda listing: _prepare(folder, mode, listing, writes, options))
+        folder.change(lambda manifest: _prepare(folder, mode, manifest, writes, options))
     except BaseException:
         folder.finish(job.id)
         raise
@@ -55,7 +55,7 @@ def writing(
 
 
 def _prepare(
-    folder: Folder, mode: Mode, listing: Listing, writes: Mapping[str, bool], options: Mapping[str, Any]
+    folder: WriteFolder, mode: Mode, manifest: Manifest, writes: Mapping[str, bool], options: Mapping[str, Any]
 ) -> None:
     """Check that a write may begin, and list shards that the folder contains but does not list."""
     names = folder.names()
@@ -64,20 +64,20 @@ def _prepare(
     if mode != "append" and running:
         what = f"{shown(folder.path)}: another write is in progress, or was killed, see the file {running[0]}"
         raise FileExistsError(f"{what}; wait until it ends, or delete that file, or write to another folder")
-    if mode == "create" and (listing.entries or shards):
+    if mode == "create" and (manifest.entries or shards):
         remedy = "write to another folder, or pass append=True, or overwrite=True, which deletes the shards"
         raise FileExistsError(f"{shown(folder.path)} contains {len(shards)} shards; {remedy}")
     if mode == "append" and MANIFEST not in names:
         # shards of a killed write may be doubles
         for name, index in folder.load(name for name in shards if part_of(name) is None).items():
-            folder.add(listing, name, index)
+            folder.add(manifest, name, index)
     if mode == "build":
-        adopt(folder, listing, options["fingerprint"])
+        adopt(folder, manifest, options["fingerprint"])
     if mode in ("overwrite", "build"):
         folder.remove(map(writing_name, writes))
 
 
-def commit(folder: Folder, parts: Sequence[Part], mode: Mode) -> None:
+def commit(folder: WriteFolder, parts: Sequence[Part], mode: Mode) -> None:
     """List the shards of all parts in the manifest, in one change.
 
     Args:
@@ -95,29 +95,29 @@ def commit(folder: Folder, parts: Sequence[Part], mode: Mode) -> None:
     _check_unique(folder, parts, names)
     indexes = folder.load(names)
 
-    def change(listing: Listing) -> None:
-        old = list(listing.entries)
+    def change(manifest: Manifest) -> None:
+        old = list(manifest.entries)
         if mode == "create" and old and not set(names) <= set(old):
             what = f"{shown(folder.path)}: another write has finished there meanwhile"
             raise FileExistsError(f"{what}; write to another folder, or pass append=True")
         if mode == "overwrite":
-            listing.remove(*old)
+            manifest.remove(*old)
         else:
-            _check_new(folder, listing, indexes)
+            _check_new(folder, manifest, indexes)
         for name, index in indexes.items():
-            folder.add(listing, name, index)
+            folder.add(manifest, name, index)
 
     folder.change(change)
     if mode == "overwrite":
         folder.remove(index_names(set(shard_names(folder.names())) - set(names)))
 
 
-def _end(folder: Folder, job: WriteJob, mode: Mode) -> None:
+def _end(folder: WriteFolder, job: WriteJob, mode: Mode) -> None:
     """Remove the marker and the shards that are not listed; if the folder then has no shards, also its empty manifest."""
     # first the marker, so that a late task finds that the write has ended
     folder.finish(job.id)
     if mode == "build":
-        folder.change(lambda listing: adopt(folder, listing, job.options["fingerprint"]))
+        folder.change(lambda manifest: adopt(folder, manifest, job.options["fingerprint"]))
     listed = set(folder.read().entries)
     running = {write for write, is_running in folder.writes().items() if is_running}
     takes_all = mode in ("build", "overwrite")
@@ -133,14 +133,14 @@ def _end(folder: Folder, job: WriteJob, mode: Mode) -> None:
         folder.remove([MANIFEST])
 
 
-def _check_unique(folder: Folder, parts: Sequence[Part], names: Sequence[str]) -> None:
+def _check_unique(folder: WriteFolder, parts: Sequence[Part], names: Sequence[str]) -> None:
     """Raise InvalidKeyError if two samples of a write have one key. Cost: 16 bytes per sample, sorted once."""
     hashes = np.concatenate([np.zeros((0, 2), np.uint64), *(part.hashes() for part in parts)])
     if len(np.unique(hashes, axis=0)) < len(hashes):
         raise _doubled(folder, names)
 
 
-def _doubled(folder: Folder, names: Iterable[str]) -> InvalidKeyError:
+def _doubled(folder: WriteFolder, names: Iterable[str]) -> InvalidKeyError:
     seen, doubles = set[str](), dict[str, None]()
     for index in folder.load(names).values():
         for key in index.keys:
@@ -152,10 +152,10 @@ def _doubled(folder: Folder, names: Iterable[str]) -> InvalidKeyError:
     return InvalidKeyError(f"{shown(folder.path)}: {what}; {remedy}")
 
 
-def _check_new(folder: Folder, listing: Listing, indexes: Mapping[str, ShardIndex]) -> None:
+def _check_new(folder: WriteFolder, manifest: Manifest, indexes: Mapping[str, ShardIndex]) -> None:
     """Raise InvalidKeyError if a listed shard contains one of the new keys."""
     new = {key for index in indexes.values() for key in index.keys}
-    others = [url for url in listing.entries if url not in indexes]
+    others = [url for url in manifest.entries if url not in indexes]
     for name, index in folder.load(others if new else ()).items():
         shared = [key for key in index.keys if key in new]
         if shared:

@@ -11,7 +11,7 @@ import numpy as np
 
 from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.integrations.ray.rows.block_samples import samples_of_block
-from wds_tensorcache.integrations.ray.tasks.folder import Folder, folder_at, index_names
+from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder, index_names
 from wds_tensorcache.integrations.ray.tasks.jobs import Part, WriteJob, key_digest
 from wds_tensorcache.shards.names import NamedKey
 from wds_tensorcache.storage.urls import is_url, join_url, shown
@@ -30,7 +30,7 @@ def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> Part:
         InvalidKeyError, EncodeError, StaleCacheError: A sample cannot be written.
         RuntimeError: The driver has ended the write.
     """
-    folder = folder_at(job.folder)
+    folder = WriteFolder(job.folder)
     _check_running(folder, job)
     base = f"part-{job.number:03d}-{task:06d}-{job.id}{secrets.token_hex(3)}"
     pattern = (
@@ -61,7 +61,7 @@ def _names(base: str, sink: ShardWriter) -> list[str]:
     return [f"{base}-{number:06d}.tar" for number in range(sink._number)]
 
 
-def _check_running(folder: Folder, job: WriteJob) -> None:
+def _check_running(folder: WriteFolder, job: WriteJob) -> None:
     """Raise RuntimeError if the driver has ended a write, so that a late task leaves nothing."""
     if not folder.is_writing(job.id):
         what = "the write has ended, or this node sees another folder of this name"
