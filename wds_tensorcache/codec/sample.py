@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from wds_tensorcache.codec.header import Further, Layout, parse_header, plan_member, plan_small_member
-from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.preamble import (
     build_preamble,
     had_preamble,
@@ -301,7 +301,7 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[
 
 def names_in(sample: Any) -> Further:
     """Return the further names of the lazy tensors of a sample, each with the tensor's name."""
-    return further_names(sample, lambda value: value.name if isinstance(value, Lazy) else None)
+    return further_names(sample)
 
 
 def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
