@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor, PendingLoads, check_device
-from wds_tensorcache.codec.skeleton.tensor_names import RESERVED, component
+from wds_tensorcache.codec.tensor_names import RESERVED, component
 
 __all__ = [
     "ATOMS",
@@ -247,7 +247,7 @@ def project(sample: Any, wanted: Wanted, *, prunes: bool = False) -> Any:
 
     projected = _Copier(keep, prunes=prunes).copy(sample)
     if len(set(map(id, lazies))) < len(lazies):  # a tensor occurs twice, so each of its places has a name
-        names = _further_places(sample, _find_places(sample, _name_of_lazy)[0], _name_of_lazy)
+        _, names = _find_places(sample)
         kept: dict[int, Any] = {}
 
         def keep_first(lazy: Lazy, place: _Place) -> Any:
@@ -273,14 +273,13 @@ def flatten(sample: Any) -> dict[str, Any]:
 
     A tensor in several places has a name for each.
     """
-    places, shares = _find_places(sample, _name_of_lazy)
-    names = _further_places(sample, places, _name_of_lazy) if shares else {}
+    places, names = _find_places(sample)
     return {names[place][0] if place in names else lazy.name: lazy for place, lazy, _ in places}
 
 
 def names_of(sample: Any) -> list[str]:
     """Return the names of the lazy tensors of a sample from `separate`, in order."""
-    return list(dict.fromkeys(lazy.name for _, lazy, _ in _find_places(sample, _name_of_lazy)[0]))
+    return list(dict.fromkeys(lazy.name for _, lazy, _ in _find_places(sample)[0]))
 
 
 def further_names(sample: Any, name_of: Callable[[Any], str | None] | None = None) -> tuple[tuple[str, str], ...]:
@@ -288,15 +287,12 @@ def further_names(sample: Any, name_of: Callable[[Any], str | None] | None = Non
 
     `name_of` returns the name of a tensor, and None for any other value; by default, tensors are lazy.
     """
-    name_of = name_of or _name_of_lazy
-    places, shares = _find_places(sample, name_of)
-    return tuple(_further_places(sample, places, name_of).values()) if shares else ()
+    return tuple(_find_places(sample, name_of or _name_of_lazy)[1].values())
 
 
 def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
     """Return a sample with another lazy tensor at each further name of a tensor, and the result of `further_names`."""
-    places, shares = _find_places(sample, _name_of_lazy)
-    names = _further_places(sample, places, _name_of_lazy) if shares else {}
+    _, names = _find_places(sample)
     if not names:
         return sample, ()
     copier = _Copier(lambda lazy, place: lazy._renamed(names[place][0]) if place in names else lazy)
@@ -307,53 +303,43 @@ def _name_of_lazy(value: Any) -> str | None:
     return value.name if isinstance(value, Lazy) else None
 
 
-def _find_places(sample: Any, name_of: Callable[[Any], str | None]) -> tuple[list[tuple[_Place, Any, _Link]], bool]:
-    """Return the places of the tensors of a sample, in the order of the walk, and whether a tensor has several."""
-    if name_of(sample) is not None:
-        return [((id(None), None), sample, None)], False
+def _find_places(
+    sample: Any, name_of: Callable[[Any], str | None] = _name_of_lazy
+) -> tuple[list[tuple[_Place, Any, _Link]], dict[_Place, tuple[str, str]]]:
+    """Return the places of a sample's tensors, and (further name, name) of the tensor at each place that gives it another."""
     places: list[tuple[_Place, Any, _Link]] = []
-    met, tensors = {id(sample)}, set[str]()
+    containers = {id(sample)}
 
-    def visit(container: Any, link: _Link) -> bool:
-        shares = False
+    def visit(container: Any, link: _Link) -> None:
         is_dict = type(container) in DICTS
         for at, (step, item) in enumerate(container.items() if is_dict else enumerate(container)):
             cls = type(item)
             if cls in ATOMS:
                 continue
             if cls in DICTS or cls in SEQUENCES:
-                if id(item) not in met:
-                    met.add(id(item))
-                    shares |= visit(item, (step, at, link))
-            elif (name := name_of(item)) is not None:
+                if id(item) not in containers:
+                    containers.add(id(item))
+                    visit(item, (step, at, link))
+            elif name_of(item) is not None:
                 places.append(((id(container), step), item, (step, at, link)))
-                shares |= name in tensors
-                tensors.add(name)
-        return shares
 
-    shares = visit(sample, None) if type(sample) in DICTS or type(sample) in SEQUENCES else False
-    return places, shares
-
-
-def _further_places(
-    sample: Any, places: Iterable[tuple[_Place, Any, _Link]], name_of: Callable[[Any], str | None]
-) -> dict[_Place, tuple[str, str]]:
-    """Return (further name, name) of the tensor at each place after its first one, if the path of the place is a name."""
-    taken = {name for value, _ in walk(sample) if (name := name_of(value)) is not None} | {RESERVED}
+    if name_of(sample) is not None:
+        places.append(((id(None), None), sample, None))
+    elif type(sample) in DICTS or type(sample) in SEQUENCES:
+        visit(sample, None)
     names: dict[_Place, tuple[str, str]] = {}
-    met = set[str]()
+    first = {name_of(tensor) for _, tensor, _ in places}
+    if len(first) == len(places):
+        return places, names
+    taken = {name_of(value) for value, _ in walk(sample)} | {RESERVED}
     for place, tensor, link in places:
-        name = str(name_of(tensor))
-        if name not in met:
-            met.add(name)
-            continue
-        path = _path_of(link)
-        if path is not None and path not in taken:
+        name = name_of(tensor)
+        if name in first:
+            first.remove(name)
+        elif len(names) < _MAX_NAMES and (path := _path_of(link)) is not None and path not in taken:
             taken.add(path)
-            names[place] = path, name
-            if len(names) == _MAX_NAMES:
-                break
-    return names
+            names[place] = path, str(name)
+    return places, names
 
 
 def _path_of(link: _Link) -> str | None:
@@ -374,15 +360,15 @@ def _path_of(link: _Link) -> str | None:
 
 def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:
     """Return whether a wanted lazy tensor of `sample`, or a container with a lazy tensor in it, occurs more than once."""
-    holds, met, todo = Holding(), {id(sample)}, [sample]
+    holds, visited, todo = Holding(), {id(sample)}, [sample]
     for value in todo:
         items = value.values() if type(value) in DICTS else value if type(value) in SEQUENCES else ()
         for item in filter(holds, items):
             if wanted is not None and isinstance(item, Lazy) and not wanted(item.name):
                 continue
-            if id(item) in met:
+            if id(item) in visited:
                 return True
-            met.add(id(item))
+            visited.add(id(item))
             todo.append(item)
     return False
 
@@ -398,7 +384,8 @@ def children(value: Any) -> Iterable[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a plain value, or the type of any other. Hazard: the repr of a hostile container may never end."""
+    """Return the repr of a plain value, or the type of any other."""
+    # The repr of a hostile container may never end.
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.codec.reference import Reference
-from wds_tensorcache.codec.skeleton.tensor_names import component
+from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
 from wds_tensorcache.reading.schema import TensorSchema, format_tensor, merge_schema, printable, schema_from
 from wds_tensorcache.reading.structure import value_at
