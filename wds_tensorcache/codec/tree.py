@@ -52,8 +52,9 @@ SEQUENCES = (list, tuple, deque)
 _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
 _MAX_NAMES = 1000  # further names of a sample's tensors
 _MAX_NAME = 1000  # characters of a further name
+_TWICE = 0  # in place of an id, the mark of a tensor that `_project` has met twice
 _DROPPED: Any = object()  # takes the place of a tensor that `project` or `map_leaves` removes
-_Place: TypeAlias = tuple[int, Any]  # id of a container, and key or index in it
+_Place: TypeAlias = tuple[int, Path]  # id of a container, and the path in it: one key or index, none for the root
 # key or index, position of the key in its dict, and the same of the container
 _Link: TypeAlias = "tuple[Any, int, _Link] | None"
 
@@ -161,53 +162,39 @@ class _Copier:
     A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
 
     Args:
-        tensor: Function of a lazy tensor and its place; `_DROPPED` removes it. In sequences, None takes its place, or a leaf.
-        leaf: Function of a path that returns what takes the place of any other value there. Sequences without lazy tensors are
-            then such values, too. None keeps these values.
-        prunes: Also remove containers that lose everything in them.
+        tensor: Function of a lazy tensor and its place. Dicts lose a tensor for which it returns `_DROPPED`.
+        leaf: Function of a path that returns what takes the place of any other value there, of a dropped tensor in a sequence,
+            and of a sequence without lazy tensors. None keeps other values.
     """
 
-    def __init__(
-        self, tensor: Callable[[Lazy, _Place], Any], leaf: Callable[[Path], Any] | None = None, prunes: bool = False
-    ) -> None:
-        self._tensor, self._leaf, self._prunes = tensor, leaf, prunes
+    def __init__(self, tensor: Callable[[Lazy, _Place], Any], leaf: Callable[[Path], Any] | None = None) -> None:
+        self._tensor, self._leaf = tensor, leaf
         self._holds = Holding()
         self._done: dict[int, Any] = {}
 
-    def copy(self, value: Any, path: Path = (), container: Any = None, step: Any = None) -> Any:
-        # Hot path: runs for each sample of a cache from `select`. `path` is followed only for `leaf`.
+    def copy(self, value: Any, path: Path = (), container: Any = None) -> Any:
         cls, leaf = type(value), self._leaf
         if isinstance(value, Lazy):
-            return self._tensor(value, (id(container), step))
+            return self._tensor(value, (id(container), path[-1:]))
         if id(value) in self._done:
             return self._done[id(value)]
-        is_dict = cls in DICTS
-        if not is_dict and (cls not in SEQUENCES or (leaf is not None and not self._holds(value))):
+        if cls in DICTS:
+            self._done[id(value)] = result = empty_like(value)
+            for key, item in value.items():
+                copied = self.copy(item, (*path, key), value)
+                if copied is not _DROPPED:
+                    result[key] = copied
+            return result
+        if cls not in SEQUENCES or (leaf is not None and not self._holds(value)):
             return value if leaf is None else leaf(path)
-        result: Any = empty_like(value)
         if cls is not tuple:
-            self._done[id(value)] = result
-        copies = []
-        for at, item in value.items() if is_dict else enumerate(value):
-            if leaf is not None:
-                item = self.copy(item, (*path, at), value, at)
-            elif type(item) not in ATOMS:
-                item = self.copy(item, path, value, at)
-            copies.append(item)
-        if self._prunes and copies and all(item is _DROPPED for item in copies):
-            result = self._done[id(value)] = _DROPPED
-        elif is_dict:
-            for key, item in zip(value, copies, strict=True):
-                if item is not _DROPPED:
-                    result[key] = item
-        else:
-            for at, item in enumerate(copies):
-                if item is _DROPPED:
-                    copies[at] = None if leaf is None else leaf((*path, at))
-            if cls is not tuple:
-                result.extend(copies)
-            else:  # a tuple that contains itself was already copied while its items were visited
-                result = self._done.setdefault(id(value), tuple(copies))
+            self._done[id(value)] = result = empty_like(value)
+        items = [self.copy(item, (*path, at), value) for at, item in enumerate(value)]
+        if leaf is not None:
+            items = [leaf((*path, at)) if item is _DROPPED else item for at, item in enumerate(items)]
+        if cls is tuple:  # a tuple that contains itself was already copied while its items were visited
+            return self._done.setdefault(id(value), tuple(items))
+        result.extend(items)
         return result
 
 
@@ -234,29 +221,55 @@ def map_leaves(
     return leaf(()) if result is _DROPPED else result
 
 
-def project(sample: Any, wanted: Wanted, *, prunes: bool = False) -> Any:
+def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False) -> Any:
     """Return `sample` without the tensors whose names `wanted` refuses: dicts lose them, sequences have None in their place.
 
     With `prunes`, containers that lose everything in them are also treated like a refused tensor.
     """
-    lazies: list[Lazy] = []
-
-    def keep(lazy: Lazy, place: _Place) -> Any:
-        lazies.append(lazy)
-        return lazy if wanted(lazy.name) else _DROPPED
-
-    projected = _Copier(keep, prunes=prunes).copy(sample)
-    if len(set(map(id, lazies))) < len(lazies):  # a tensor occurs twice, so each of its places has a name
-        _, names = _find_places(sample)
-        kept: dict[int, Any] = {}
-
-        def keep_first(lazy: Lazy, place: _Place) -> Any:
-            name = names[place][0] if place in names else lazy.name
-            # the first place that is kept gives the tensor its name
-            return kept.setdefault(id(lazy), lazy._renamed(name)) if wanted(name) else _DROPPED
-
-        projected = _Copier(keep_first, prunes=prunes).copy(sample)
+    done: dict[int, Any] = {}
+    projected = _project(sample, wanted, done, prunes)
+    if _TWICE in done:  # a tensor occurs twice, so each of its places has a name
+        apart, names = separate(sample)
+        targets, kept = dict(names), dict[Any, Lazy]()
+        projected = _project(apart, wanted, {}, prunes)
+        # the first place that is kept gives the tensor its name
+        projected = rebuild(
+            projected,
+            lambda lazy: kept.setdefault((id(lazy._source), targets.get(lazy.name, lazy.name)), lazy),
+            Lazy,
+        )
     return None if projected is _DROPPED else projected
+
+
+def _project(value: Any, wanted: Callable[[str], bool], done: dict[int, Any], prunes: bool) -> Any:
+    # Hot path: runs for each sample of a cache from `select`.
+    cls = type(value)
+    if cls in ATOMS:
+        return value
+    if isinstance(value, Lazy):
+        done[_TWICE if id(value) in done else id(value)] = value
+        return value if wanted(value.name) else _DROPPED
+    if id(value) in done or (cls not in DICTS and cls not in SEQUENCES):
+        return done.get(id(value), value)
+    if cls is not tuple:
+        done[id(value)] = result = empty_like(value)
+        if cls in DICTS:
+            for key, item in value.items():
+                kept = _project(item, wanted, done, prunes)
+                if kept is not _DROPPED:
+                    result[key] = kept
+            if prunes and value and not result:
+                done[id(value)] = result = _DROPPED
+            return result
+    items = [_project(item, wanted, done, prunes) for item in value]
+    if prunes and items and all(item is _DROPPED for item in items):
+        done[id(value)] = _DROPPED
+        return _DROPPED
+    items = [None if item is _DROPPED else item for item in items]
+    if cls is tuple:
+        return done.setdefault(id(value), tuple(items))
+    result.extend(items)
+    return result
 
 
 def empty_like(value: Any) -> Any:
@@ -321,10 +334,10 @@ def _find_places(
                     containers.add(id(item))
                     visit(item, (step, at, link))
             elif name_of(item) is not None:
-                places.append(((id(container), step), item, (step, at, link)))
+                places.append(((id(container), (step,)), item, (step, at, link)))
 
     if name_of(sample) is not None:
-        places.append(((id(None), None), sample, None))
+        places.append(((id(None), ()), sample, None))
     elif type(sample) in DICTS or type(sample) in SEQUENCES:
         visit(sample, None)
     names: dict[_Place, tuple[str, str]] = {}
