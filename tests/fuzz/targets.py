@@ -27,7 +27,7 @@ from tests.fuzz import known
 from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
 from tests.hostile.colliding import count_calls
 from wds_tensorcache.codec import header as headers
-from wds_tensorcache.codec.preamble import parse_preamble
+from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
 from wds_tensorcache.codec.skeleton.reader import unpickle

@@ -42,7 +42,7 @@ from tests.importers import (
 from tests.importers.chunked_samples import WRITTEN
 from tests.same import assert_same
 from tests.strategies import samples
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, build_preamble, parse_preamble
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, parse_preamble
 from wds_tensorcache.inspecting.diff import diff_caches
 from wds_tensorcache.integrations.exporting.export_cache import KINDS
 from wds_tensorcache.integrations.exporting.file_names import is_safe

@@ -21,7 +21,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.reading.batches import damage, write
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
 
 ABC = ["a", "b", "c"]
 

@@ -22,7 +22,7 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
 from tests.shards.forged_index import index_of
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer, parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.load_index import load_index

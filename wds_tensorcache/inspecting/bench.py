@@ -19,8 +19,8 @@ import torch
 import xxhash
 
 from wds_tensorcache.arguments import as_int
+from wds_tensorcache.codec.binding import tensors_digest
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.preamble import tensors_digest
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, flatten
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.progress import Progress, ProgressOption

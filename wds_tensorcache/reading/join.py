@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.skeleton.tensor_names import component
+from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
 from wds_tensorcache.reading.cache import Cache, _Sample

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wds_tensorcache.codec.header import Form
-from wds_tensorcache.codec.sample import names_in
 from wds_tensorcache.codec.skeleton.template import Template
+from wds_tensorcache.codec.tree import further_names
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.shard import Shard
@@ -128,7 +128,7 @@ class Store:
             for form, row in shard.forms() if shard.index.layouts.further is None else ():
                 if form not in self._has_names:
                     with contextlib.suppress(FormatError):  # reading the sample raises it
-                        self._has_names[form] = bool(names_in(shard.sample(row)))
+                        self._has_names[form] = bool(further_names(shard.sample(row)))
                 if self._has_names.get(form):
                     self.shards[number] = shard.with_names()
                     self.schema, has_new_names = None, True

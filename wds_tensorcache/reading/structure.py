@@ -17,7 +17,7 @@ import torch
 
 from wds_tensorcache.codec.lazy import Lazy, LazyTensor
 from wds_tensorcache.codec.reference import MemorySource, Reference
-from wds_tensorcache.codec.skeleton.tensor_names import component
+from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.codec.tree import (
     DICTS,
     SEQUENCES,

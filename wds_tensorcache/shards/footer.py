@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from wds_tensorcache.codec.binding import sign_header, tensors_digest
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import Form, Further, build_safetensors_header, form_of, parse_header, parse_json
-from wds_tensorcache.codec.preamble import sign_header, tensors_digest
 from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex

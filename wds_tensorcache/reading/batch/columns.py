@@ -11,8 +11,7 @@ import numpy as np
 
 from wds_tensorcache.codec.header import Form, Layout, StoredTensor
 from wds_tensorcache.codec.reference import Reference, reference_text, resolve
-from wds_tensorcache.codec.sample import names_in
-from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.codec.tree import flatten, further_names
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
@@ -104,7 +103,7 @@ def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list
             references = {lazy.name: lazy._reference for lazy in flatten(sample).values()}
             tensors = {name: tensor for name, tensor in layout.tensors.items() if name in references}
             texts = tuple(reference_text(references[name].kind, name, references[name].attribute) for name in tensors)
-            further = names_in(sample)
+            further = further_names(sample)
             key = id(layout), texts, further
         if key not in numbers:
             numbers[key] = len(result)
