@@ -6,6 +6,7 @@ import contextlib
 import operator
 import os
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -48,6 +49,7 @@ __all__ = ["BatchInfo", "Cache"]
 
 _Batch = TypeVar("_Batch")
 Array = np.ndarray[Any, Any]
+_NUM_NEIGHBORS = 4  # keys before and after the place of an unknown one that an error compares with it
 _NUM_KEYS = 16  # keys, spread over the cache, that an error compares with an unknown one
 _NUM_INDICES = 8  # indices that the repr of a BatchInfo shows
 _SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
@@ -421,15 +423,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         keys = self.keys()
         known = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
         if not known:
-            known = [*self._neighbors(key), *(keys[number] for number in spread(len(self), _NUM_KEYS))]
+            # if the keys ascend, the keys next to this place are similar
+            place = bisect_left(keys, key)
+            near = keys[max(0, place - _NUM_NEIGHBORS) : place + _NUM_NEIGHBORS]
+            known = [*near, *(keys[number] for number in spread(len(self), _NUM_KEYS))]
         safe = safe_key(key)
         if safe != key and safe in self:
             return f"{safe!r}, the key that tc.safe_key makes of this name; use cache[tc.safe_key(…)]"
         return list_names(known, key, len(self))
-
-    def _neighbors(self, key: str) -> list[str]:
-        """Return a few keys that are next to an unknown key in ascending order, if that is quick."""
-        return []
 
     def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
         """Return `BatchInfo.shapes` of samples."""

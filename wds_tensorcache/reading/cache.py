@@ -43,7 +43,6 @@ __all__ = ["TensorCache"]
 Array = np.ndarray[Any, Any]
 _MAX_VIEWS = 16
 _NUM_PATHS = 4  # shards that an error about a repeated key lists
-_NUM_NEIGHBORS = 8  # keys next to an unknown one that an error compares with it
 
 
 class TensorCache(Cache[_Sample]):
@@ -258,10 +257,6 @@ class TensorCache(Cache[_Sample]):
     def _stored_name(self, number: int) -> str | None:
         shard, row = self._store.locate(self._at(number))
         return shard.index.origin(shard.sample_row(row))[1]
-
-    def _neighbors(self, key: str) -> list[str]:
-        # in a view, looking for each of them could take a pass over its positions
-        return [] if self._order is not None else [*map(self._store.key, self._store.neighbors(key, _NUM_NEIGHBORS))]
 
     def _find(self, key: str) -> int:
         found = self._found(key)

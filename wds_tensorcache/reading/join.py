@@ -397,9 +397,6 @@ class JoinedCache(Cache[_Sample]):
         names = (cache._stored_name(number) for cache in self._caches)
         return next((name for name in names if name is not None), None)
 
-    def _neighbors(self, key: str) -> list[str]:
-        return self._caches[0]._neighbors(key)  # type: ignore[no-any-return]
-
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):
             named = zip(self._prefixes, parts, strict=True)
