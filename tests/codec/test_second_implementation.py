@@ -29,7 +29,7 @@ from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.footer import build_footer, parse_index, read_footer
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_manifest
-from wds_tensorcache.shards.tar.headers import build_tar_header
+from wds_tensorcache.shards.tar import build_tar_header
 
 OPCODES = b"()]}\x85\x86\x87t\x8c\x94hjR\x93.N0ueasK\x81b\x8f\x90\x911\x95"
 

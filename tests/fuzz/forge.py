@@ -12,7 +12,7 @@ from wds_tensorcache.codec.preamble import MAGIC as PREAMBLE_MAGIC
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, build_preamble, sign_header, tensors_digest
 from wds_tensorcache.shards.footer import MAGIC as FOOTER_MAGIC
 from wds_tensorcache.shards.footer import TRAILER_NBYTES
-from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, padding
+from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, padding
 
 __all__ = ["ARRAYS", "KEY_RECORD", "RECORD", "bound", "footer_of", "keys_of", "tar_of"]
 

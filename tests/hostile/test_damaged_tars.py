@@ -13,7 +13,7 @@ from tests.shards.forged_index import put_footer, swap_keys
 from tests.shards.tars import build, raw_header, record
 from wds_tensorcache.checking.indexed_places import find_places
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.tar.headers import BLOCK, names_of
+from wds_tensorcache.shards.tar import BLOCK, names_of
 from wds_tensorcache.storage.files import ShardFile
 
 

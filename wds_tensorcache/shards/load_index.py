@@ -13,8 +13,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.names import TENSORS, member_suffix
-from wds_tensorcache.shards.tar.fields import parse_number
-from wds_tensorcache.shards.tar.headers import BLOCK, names_of
+from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_sidecar", "load_index", "open_sidecar", "parse_both"]

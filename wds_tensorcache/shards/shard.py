@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import warnings
@@ -19,16 +18,14 @@ from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
-from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
-from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.shards.after_end import find_unseen
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ListedCounts, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.remote.find_index import FindIndex, scan_remote
-from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
@@ -166,21 +163,9 @@ class Shard:
     def _read_index(self) -> ShardIndex:
         index = self._read_remote_index(may_scan=True) if self.is_remote else load_index(self.file)
         assert index is not None
-        if (unseen := self.find_unseen(index)) is not None:
+        if (unseen := find_unseen(index, self.path, 0 if self.is_remote else self.file.nbytes)) is not None:
             warnings.warn(str(unseen), stacklevel=user_level())
         return index
-
-    def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that a scan, with this result, did not see; None if nothing shows any."""
-        if index.hidden is not None:
-            return hidden_members(index.end, index.hidden).at(self.path)
-        # Hazard: if zeros have overwritten members, and the footer with them, only DALI's index lists these members.
-        if index.digest is None and not self.is_remote and self.file.nbytes - index.end >= MIN_LOST_NBYTES:
-            idx = dali_index_path(self.path)
-            with contextlib.suppress(OSError):
-                if (listed := listed_after(idx, index.end, self.file.nbytes)) is not None:
-                    return lost_members(idx, index.end, listed).at(self.path)
-        return None
 
     def _read_remote_index(self, *, may_scan: bool) -> ShardIndex | None:
         find_index = self._find_index or FindIndex()

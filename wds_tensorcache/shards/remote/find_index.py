@@ -13,7 +13,7 @@ from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.load_index import check_sidecar
 from wds_tensorcache.shards.remote.kept_indexes import KeptIndexes
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.node_cache.cache import read_remote
 from wds_tensorcache.storage.readahead import ReadAhead, Readers

@@ -14,7 +14,7 @@ from wds_tensorcache.shards.footer import build_footer, read_index
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.remote.find_index import scan_remote
-from wds_tensorcache.shards.tar.hidden import hidden_members
+from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.fetch import run
