@@ -18,7 +18,7 @@ from tests.shards.forged_index import columns, put_footer, swap, swap_keys
 from tests.shards.tars import build, build_with_tarfile, by_tarfile_in
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar import BLOCK
 
 BESIDE = ["footer", "index"]
 

@@ -34,10 +34,10 @@ from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, allow_table
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
+from wds_tensorcache.shards import tar as tars
 from wds_tensorcache.shards.footer import build_footer, parse_index
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.tar import headers as tars
-from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.shards.tar_stream import TarStream
 
 __all__ = ["ALLOW", "SAMPLES", "TARGETS", "Colour", "Trusted", "run", "shard"]
 

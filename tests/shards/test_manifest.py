@@ -19,7 +19,7 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from wds_tensorcache.shards.dali_index import build_dali_index, parse_dali_index
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_manifest
-from wds_tensorcache.shards.tar.headers import Scanner
+from wds_tensorcache.shards.tar import Scanner
 from wds_tensorcache.storage.atomic import write_atomically
 
 INSTALL_DALI = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)"

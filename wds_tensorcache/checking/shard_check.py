@@ -23,7 +23,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.shards.names import Half, find_half, half_of, split_member
-from wds_tensorcache.shards.tar.headers import rebuild_header
+from wds_tensorcache.shards.tar import rebuild_header
 from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
 from wds_tensorcache.writing.copy_shards import MemberRange, append_range

@@ -23,9 +23,9 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
+from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.manifest import FoundShard, check_listed, stored_digest
-from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.urls import reveal
 from wds_tensorcache.training.order import EpochOrder

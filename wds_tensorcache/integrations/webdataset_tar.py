@@ -15,10 +15,10 @@ from webdataset.tariterators import base_plus_ext
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.webdataset_urls import open_url, shown_url
+from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.manifest import FoundShard, check_listed
 from wds_tensorcache.shards.names import split_member
-from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
-from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.shards.tar_stream import TarStream
 from wds_tensorcache.storage.remote.stream import RemoteStream
 
 __all__ = ["FIRST", "Start", "Stopped", "TarSamples", "tarfile_to_samples"]

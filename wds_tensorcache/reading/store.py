@@ -166,12 +166,6 @@ class Store:
             self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
         return self._table.find(key)
 
-    def neighbors(self, key: str, count: int) -> list[int]:
-        """Return up to `count` positions of samples whose keys are next to `key`; see `KeyTable.neighbors`."""
-        self.find(key)  # makes the table
-        assert self._table is not None
-        return self._table.neighbors(key, count)
-
     def executor(self) -> Threads | None:
         """Return the threads that read alongside the caller's thread; None if `num_threads` is 1."""
         return self._executor()

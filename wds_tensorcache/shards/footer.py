@@ -19,7 +19,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import is_cache_name
-from wds_tensorcache.shards.tar.headers import padding
+from wds_tensorcache.shards.tar import padding
 
 __all__ = ["TRAILER_NBYTES", "Trailer", "build_footer", "parse_index", "read_footer", "read_index", "read_trailer"]
 

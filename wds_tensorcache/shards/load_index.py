@@ -109,8 +109,7 @@ def check_sidecar(index: ShardIndex, file: File) -> None:
 
     Hazard: a shard may be replaced by one of the same length, and keep the old sidecar.
     """
-    from wds_tensorcache.shards.tar.fields import parse_number
-    from wds_tensorcache.shards.tar.headers import BLOCK, names_of
+    from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 
     places = list(_places(index))
     begins = [begin for *_, begin, _ in places]

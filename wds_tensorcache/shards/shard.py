@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import warnings
@@ -19,9 +18,8 @@ from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
-from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
-from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
@@ -171,26 +169,13 @@ class Shard:
             places = self._remote_indexes or RemoteIndexes()
             num_samples = None if self._entry is None else self._entry.num_samples
             index = places.load(self.file, num_samples, may_scan=may_scan)
-        if index is not None and (unseen := self.find_unseen(index)) is not None:
-            warnings.warn(str(unseen), stacklevel=user_level())
+        # an index with a digest was written by a tool that saw all members
+        if index is not None and (index.hidden is not None or (index.digest is None and not self.is_remote)):
+            from wds_tensorcache.shards.after_end import find_unseen
+
+            if (unseen := find_unseen(index, self.path, 0 if self.is_remote else self.file.nbytes)) is not None:
+                warnings.warn(str(unseen), stacklevel=user_level())
         return index
-
-    def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that a scan, with this result, did not see; None if nothing shows any."""
-        if index.hidden is None and (index.digest is not None or self.is_remote):
-            return None
-        from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
-        from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
-
-        if index.hidden is not None:
-            return hidden_members(index.end, index.hidden).at(self.path)
-        # Hazard: if zeros have overwritten members, and the footer with them, only DALI's index lists these members.
-        if self.file.nbytes - index.end >= MIN_LOST_NBYTES:
-            idx = dali_index_path(self.path)
-            with contextlib.suppress(OSError):
-                if (listed := listed_after(idx, index.end, self.file.nbytes)) is not None:
-                    return lost_members(idx, index.end, listed).at(self.path)
-        return None
 
     @property
     def is_loaded(self) -> bool:

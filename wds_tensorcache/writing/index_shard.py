@@ -20,7 +20,7 @@ from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_pat
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest, entry_of
-from wds_tensorcache.shards.tar.hidden import hidden_members
+from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder, folder_of

@@ -18,7 +18,7 @@ from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.copy_shards import CopyReport, NewShard, OldShard, Run, write_cache
 from wds_tensorcache.writing.new_folder import check_new
