@@ -19,11 +19,11 @@ from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Pad, PadValue, as_collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, lacks_any
 from wds_tensorcache.reading.batch.leaves import Leaves
-from wds_tensorcache.reading.batch.other_values import Decoded
 from wds_tensorcache.reading.batch.padding import Padding, fill_paddings, filler_of, padded_shape
 from wds_tensorcache.reading.batch.placement import Placement, nbytes_of, place_equal, place_in_turn
 from wds_tensorcache.reading.batch.read import read_rows
 from wds_tensorcache.reading.batch.request import NewNames, Request, columns_of
+from wds_tensorcache.reading.batch.values import Decoded
 from wds_tensorcache.reading.structure import put
 
 __all__ = ["nest_tensors", "read_batch", "read_tensors"]
@@ -76,7 +76,7 @@ def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any
     """Return a batch with the structure of its samples, and with `tensors`, by name."""
     structure = request.structures.structure_for(layouts, request.fixed)
     decoded = Decoded(request, layouts, structure)
-    may_lack = layouts.is_mixed or structure.nones
+    may_lack = layouts.is_mixed or structure.has_missing
     if not structure.is_plain or get_worker_info() is not None or (may_lack and lacks_any(layouts, structure.names)):
         # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
         # skeleton tells whether there is None in its place.
