@@ -24,7 +24,7 @@ import wds_tensorcache as tc
 from tests.reading.batches import damage, member_of, write
 
 ABC = ["a", "b", "c"]
-PREAMBLE_NBYTES = 42  # FORMAT.md 2.2: what a skeleton begins with
+PREAMBLE_NBYTES = 42  # FORMAT.md 2.1
 
 
 class Pair(NamedTuple):
