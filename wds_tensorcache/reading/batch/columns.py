@@ -230,9 +230,15 @@ class Columns:
             )
         if lacking is not None:
             at, first = self.present(tensor)[0]
+            remedy = "use collate='list' or 'pad' for this tensor, or do not select it"
+            if any(part.isdecimal() for part in first.name.split(".")):
+                # the index may lie after the end of a shorter list, and a batch has one structure
+                remedy = (
+                    "do not select this tensor, use read_tensors(…, collate='list'), or collate with a function; if None "
+                    "is in its place, collate='list' and 'pad' work too"
+                )
             raise BatchError(
-                f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; "
-                "use collate='list' or 'pad' for this tensor, or do not select it"
+                f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; {remedy}"
             )
 
 
