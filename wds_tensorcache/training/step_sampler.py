@@ -316,7 +316,7 @@ class _StepIterator(Iterator[Step]):
             raise StopIteration
         step, self._at = plan.step(self._at)
         if self._scheduled is not None:
-            self._scheduled.append((step, plan.settle(self._at), None))
+            self._scheduled.append((step, plan.settle(self._at)))
         self._num_steps += 1
         return step
 
