@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,6 @@ from contextlib import contextmanager
 from struct import Struct
 
 from wds_tensorcache.storage.locks import OwnedFile
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["CAN_LOCK_RANGES", "RangeLocks"]
 
