@@ -424,9 +424,9 @@ def test_a_trainer_resumes_in_the_middle_of_an_epoch(
     assert seen == expected
 
 
-@pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
+@pytest.mark.parametrize("kind", [pytest.param("Loader", marks=pytest.mark.long), "torch_loader"])
 @pytest.mark.parametrize("saved", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 4)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(1, 4, marks=pytest.mark.long), (4, 1)])
 def test_a_trainer_resumes_with_steps_of_any_size(
     plain: Any, tmp_path: Path, saved: dict[str, Any], before: int, after: int, kind: str
 ) -> None:
@@ -518,7 +518,7 @@ def test_an_accelerators_device(plain: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert unprepared["x"].device.type == "cpu"
 
 
-MODES: list[dict[str, Any]] = [{}, {"bucket_by": "x"}, {"weights": [*range(1, 24)]}, {"last_batch": "pad"}]
+MODES: list[dict[str, Any]] = [{"bucket_by": "x"}, {"weights": [*range(1, 24)]}, {"last_batch": "pad"}]
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)

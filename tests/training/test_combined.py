@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -140,32 +139,6 @@ def test_buckets_with_weights(cache: Any) -> None:
     for number, weight in ((0, 1), (3, 3), (4, 4), (5, 2)):
         # steps of 5 are drawn together, so about 4,000 independent draws: five standard deviations are 0.04
         assert abs(found[number] / total - weight / 10) < 0.04
-
-
-def test_buckets_are_drawn_independently(cache: Any) -> None:
-    """The first two buckets have 8 samples each."""
-    loader = tc.Loader(cache, 2, weights=np.ones(COUNT), bucket_by="y", collate="list")
-    first, second = [], []
-    for _ in range(10):
-        found = by_stream((info.source, (info.indices // 3).tolist()) for _, info in loader.with_info())
-        least = min(len(found[1,]), len(found[2,]))
-        first += found[1,][:least]
-        second += found[2,][:least]
-    assert len(first) >= 20
-    assert sum(a == b for a, b in zip(first, second, strict=True)) < len(first) // 2
-
-
-def test_weights_of_buckets_that_change(cache: Any) -> None:
-    each = np.eye(COUNT)
-    loader = tc.Loader(cache, 2, weights=each[0] + each[1], bucket_by="y", collate="list", num_threads=0)
-    iterator = iter(loader.with_info())
-    next(iterator)
-    assert loader.set_weights(each[5] + each[2]) == 1
-    again = tc.Loader(cache, 2, weights=each[0], bucket_by="y", collate="list")
-    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    seen = [(info.source, info.indices.tolist()) for _, info in iterator]
-    assert seen == [(info.source, info.indices.tolist()) for _, info in again.with_info()]
-    assert {number for _, numbers in seen for number in numbers} == {2, 5}
 
 
 def test_a_cache_of_a_mix_passes_over_all_its_buckets(cache: Any, more: Any) -> None:
