@@ -67,9 +67,9 @@ def test_repeats_without_mix(cache: Any) -> None:
     assert len(loader) == 18  # of 69 samples
     assert found == [*range(COUNT)] * 3 + [found[-1]] * (len(found) - 3 * COUNT)
     assert "23 samples" in repr(loader)
-    assert "repeats=3" in repr(loader)
+    assert "repeats=[3]" in repr(loader)
     mixed = tc.Loader(mix={"a": cache, "b": cache[:9]}, repeats={"a": 2}, bucket_by=tc.by_length("y", [2]))
-    assert "4 buckets by the length of 'y', repeats={'a': 2, 'b': 1}" in repr(mixed)
+    assert "4 buckets, repeats=[2, 1]" in repr(mixed)
     for other in (tc.Loader(cache, 4), tc.Loader(cache, 4, repeats=2)):
         for one, two in ((loader, other), (other, loader)):
             with pytest.raises(ValueError, match="the state belongs to a loader with repeats="):

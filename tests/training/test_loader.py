@@ -320,12 +320,7 @@ def test_reprs(cache: Any) -> None:
 
 
 def test_reprs_of_buckets_and_mixes(cache: Any, more: Any) -> None:
-    assert "'short', 3 buckets by the shape of 'y', epoch=0" in repr(tc.Loader(cache, 4, bucket_by="y"))
-
-    def half(entry: Any) -> bool:
-        return int(entry.key) < 10
-
-    assert ", 2 buckets by test_reprs_of_buckets_and_mixes.<locals>.half, " in repr(tc.Loader(cache, 4, bucket_by=half))
+    assert "'short', 3 buckets, epoch=0" in repr(tc.Loader(cache, 4, bucket_by="y"))
     mix = {"a": (cache, 0.7), "b": (more, 0.3)}
     with tc.Loader(None, 4, mix=mix, num_threads=0) as loader:
         assert ", mix of 'a' (70%), 'b' (30%), epoch=0, step=0)" in repr(loader)
@@ -337,7 +332,7 @@ def test_reprs_of_buckets_and_mixes(cache: Any, more: Any) -> None:
     assert len(shown) < 1500
     labels = iter(range(COUNT))
     shown = repr(tc.StepSampler(cache, 4, bucket_by=lambda entry: "x" * 10_000 + str(next(labels))))
-    assert "23 buckets by " in shown
+    assert "23 buckets" in shown
     assert len(shown) < 500
 
 

@@ -199,7 +199,7 @@ class Plan:
     ) -> None:
         self.caches, self.streams, self.weights = list(caches), list(streams), weights
         self.batch_size, self.seed = batch_size, seed
-        self._last_batch = last_batch
+        self.last_batch = last_batch
         self._draws_seed = stream_seed(seed, "streams")
         self._is_shuffled = bool(settings["shuffle"])
         self._lengths = [len(stream) * stream.repeats for stream in streams]  # in samples of an epoch
@@ -261,7 +261,7 @@ class Plan:
 
     def num_steps(self, at: Position | None = None) -> int:
         """Return the number of steps in an epoch, or in the rest of a position's epoch."""
-        extra = 0 if self._last_batch == "drop" else self.step_size - 1
+        extra = 0 if self.last_batch == "drop" else self.step_size - 1
         return sum((count + extra) // self.step_size for count in self.remaining(self.start if at is None else at))
 
     def count_rows(self) -> RowCounts:
@@ -281,11 +281,11 @@ class Plan:
         """Return the numbers of rows in an epoch of a stream of `length` samples."""
         rest = length % self.step_size
         missing = self.step_size - rest if rest else 0
-        if self._last_batch == "short":
+        if self.last_batch == "short":
             missing = -rest % self.world_size
-        if self._last_batch == "drop":
+        if self.last_batch == "drop":
             return RowCounts(length, length - rest, num_dropped=rest)
-        if self._last_batch == "wrap":
+        if self.last_batch == "wrap":
             return RowCounts(length, length + missing, num_repeated=missing)
         return RowCounts(length, length + missing, num_padding=missing)
 
@@ -295,7 +295,7 @@ class Plan:
 
     def remaining(self, at: Position) -> list[int]:
         """Return the number of samples that remain in each stream, or with weights in all together; 0 if dropped."""
-        least = self.step_size if self._last_batch == "drop" else 1
+        least = self.step_size if self.last_batch == "drop" else 1
         if self.weights.are_used:
             counts = [sum(self._lengths) - at.used]
         else:
@@ -315,15 +315,15 @@ class Plan:
             indices = stream.indices(epoch, positions)
         else:
             count = remaining
-            if self._last_batch == "short":
+            if self.last_batch == "short":
                 rows = rows[: -(-count // self.world_size)]
-            filler = (rows - count) % self._lengths[number] if self._last_batch == "wrap" else begin + rows % count
+            filler = (rows - count) % self._lengths[number] if self.last_batch == "wrap" else begin + rows % count
             positions = np.where(rows < count, begin + rows, filler)
             indices = stream.indices(epoch, positions)
         # samples that occur in several passes of an epoch have other seeds and choices in each
         has_passes = is_mixed or (stream.repeats > 1 and weights is None)
         epochs = epoch * stream.repeats + positions // len(stream) if has_passes else None
-        is_padding = (rows >= count) & (self._last_batch != "wrap")
+        is_padding = (rows >= count) & (self.last_batch != "wrap")
         counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
         after = Position(at.epoch, counts, at.used + count, at.step + 1, at.began)
         return Step(at.step, at.epoch, number, indices, is_padding, source=stream.source, epochs=epochs), after
