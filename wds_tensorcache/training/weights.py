@@ -100,7 +100,7 @@ class Weights:
             for number in numbers:
                 buckets.append(streams[number].members)
                 seeds.append(stream_seed(seed, "draws", number))
-            count = sum(len(streams[number]) for number in numbers)
+            count = sum(streams[number].count for number in numbers)
             self.samples[source] = SampleWeights(weights, count, buckets, seeds)
 
     @property
