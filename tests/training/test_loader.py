@@ -236,24 +236,6 @@ def test_numbers_of_numpy_and_torch(cache: Any) -> None:
             tc.Loader(cache, **({"batch_size": 4} | options))
 
 
-def test_the_string_of_a_chosen_tensor(tmp_path: Path) -> None:
-    """A transform indexes the strings with `info.choices`, as docs/training.md says."""
-    with tc.ShardWriter(tmp_path, fsync=False) as sink:
-        for i in range(20):
-            texts = [torch.full((2,), k) for k in range(1 + i % 3)]
-            sink.write(f"{i:03d}", {"captions": texts, "prompts": [f"p{k}" for k in range(1 + i % 3)]})
-
-    def add(batch: Any, info: tc.BatchInfo) -> Any:
-        pairs = zip(batch["prompts"], info.choices["text"].tolist(), strict=True)
-        return batch | {"prompt": [each[k] for each, k in pairs]}
-
-    seen: set[str] = set()
-    for batch in tc.Loader(tc.open(tmp_path), 4, shuffle=True, choose={"text": "captions.*"}, transform=add):
-        assert batch["prompt"] == [f"p{k}" for k in batch["text"][:, 0].tolist()]
-        seen.update(batch["prompt"])
-    assert seen == {"p0", "p1", "p2"}
-
-
 def test_states_that_wait(cache: Any) -> None:
     first = tc.Loader(cache, 4, collate="list")
     for taken, _ in enumerate(first):

@@ -190,30 +190,6 @@ def test_an_error_in_collate(cache: Any) -> None:
     assert 17 in batch["x"][:, 0].tolist()
 
 
-@pytest.mark.parametrize("where", ["body", "collate"])
-def test_keyboard_interrupt(cache: Any, where: str) -> None:
-    def collate(samples: list[Any]) -> Any:
-        if where == "collate":
-            raise KeyboardInterrupt
-        return samples
-
-    def loop() -> None:
-        for _ in tc.Loader(cache, 4, collate=collate):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loop()
-    gc.collect()
-
-
-def test_a_cache_that_is_damaged(cache: Any, tmp_path: Path) -> None:
-    path = tmp_path / "2.tar"
-    os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(tc.FormatError, match=r"2\.tar"):
-        list(tc.Loader(cache, 4))
-    gc.collect()
-
-
 def test_the_end_of_the_interpreter(cache: Any, tmp_path: Path) -> None:
     code = f"import wds_tensorcache as tc; i = iter(tc.Loader(tc.open({str(tmp_path)!r}), 4)); next(i); print('left')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

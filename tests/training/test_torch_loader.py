@@ -79,14 +79,6 @@ def test_copies(cache: Any, persistent: bool) -> None:
     assert sorted(number for batch in [*first, *given] for number in batch) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])
-def test_last_batches(cache: Any, last_batch: str) -> None:
-    for rank in range(2):
-        options: dict[str, Any] = {"collate": "list", "last_batch": last_batch, "rank": rank, "world_size": 2}
-        loader, made = tc.Loader(cache, 5, **options), tc.torch_loader(cache, 5, num_workers=1, **options)
-        assert [info for _, info in made.with_info()] == [info for _, info in loader.with_info()]
-
-
 def test_states_go_from_one_kind_to_the_other_and_back(cache: Any) -> None:
     options: dict[str, Any] = {"shuffle": True, "collate": "list"}
     whole = [key for _, info in tc.Loader(cache, 1, **options).with_info() for key in info.keys]
