@@ -68,10 +68,6 @@ class Step:
     source: int = 0
     epochs: Array | None = None
 
-    def cache_of(self, caches: Sequence[Any]) -> Any:
-        """Return the cache of the samples."""
-        return caches[self.source]
-
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:

@@ -292,8 +292,10 @@ def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
                 raise ValueError(f"the batch has {name!r:.100} already; choose a new name")
             break
         if not has_key:
-            known = f"there are {list_names(container, part)}" if is_dict else f"there is a {type(container).__name__}"
-            raise KeyError(f"the batch has no {name!r:.100}; {known}")
+            contents = (
+                f"there are {list_names(container, part)}" if is_dict else f"there is a {type(container).__name__}"
+            )
+            raise KeyError(f"the batch has no {name!r:.100}; {contents}")
         if number < len(parts):
             container = container[key]
     return container, key
