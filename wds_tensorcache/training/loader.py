@@ -83,14 +83,13 @@ class BaseLoader(ABC):
     _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
     _reader: StepReader
     _stats: LoaderStats
-    _num_iterations = 0
-    _is_open = False  # the last iteration was not closed
+    _current: object = None  # identity of the last iteration; None if it was closed
     _reads: Generator[Read, None, None] | None = None
     # steps whose batches were not returned yet, each with the position after it
     _scheduled: deque[tuple[Step, Position]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_is_open": False, "_reads": None, "_scheduled": None}  # a copy has no iteration
+        return vars(self) | {"_current": None, "_reads": None, "_scheduled": None}  # a copy has no iteration
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, which is equal on all ranks."""
@@ -141,11 +140,10 @@ class BaseLoader(ABC):
 
     def _begin(self, *, with_info: bool) -> Iterator[Any]:
         BaseLoader.close(self)  # a TorchLoader keeps its persistent workers
-        self._num_iterations += 1
-        self._is_open = True
-        return self._iterate(self._num_iterations, os.getpid(), with_info=with_info)
+        self._current = iteration = object()
+        return self._iterate(iteration, os.getpid(), with_info=with_info)
 
-    def _iterate(self, iteration: int, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
+    def _iterate(self, iteration: object, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
         """Yield the rest of an epoch, which begins when the first batch is requested: Lightning calls `set_epoch` after `iter`.
 
         Any thread may close the iteration, also while another thread waits here.
@@ -155,13 +153,15 @@ class BaseLoader(ABC):
         try:
             while True:
                 asked_at = perf_counter()
-                if self._num_iterations != iteration:
+                if self._current is None:
+                    return
+                if self._current is not iteration:
                     raise RuntimeError("another iteration of this loader has begun, which ended this iteration")
                 if os.getpid() != pid:
                     raise RuntimeError(
                         "this iteration's threads are in the process that began it; begin an iteration here"
                     )
-                if not self._is_open or (reads is not None and num_moves != sampler._num_moves):
+                if reads is not None and num_moves != sampler._num_moves:
                     return
                 if reads is None:
                     # until a batch is returned, another iteration would also begin here
@@ -175,10 +175,10 @@ class BaseLoader(ABC):
                         read.batch[0] = read.batch[0], info
                         del info
                 except Exception:
-                    if self._is_open and self._num_iterations == iteration:
+                    if self._current is iteration:
                         raise
                     return  # another thread has closed the iteration, in which reading fails
-                if read is None or not self._is_open or self._num_iterations != iteration:
+                if read is None or self._current is not iteration:
                     return
                 given_at = self._stats._count(asked_at, given_at, read.timing)
                 # the state counts exactly the batches that the caller received
@@ -245,7 +245,7 @@ class BaseLoader(ABC):
 
     def close(self) -> None:
         """End the iteration and its threads. The position is kept, and the caches stay open."""
-        self._is_open = False
+        self._current = None
         reads, self._reads = self._reads, None
         if reads is not None:
             # of a generator that is executing: `next` in another thread ends it, or the code from which this was called
@@ -415,7 +415,7 @@ class Loader(BaseLoader):
 
     def close(self) -> None:
         """End the iteration and its threads. The position is kept, and the caches stay open."""
-        self._is_open = False  # before reading fails in another thread
+        self._current = None  # before reading fails in another thread
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=not _is_reader(), cancel_futures=True)
