@@ -19,8 +19,6 @@ from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.index import CacheColumns, ShardIndex
-from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.storage.files import File, Files
@@ -28,6 +26,7 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
+    from wds_tensorcache.shards.index import CacheColumns, ShardIndex
     from wds_tensorcache.shards.remote_indexes import RemoteIndexes
 
 __all__ = ["FileRange", "Shard"]
@@ -64,8 +63,8 @@ class Shard:
     Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """
 
-    index = _Loaded[ShardIndex]()
-    columns = _Loaded[CacheColumns]()
+    index = _Loaded["ShardIndex"]()
+    columns = _Loaded["CacheColumns"]()
     layout_of_all = _Loaded["Layout | None"]()
     _template_numbers = _Loaded[Array]()  # the number of each sample's template, uint8; 0 if unknown
 
@@ -116,8 +115,10 @@ class Shard:
         Raises:
             FormatError: The shard does not match its index.
         """
+        from wds_tensorcache.shards.load_index import scan
+
         scanned = scan(self.file)
-        names = scanned.caches.get(self.name, _NONE)
+        names = _columns_in(scanned, self.name)
         if not np.array_equal(names.digest, self.columns.digest):
             what = "the index does not match the shard; `tensorcache verify` (tc.verify) reports what was changed or damaged"
             raise FormatError(f"{self.path}: {what}")
@@ -145,7 +146,7 @@ class Shard:
         return True
 
     def _set_index(self, index: ShardIndex) -> None:
-        columns = index.caches.get(self.name, _NONE)
+        columns = _columns_in(index, self.name)
         if self._count not in (None, len(columns)):
             counted = f"{len(columns)} samples with cache {self.name!r}"
             raise other_count(self.path, counted, self._count)
@@ -162,6 +163,8 @@ class Shard:
     def _read_index(self, may_scan: bool) -> ShardIndex | None:
         index: ShardIndex | None
         if not self.is_remote:
+            from wds_tensorcache.shards.load_index import load_index
+
             index = load_index(self.file)
         else:
             from wds_tensorcache.shards.remote_indexes import RemoteIndexes
@@ -349,8 +352,13 @@ class Shard:
         return skeletons, bodies
 
 
-_EMPTY = np.empty(0, np.uint64)
-_NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
+def _columns_in(index: ShardIndex, name: str) -> CacheColumns:
+    """Return the columns of a cache in an index, which are empty if it has no such cache."""
+    if name in index.caches:
+        return index.caches[name]
+    from wds_tensorcache.shards.index import CacheColumns
+
+    return CacheColumns(None, *[np.empty(0, np.uint64)] * 5)
 
 
 class _OpenFile(Protocol):
