@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -35,7 +35,6 @@ Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
-_MAX_REOPENED = 1024  # files of unpickled lazy tensors
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
 _BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, as in a preamble
 
@@ -414,19 +413,27 @@ class FileRange:
 class _UnpickledFile:
     """The file of unpickled lazy tensors, which belong to no open cache. It must be the one that they were pickled with."""
 
+    __slots__ = ("_identity", "path")
     pool = Pool(1 << 28)
 
     def __init__(self, path: str, identity: Any) -> None:
-        self.path = path
-        self._files = Files(identities={path: identity})
+        self.path, self._identity = path, identity
 
     @property
     def file(self) -> File:
-        return self._files.get(self.path)
+        if is_url(self.path):
+            return Files(identities={self.path: self._identity}).get(self.path)
+        file = _unpickled_files.get(self.path)
+        if file is None or file.identity != self._identity:
+            # it may have been replaced on disk
+            file = _unpickled_files[self.path] = Files().get(self.path)
+        if file.identity != self._identity:
+            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)
+        return file
 
 
-_reopen_file = lru_cache(_MAX_REOPENED)(_UnpickledFile)
+_unpickled_files: dict[str, File] = {}
 
 
 def _reopened(path: str, identity: Any, begin: int) -> FileRange:
-    return FileRange(_reopen_file(path, identity), begin)
+    return FileRange(_UnpickledFile(path, identity), begin)
