@@ -240,9 +240,10 @@ class TensorCacheSource(BatchSource):
         Raises:
             IndexError: The epoch has no such batch.
         """
-        return self._step(epoch, iteration).indices
+        indices: Array = self._step(epoch, iteration).indices
+        return indices
 
-    def _step(self, epoch: int, iteration: int) -> tc.Step:
+    def _step(self, epoch: int, iteration: int) -> Any:
         if not 0 <= iteration < len(self):
             raise IndexError(f"iteration {iteration} out of range [0, {len(self)})")
         return self._sampler._step(epoch, iteration)

@@ -108,7 +108,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     """Assert that a dataset has each sample once."""
     assert sorted(row["__key__"] for row in rows) == [f"{i:04d}" for i in range(COUNT)]
     for row in rows:
-        assert_same(sample(int(row["__key__"])), tc.ray_sample(row))
+        assert_same(sample(int(row["__key__"])), tc.ray.ray_sample(row))
 
 
 def write_and_read(folder: Path, rounds: int, seed: int) -> tuple[int, int]:
@@ -133,12 +133,14 @@ def write_and_read(folder: Path, rounds: int, seed: int) -> tuple[int, int]:
             pause_s = chance.uniform(0, _BLOCK_S * _NUM_BLOCKS / 2)
 
             def write(noting: Noting, out: Path = place / "out") -> None:
-                dataset = tc.read_ray(folder / "source", override_num_blocks=_NUM_BLOCKS)
-                tc.write_ray(dataset.map_batches(noting, batch_format="pyarrow", batch_size=None), out, max_samples=50)
+                dataset = tc.ray.read_ray(folder / "source", override_num_blocks=_NUM_BLOCKS)
+                tc.ray.write_ray(
+                    dataset.map_batches(noting, batch_format="pyarrow", batch_size=None), out, max_samples=50
+                )
                 check_cache(out)
 
             def read(noting: Noting) -> None:
-                dataset = tc.read_ray(folder / "source", override_num_blocks=_NUM_BLOCKS)
+                dataset = tc.ray.read_ray(folder / "source", override_num_blocks=_NUM_BLOCKS)
                 check_rows(dataset.map_batches(noting, batch_format="pyarrow", batch_size=None).take_all())
 
             hits += _attempt(place / "notes", pause_s, chance, read if kind else write)

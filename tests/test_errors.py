@@ -14,7 +14,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import write
-from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.shards.tar_stream import TarStream
 
 
 def fields(error: tc.FormatError) -> tuple[Any, ...]:

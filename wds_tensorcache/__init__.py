@@ -8,10 +8,9 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 
 # The public names by their modules, which are imported on first use: importing torch takes more than a second, during which
-# `tensorcache --help` would not answer. Type checkers read `__init__.pyi`.
+# `tensorcache --help` would not answer. Type checkers read `__init__.pyi`. Types of results are public where they are defined.
 _NAMES = {
     "checking.repair": "repair",
-    "checking.report": "Fault RepairReport Report",
     "checking.verify": "verify",
     "codec.lazy": "LazyArray LazyTensor",
     "codec.sample": "decode_sample encode_sample",
@@ -20,42 +19,28 @@ _NAMES = {
         "BatchError EncodeError FormatError InvalidKeyError MissingShardError RemoteError StaleCacheError TarFormatError "
         "TensorCacheError UnsafeSkeletonError"
     ),
-    "integrations.exporting.export_cache": "ExportReport export_cache",
+    "integrations.exporting.export_cache": "export_cache",
     "integrations.importers.import_cache": "import_cache",
-    "integrations.importers.report": "ImportReport Skipped",
-    "integrations.ray.batches": "ray_collate ray_from_torch ray_sample ray_table ray_to_torch",
-    "integrations.ray.build": "build_ray",
-    "integrations.ray.read": "read_ray",
-    "integrations.ray.write": "write_ray",
-    "integrations.torch_dataloader": "StepDataset TorchLoader torch_loader",
-    "integrations.webdataset": "Decode decode encoder",
+    "integrations.torch_dataloader": "StepDataset torch_loader",
+    "integrations.webdataset": "decode encoder",
     "integrations.webdataset_resumable": "ResumablePipeline",
-    "integrations.webdataset_tar": "TarSamples tarfile_to_samples",
-    "reading.base_cache": "BatchInfo Cache",
-    "reading.batch.collate": "Pad pad",
-    "reading.cache": "TensorCache",
-    "reading.choose": "Choices",
-    "reading.description": "Description TensorDescription ValueDescription",
+    "integrations.webdataset_tar": "tarfile_to_samples",
+    "reading.batch.collate": "pad",
+    "reading.batch_info": "BatchInfo",
+    "reading.cache": "Cache TensorCache",
     "reading.join": "JoinedCache join",
-    "reading.lookup.keys": "KeysView",
     "reading.open_cache": "open",
-    "reading.schema": "Entry TensorSchema",
     "reading.structure": "nest",
-    "shards.index": "ShardIndex",
     "shards.names": "original_name safe_key",
     "sharing.dataset": "SharedDataset",
-    "sharing.manage": "SharedInfo shared_clear shared_list",
-    "sharing.samples": "SharedStats",
-    "training.buckets": "ByLength by_length",
+    "sharing.manage": "shared_clear shared_list",
+    "training.buckets": "by_length",
     "training.loader": "Loader",
     "training.order": "EpochOrder",
-    "training.stats": "LoaderStats",
     "training.step_sampler": "StepSampler",
-    "training.plan": "RowCounts Step",
-    "training.transforms": "DropText SampleMoments drop_text sample_moments",
+    "training.transforms": "drop_text sample_moments",
     "writing.build": "build",
     "writing.index_shard": "write_index",
-    "writing.copy_shards": "CopyReport",
     "writing.merge": "merge reshard",
     "writing.versions": "drop",
     "writing.writer": "ShardWriter",
@@ -65,6 +50,8 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "ray":
+        return _import_module(f"{__name__}.ray")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -72,4 +59,4 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *__all__, "ray"]

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.shards.forged_index import columns, put_footer, swap, swap_keys
 from tests.shards.tars import build, build_with_tarfile, by_tarfile_in
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar import BLOCK
 
 BESIDE = ["footer", "index"]
 
@@ -29,7 +30,7 @@ def shard(folder: Path, beside: str, count: int = 6) -> Path:
     return path
 
 
-def saved(path: Path, out: Path, are_others_whole: bool = True) -> tuple[tc.Report, list[str]]:
+def saved(path: Path, out: Path, are_others_whole: bool = True) -> tuple[Any, list[str]]:
     """Return the report, and the keys that repair saved; each has its own sample, and the other members that it had."""
     report = tc.repair(path, out)
     assert tc.verify(out).ok, tc.verify(out)

@@ -18,7 +18,7 @@ from tests.shards.damage import flip, member, members, sample, write
 from tests.shards.tars import ZOO, build, build_with_tarfile, by_tarfile_in
 
 
-def repaired(source: Any, out: Path, **options: Any) -> tuple[tc.Report, list[str]]:
+def repaired(source: Any, out: Path, **options: Any) -> tuple[Any, list[str]]:
     """Return the report, and the keys of what was written, which passes `verify` and reads as it was written."""
     report = tc.repair(source, out, **options)
     if not list(out.glob("*.tar")):

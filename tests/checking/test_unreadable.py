@@ -13,8 +13,8 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import members, write
 from tests.shards.tars import build_with_tarfile, special
-from wds_tensorcache.shards.tar.headers import BLOCK
-from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.tar_stream import TarStream
 from wds_tensorcache.storage.files import ShardFile
 
 

@@ -17,7 +17,7 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.shards.damage import faults, flip, member, members, sample, write
 from tests.shards.tars import FORMATS, ZOO, build, build_with_tarfile
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import ShardFile
 
 

@@ -15,7 +15,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.cli.conftest import HOSTILE
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
 from wds_tensorcache.inspecting.diff import diff_caches
 
 

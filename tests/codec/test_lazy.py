@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import operator
 import pickle
@@ -16,7 +17,6 @@ import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 import wds_tensorcache as tc
-from wds_tensorcache.codec.reference import ByteSource, Reference
 
 T = torch.arange(24, dtype=torch.float32).reshape(4, 2, 3)
 
@@ -24,7 +24,7 @@ T = torch.arange(24, dtype=torch.float32).reshape(4, 2, 3)
 class Recording:
     """A source that keeps which bytes were asked for."""
 
-    def __init__(self, member: bytes) -> None:
+    def __init__(self, member: bytes | memoryview) -> None:
         self.member = member
         self.reads: list[tuple[int, int]] = []
 
@@ -45,7 +45,7 @@ class Recording:
         self.reads.append((begin, end))
         return memoryview(self.member)[begin:end]
 
-    def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
+    def cut(self, begin: int, end: int) -> tuple[Any, int]:
         return self, begin
 
 
@@ -59,7 +59,8 @@ def lazy_array_of(array: Any) -> Any:
 
 def recorded() -> tuple[tc.LazyTensor, Recording]:
     source = Recording(b"head" + T.numpy().tobytes())
-    return tc.LazyTensor(Reference("x", "tensor", T.dtype, T.shape, 4, 4 + T.nbytes, None), source), source
+    reference = dataclasses.replace(lazy_of(T)._reference, name="x", begin=4, end=4 + T.nbytes)
+    return tc.LazyTensor(reference, source), source
 
 
 def test_realize_reads_neighbors_at_once() -> None:
@@ -67,9 +68,9 @@ def test_realize_reads_neighbors_at_once() -> None:
     source = Recording(bytes(range(40)) + near + b"\1\0" + far + b"\2\0")
 
     def lazy(begin: int, end: int, dtype: torch.dtype = torch.uint8) -> Any:
-        return tc.LazyTensor(
-            Reference(str(begin), "tensor", dtype, torch.Size([end - begin]), begin, end, None), source
-        )
+        shape = torch.Size([end - begin])
+        reference = dataclasses.replace(lazy_of(T)._reference, dtype=dtype, shape=shape, begin=begin, end=end)
+        return tc.LazyTensor(reference, source)
 
     first, last = lazy(0, 3), lazy(100_142, 100_144)
     sample = {

@@ -7,12 +7,12 @@ from struct import Struct
 import xxhash
 
 from tests.hostile.colliding import CONTAINERS, KEYS, container
+from wds_tensorcache.codec.binding import MAGIC as PREAMBLE_MAGIC
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, sign_header, tensors_digest
 from wds_tensorcache.codec.header import build_safetensors_header, is_bound
-from wds_tensorcache.codec.preamble import MAGIC as PREAMBLE_MAGIC
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, build_preamble, sign_header, tensors_digest
 from wds_tensorcache.shards.footer import MAGIC as FOOTER_MAGIC
 from wds_tensorcache.shards.footer import TRAILER_NBYTES
-from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, padding
+from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, padding
 
 __all__ = ["ARRAYS", "KEY_RECORD", "RECORD", "bound", "footer_of", "keys_of", "tar_of"]
 

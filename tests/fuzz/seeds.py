@@ -19,8 +19,8 @@ from tests.fuzz.targets import ALLOW, SAMPLES, Colour, Trusted, shard
 from tests.hostile.colliding import CONTAINERS, KEYS
 from tests.hostile.pickles import call, text
 from tests.shards.tars import UNUSUAL, build, pax, raw_header, record
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
 from wds_tensorcache.codec.header import parse_header
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
 

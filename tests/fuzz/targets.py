@@ -27,17 +27,17 @@ from tests.fuzz import known
 from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
 from tests.hostile.colliding import count_calls
 from wds_tensorcache.codec import header as headers
-from wds_tensorcache.codec.preamble import parse_preamble
+from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, allow_table
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
+from wds_tensorcache.shards import tar as tars
 from wds_tensorcache.shards.footer import build_footer, parse_index
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.tar import headers as tars
-from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.shards.tar_stream import TarStream
 
 __all__ = ["ALLOW", "SAMPLES", "TARGETS", "Colour", "Trusted", "run", "shard"]
 

@@ -17,8 +17,6 @@ import wds_tensorcache as tc
 from tests.hostile.colliding import CONTAINERS, HASHED_IN_PYTHON, KEYS, MODULUS, container, count_calls, integer
 from tests.hostile.pickles import PROTO, call, decode, refused, text
 from tests.shards.tars import build
-from wds_tensorcache.codec.header import form_of, make_layout
-from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 
 MANY = "not text or bytes have more than 10,000 parts"
 # number of parts of one key
@@ -171,20 +169,6 @@ def test_a_shard_without_an_index(tmp_path: Path) -> None:
     report, calls = count_calls(lambda: tc.verify(shard, num_threads=1))
     assert not calls
     assert MANY in str(report.faults)
-
-
-def test_shapes_of_one_hash() -> None:
-    """Tables of layouts, of a scan and of an index, by their shapes: hashes of tuples of numbers can be chosen."""
-    builder = IndexBuilder()
-    form = form_of((("x", "U8", 3),))
-    for number in range(50):
-        builder.add(str(number), [CacheEntry("", 0, 1, 512, make_layout(form, (0, 1, number), 64), 1, None)], [])
-    table = builder._numbers_by_content
-    assert table
-    assert not any(
-        type(part) is tuple and all(type(dim) is int for dim in part) for place in table for part in place[:3]
-    )
-    assert len(builder.finish(1024).layouts) == 50
 
 
 def test_the_counter_counts() -> None:

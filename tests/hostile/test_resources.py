@@ -21,8 +21,6 @@ import wds_tensorcache as tc
 from tests.hostile.colliding import integer
 from tests.hostile.pickles import call, decode, refused, text
 from tests.shards.tars import LAST, pax, raw_header, record
-from wds_tensorcache.codec.header import Form
-from wds_tensorcache.shards.index import LayoutTable
 
 FORMAT = Path(tc.__file__).parent / "codec" / "FORMAT.md"
 BAD_ARGUMENTS = {
@@ -259,17 +257,6 @@ def test_names_of_many_slashes() -> None:
     with pytest.raises(tc.FormatError, match="the name has 999999 bytes, expected at most 16384"):
         list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(long + LAST)}]))
     assert time.process_time() - started < 5
-
-
-def test_an_index_of_many_forms_and_layouts() -> None:
-    empty, scalars = Form(()), Form(tuple((str(i), "U8", 0) for i in range(50_000)))
-    number = np.full(200_000, 50_000, np.uint16)
-    started = time.process_time()
-    table = LayoutTable(
-        (empty,) * 50_000 + (scalars,), (None,) * 50_001, number, np.full(200_000, 8, np.uint8), np.empty(0, np.uint8)
-    )
-    assert time.process_time() - started < 5
-    assert table[7].nbytes == table.nbytes[7] == 50_008
 
 
 SMALL = {

@@ -14,6 +14,7 @@ import tempfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ from tests.importers import (
 from tests.importers.chunked_samples import WRITTEN
 from tests.same import assert_same
 from tests.strategies import samples
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, build_preamble, parse_preamble
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, parse_preamble
 from wds_tensorcache.inspecting.diff import diff_caches
 from wds_tensorcache.integrations.exporting.export_cache import KINDS
 from wds_tensorcache.integrations.exporting.file_names import is_safe
@@ -55,7 +56,7 @@ members = st.dictionaries(
 )
 
 
-def assert_round_trip(cache: Path, kind: str, folder: Path) -> tc.ExportReport:
+def assert_round_trip(cache: Path, kind: str, folder: Path) -> Any:
     """Assert that `cache`, exported into `folder` and imported again, is the same cache."""
     with tc.open(cache) as opened:
         report = tc.export_cache(opened, folder / "files", kind)

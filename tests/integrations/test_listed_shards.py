@@ -14,7 +14,7 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.shards.tar.headers import BLOCK, Scanner
+from wds_tensorcache.shards.tar import BLOCK, Scanner
 
 COUNT = 30
 

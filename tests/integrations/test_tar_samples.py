@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.shards.tar_stream import TarStream
 
 
 def read(*urls: Any, **options: Any) -> list[dict[str, Any]]:

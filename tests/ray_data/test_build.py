@@ -70,7 +70,7 @@ def build(notes: Path, out: Path, count: int = 60, **options: Any) -> Any:
     model = {name: options.pop(name) for name in ("fails_at", "dies_at") if name in options}
     options = {"fingerprint": MADE, "key": "id", "batch_size": 8, "min_samples": 10, "max_samples": 10, **options}
     maker = options.pop("model", Scale)
-    return tc.build_ray(items(count), maker, out, model_args=[notes], model_kwargs=model, **options)
+    return tc.ray.build_ray(items(count), maker, out, model_args=[notes], model_kwargs=model, **options)
 
 
 def check(cache: Any, count: int = 60) -> None:
@@ -145,7 +145,7 @@ def test_a_killed_driver(notes: Path, tmp_path: Path) -> None:
 
 
 def test_batches_of_tensors(tmp_path: Path) -> None:
-    cache = tc.build_ray(items(20), Batched, tmp_path / "out", fingerprint={}, key="id", batch_size=7)
+    cache = tc.ray.build_ray(items(20), Batched, tmp_path / "out", fingerprint={}, key="id", batch_size=7)
     for i in range(20):
         assert_same({"deep": {"y": torch.full((4,), 2.0 * i).bfloat16()}, "id": i}, cache[str(i)])
 

@@ -33,7 +33,7 @@ def begin(folder: Path, mode: Mode = "create", **options: Any) -> Any:
 
 
 def blocks(numbers: Sequence[int]) -> list[Any]:
-    return [tc.ray_table([f"{i:03d}"], [{"x": torch.full((2,), i)}]) for i in numbers]
+    return [tc.ray.ray_table([f"{i:03d}"], [{"x": torch.full((2,), i)}]) for i in numbers]
 
 
 def write(job: WriteJob, numbers: Sequence[int], task: int = 0) -> Any:
@@ -66,7 +66,7 @@ def test_only_the_attempt_that_succeeded_is_listed(tmp_path: Path) -> None:
 
 def test_a_failed_attempt_removes_its_shards(tmp_path: Path) -> None:
     with begin(tmp_path) as job, pytest.raises(tc.InvalidKeyError, match=r"\.\."):
-        write_part(job, [*blocks(range(5)), tc.ray_table(["../a"], [{}])], 0)
+        write_part(job, [*blocks(range(5)), tc.ray.ray_table(["../a"], [{}])], 0)
     assert os.listdir(tmp_path) == []
 
 

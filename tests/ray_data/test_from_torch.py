@@ -28,12 +28,12 @@ def test_a_function_of_batches_changes_tensors_of_any_dtype(tmp_path: Path) -> N
             sink.write(f"{i:03d}", sample)
 
     def changed(batch):  # type: ignore[no-untyped-def]
-        tensors = tc.ray_to_torch(batch)
+        tensors = tc.ray.ray_to_torch(batch)
         ragged = [each * 3 for each in tensors["ragged"]]
         columns = {name: value for name, value in tensors.items() if name.startswith("many.")}
-        return {**batch, **tc.ray_from_torch({**columns, "ragged": ragged})}
+        return {**batch, **tc.ray.ray_from_torch({**columns, "ragged": ragged})}
 
-    ds = tc.read_ray(tmp_path / "cache").map_batches(changed, batch_size=3)
-    found = tc.write_ray(ds, tmp_path / "again")
+    ds = tc.ray.read_ray(tmp_path / "cache").map_batches(changed, batch_size=3)
+    found = tc.ray.write_ray(ds, tmp_path / "again")
     for i, sample in enumerate(samples):
         assert_same({**sample, "ragged": sample["ragged"] * 3}, tc.realize(found[f"{i:03d}"]))

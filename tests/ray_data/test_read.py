@@ -20,14 +20,14 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize("num_blocks", [1, 7])
 def test_rows_are_the_samples(every_kind_cache: Path, num_blocks: int) -> None:
-    rows = by_key(tc.read_ray(every_kind_cache, override_num_blocks=num_blocks))
+    rows = by_key(tc.ray.read_ray(every_kind_cache, override_num_blocks=num_blocks))
     assert [row["__key__"] for row in rows] == [f"{i:04d}" for i in range(40)]
     for i, row in enumerate(rows):
-        assert_same(every_kind(i), tc.ray_sample(row))
+        assert_same(every_kind(i), tc.ray.ray_sample(row))
 
 
 def test_columns(every_kind_cache: Path) -> None:
-    schema = tc.read_ray(every_kind_cache).schema()
+    schema = tc.ray.read_ray(every_kind_cache).schema()
     types = {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True)}
     assert types["latent"] == "ArrowTensorTypeV2(shape=(4, 8, 8), dtype=halffloat)"
     assert types["cond.0.0"] == "ArrowVariableShapedTensorType(ndim=2, dtype=uint16)"
@@ -39,7 +39,7 @@ def test_columns(every_kind_cache: Path) -> None:
 
 
 def test_a_sample_without_a_tensor_has_null(every_kind_cache: Path) -> None:
-    dataset = tc.read_ray(every_kind_cache, "mask")
+    dataset = tc.ray.read_ray(every_kind_cache, "mask")
     rows = by_key(dataset)
     assert [row["mask"] is None for row in rows] == [i % 3 == 0 for i in range(40)]
     assert rows[1]["mask"].dtype == np.uint8
@@ -49,23 +49,27 @@ def test_a_sample_without_a_tensor_has_null(every_kind_cache: Path) -> None:
 
 def test_optional_tensors_survive_shuffles_and_functions(every_kind_cache: Path) -> None:
     """Some batches of the function have the tensor in all of their rows, some in a part, some in none."""
-    dataset = tc.read_ray(every_kind_cache, ["mask", "cond.1"], override_num_blocks=3).random_shuffle(seed=1).sort("i")
+    dataset = (
+        tc.ray.read_ray(every_kind_cache, ["mask", "cond.1"], override_num_blocks=3).random_shuffle(seed=1).sort("i")
+    )
     for batch_size in (1, 2, 40):
         changed = dataset.map_batches(lambda batch: batch, batch_size=batch_size, batch_format="numpy")
         for row in by_key(changed):
-            sample, expected = tc.ray_sample(row), every_kind(int(row["__key__"]))
+            sample, expected = tc.ray.ray_sample(row), every_kind(int(row["__key__"]))
             assert ("mask" in sample) == ("mask" in expected)
             if "mask" in expected:
                 assert_same(expected["mask"], sample["mask"])
                 assert_same(expected["cond"][1], sample["cond"][1])
-        for batch in changed.iter_torch_batches(batch_size=13, collate_fn=tc.ray_collate()):
+        for batch in changed.iter_torch_batches(batch_size=13, collate_fn=tc.ray.ray_collate()):
             assert [mask is None for mask in batch["mask"]] == [int(key) % 3 == 0 for key in batch["__key__"]]
 
 
 @pytest.mark.parametrize("batch_size", [8, 13, 40])
 def test_torch_batches_have_the_dtypes_of_the_cache(every_kind_cache: Path, batch_size: int) -> None:
     seen = 0
-    for batch in tc.read_ray(every_kind_cache).iter_torch_batches(batch_size=batch_size, collate_fn=tc.ray_collate()):
+    for batch in tc.ray.read_ray(every_kind_cache).iter_torch_batches(
+        batch_size=batch_size, collate_fn=tc.ray.ray_collate()
+    ):
         assert "__tensorcache__" not in batch
         assert batch["cond.0.1.pooled"].dtype == torch.bfloat16
         assert batch["float8"].dtype == torch.float8_e4m3fn
@@ -84,15 +88,15 @@ def test_torch_batches_have_the_dtypes_of_the_cache(every_kind_cache: Path, batc
 
 
 def test_torch_batches_are_writable(every_kind_cache: Path) -> None:
-    batch = tc.ray_to_torch(tc.read_ray(every_kind_cache).take_batch(4))
+    batch = tc.ray.ray_to_torch(tc.ray.read_ray(every_kind_cache).take_batch(4))
     batch["latent"].zero_()
     assert batch["cond.0.1.pooled"].dtype == torch.bfloat16
     assert batch["latent"].sum() == 0
 
 
 def test_dtypes_without_the_structure(every_kind_cache: Path) -> None:
-    dataset = tc.read_ray(every_kind_cache, override_num_blocks=1).select_columns(["cond.0.1.pooled"])
-    collate = tc.ray_collate(dtypes={"cond.0.1.pooled": torch.bfloat16})
+    dataset = tc.ray.read_ray(every_kind_cache, override_num_blocks=1).select_columns(["cond.0.1.pooled"])
+    collate = tc.ray.ray_collate(dtypes={"cond.0.1.pooled": torch.bfloat16})
     (batch,) = dataset.iter_torch_batches(batch_size=40, collate_fn=collate)
     assert list(batch) == ["cond.0.1.pooled"]
     assert batch["cond.0.1.pooled"].dtype == torch.bfloat16
@@ -104,13 +108,13 @@ def test_projection_reads_only_those_bytes(write_cache: Callable[..., Path]) -> 
     folder = write_cache(lambda i: {"a": torch.full((4,), i), "b": torch.ones(3000, dtype=torch.bool), "i": i}, 20)
     shard = folder / "000000.tar"
     shard.write_bytes(shard.read_bytes().replace(b"\1" * 3000, b"\7" * 3000))
-    selected = tc.read_ray(folder, "a")
+    selected = tc.ray.read_ray(folder, "a")
     assert [row["a"].tolist() for row in by_key(selected)] == [[i] * 4 for i in range(20)]
-    pushed = by_key(tc.read_ray(folder).select_columns(["i", "__key__", "a"]))
+    pushed = by_key(tc.ray.read_ray(folder).select_columns(["i", "__key__", "a"]))
     assert [(row["i"], row["a"].tolist()) for row in pushed] == [(i, [i] * 4) for i in range(20)]
-    assert by_key(tc.read_ray(folder).select_columns("__key__"))[7] == {"__key__": "0007"}
+    assert by_key(tc.ray.read_ray(folder).select_columns("__key__"))[7] == {"__key__": "0007"}
     with pytest.raises(tc.FormatError, match="bool"):
-        tc.read_ray(folder).take_all()
+        tc.ray.read_ray(folder).take_all()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="/proc/self/io is missing, which counts the bytes read")
@@ -120,7 +124,7 @@ def test_a_task_reads_only_the_bytes_of_its_tensors(write_cache: Callable[..., P
     def bytes_read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
 
-    source = tc.read_ray(folder, "a", io="pread")._logical_plan.dag.datasource
+    source = tc.ray.read_ray(folder, "a", io="pread")._logical_plan.dag.datasource
     (task,) = source.get_read_tasks(1)
     begin = bytes_read()
     (table,) = task()
@@ -131,37 +135,37 @@ def test_a_task_reads_only_the_bytes_of_its_tensors(write_cache: Callable[..., P
 def test_views_and_options(every_kind_cache: Path, tmp_path: Path) -> None:
     with tc.open(every_kind_cache) as cache:
         view = cache[[7, 3, 5]].select("latent")
-        rows = tc.read_ray(view, override_num_blocks=1).take_all()
+        rows = tc.ray.read_ray(view, override_num_blocks=1).take_all()
         assert [row["__key__"] for row in rows] == ["0007", "0003", "0005"]
-        assert_same(every_kind(7)["latent"], tc.ray_sample(rows[0])["latent"])
-        assert "float8" not in tc.ray_sample(rows[0])
+        assert_same(every_kind(7)["latent"], tc.ray.ray_sample(rows[0])["latent"])
+        assert "float8" not in tc.ray.ray_sample(rows[0])
         with pytest.raises(TypeError, match="num_threads"):
-            tc.read_ray(cache, num_threads=1)
+            tc.ray.read_ray(cache, num_threads=1)
         joined = tc.join({"a": view, "b": view})
         with pytest.raises(
             TypeError, match=r"JoinedCache.*writer\.write\(key, tc\.realize\(source\[key\]\)\); or read each"
         ):
-            tc.read_ray(joined)
+            tc.ray.read_ray(joined)
         with tc.ShardWriter(tmp_path, fsync=False) as writer:
             for key in joined.keys():  # noqa: SIM118
                 writer.write(key, tc.realize(joined[key]))
-        assert_same(every_kind(3)["latent"], tc.ray_sample(by_key(tc.read_ray(tmp_path))[0])["b"]["latent"])
+        assert_same(every_kind(3)["latent"], tc.ray.ray_sample(by_key(tc.ray.read_ray(tmp_path))[0])["b"]["latent"])
     with (
         tc.SharedDataset([{"x": torch.ones(2)}], tmp_path.name) as shared,
         pytest.raises(TypeError, match=r"SharedDataset.*tc\.realize\(source\[key\]\)\)$"),
     ):
-        tc.read_ray(shared)
+        tc.ray.read_ray(shared)
     with pytest.raises(TypeError, match="no_option"):
-        tc.read_ray(every_kind_cache, no_option=1)
+        tc.ray.read_ray(every_kind_cache, no_option=1)
     with pytest.raises(KeyError, match="latnet"):
-        tc.read_ray(every_kind_cache, "latnet")
+        tc.ray.read_ray(every_kind_cache, "latnet")
 
 
 def test_tasks_have_about_equal_bytes(write_cache: Callable[..., Path]) -> None:
     from wds_tensorcache.integrations.ray.read import _nbytes
 
     folder = write_cache(lambda i: {"x": torch.zeros(10 * i * i)}, 100, max_samples=30)
-    dataset = tc.read_ray(folder, override_num_blocks=8)
+    dataset = tc.ray.read_ray(folder, override_num_blocks=8)
     source = dataset._logical_plan.dag.datasource
     tasks = source.get_read_tasks(8)
     sizes = [task.metadata.size_bytes for task in tasks]
@@ -180,7 +184,10 @@ def test_alternatives(write_cache: Callable[..., Path]) -> None:
     folder = write_cache(sample, 50)
     choose = {"latent": ["latent", "flipped"], "caption": "captions.*"}
     each = [
-        {row["__key__"]: row for row in tc.read_ray(folder, choose=choose, seed=3, override_num_blocks=n).take_all()}
+        {
+            row["__key__"]: row
+            for row in tc.ray.read_ray(folder, choose=choose, seed=3, override_num_blocks=n).take_all()
+        }
         for n in (1, 5)
     ]
     signs = set()
@@ -188,7 +195,7 @@ def test_alternatives(write_cache: Callable[..., Path]) -> None:
         key = f"{i:04d}"
         rows = [rows[key] for rows in each]
         assert {"flipped", "captions"}.isdisjoint(rows[0])
-        first, second = map(tc.ray_sample, rows)
+        first, second = map(tc.ray.ray_sample, rows)
         assert_same(first, second)
         assert first.keys() == {"latent", "caption"}
         assert first["latent"].abs().tolist() == [i, i]

@@ -27,22 +27,22 @@ class Double:
 
 
 def test_written_read_and_built(every_kind_cache: Path, write_server: WriteServer) -> None:
-    dataset = tc.read_ray(every_kind_cache, override_num_blocks=3)
+    dataset = tc.ray.read_ray(every_kind_cache, override_num_blocks=3)
     first, rest = dataset.filter(expr=col("i") < 10), dataset.filter(expr=col("i") >= 10)
-    tc.write_ray(first, URL).close()
+    tc.ray.write_ray(first, URL).close()
     with pytest.raises(FileExistsError, match="append=True"):
-        tc.write_ray(rest, URL)
+        tc.ray.write_ray(rest, URL)
     with pytest.raises(tc.InvalidKeyError, match="0000"):
-        tc.write_ray(dataset, URL, append=True)
-    with tc.write_ray(rest, URL, append=True) as cache:
+        tc.ray.write_ray(dataset, URL, append=True)
+    with tc.ray.write_ray(rest, URL, append=True) as cache:
         assert sorted(cache.keys()) == [f"{i:04d}" for i in range(40)]
-    rows = by_key(tc.read_ray(URL, override_num_blocks=2))
+    rows = by_key(tc.ray.read_ray(URL, override_num_blocks=2))
     for i, row in enumerate(rows):
-        assert_same(every_kind(i), tc.ray_sample(row))
+        assert_same(every_kind(i), tc.ray.ray_sample(row))
     shards = {name for name in write_server.objects("cache/") if name.endswith(".tar")}
     assert len(shards) == cache.num_shards
     assert [name for name in write_server.objects("cache/") if ".ray-" in name] == []
-    with tc.write_ray(first, URL, overwrite=True) as cache:
+    with tc.ray.write_ray(first, URL, overwrite=True) as cache:
         assert len(cache) == 10
     assert not shards & write_server.objects("cache/").keys()
 
@@ -52,6 +52,6 @@ def test_built() -> None:
     items = ray.data.from_items(rows, override_num_blocks=2)
     options = {"fingerprint": {"made": 1}, "key": "id", "batch_size": 4}
     for count in (5, 20):
-        with tc.build_ray(items.limit(count), Double, "s3://bucket/built", **options) as cache:
+        with tc.ray.build_ray(items.limit(count), Double, "s3://bucket/built", **options) as cache:
             assert sorted(map(int, cache.keys())) == list(range(count))
             assert_same({"y": torch.full((3,), 8.0).bfloat16()}, cache["4"])

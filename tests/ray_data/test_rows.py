@@ -29,17 +29,17 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationW
 @settings(max_examples=60)
 @given(sample=samples())
 def test_any_sample_survives(sample: Any) -> None:
-    table = tc.ray_table(["key"], [sample])
+    table = tc.ray.ray_table(["key"], [sample])
     (row,) = table.to_pylist()
-    assert_same(sample, tc.ray_sample(row))
+    assert_same(sample, tc.ray.ray_sample(row))
 
 
 @settings(max_examples=25)
 @given(first=samples(), second=samples())
 def test_samples_of_one_block_stay_apart(first: Any, second: Any) -> None:
-    rows = tc.ray_table(["a", "b"], [first, second]).to_pylist()
+    rows = tc.ray.ray_table(["a", "b"], [first, second]).to_pylist()
     for row, sample in zip(rows, (first, second), strict=True):
-        assert_same(sample, tc.ray_sample(row))
+        assert_same(sample, tc.ray.ray_sample(row))
 
 
 @settings(max_examples=40)
@@ -56,7 +56,7 @@ def test_samples_survive_functions_of_batches(first: Any, second: Any, batch_for
     """As in `ds.map_batches(lambda batch: batch, batch_format=…)`."""
     from ray.data.block import BlockAccessor
 
-    table = tc.ray_table(["a", "b"], [first, second])
+    table = tc.ray.ray_table(["a", "b"], [first, second])
     block = BlockAccessor.batch_to_block(BlockAccessor.for_block(table).to_batch_format(batch_format))
     rows = samples_of_block(block, "__key__", has_fingerprint=False)
     for (key, found, members), expected in zip(rows, (first, second), strict=True):
@@ -101,11 +101,11 @@ def raw(names: bytes) -> bytes:
 def test_hostile_structures(value: Any) -> None:
     row = {"__tensorcache__": value, "a": np.ones(3, np.float32)}
     with pytest.raises(tc.FormatError):
-        tc.ray_sample(row)
+        tc.ray.ray_sample(row)
     with pytest.raises(tc.FormatError):
-        tc.ray_to_torch({name: [each] for name, each in row.items()})
+        tc.ray.ray_to_torch({name: [each] for name, each in row.items()})
 
 
 def test_a_structure_that_names_other_columns() -> None:
     row = {"b": np.ones(3, np.float32), "__tensorcache__": raw(json.dumps({"b": "tensor:float32"}).encode())}
-    assert tc.ray_sample(row) == {}
+    assert tc.ray.ray_sample(row) == {}

@@ -147,7 +147,7 @@ def test_devices(small: str) -> None:
         assert_batch(expected, cache.read_batch([4, 2], torch.device("cpu")))
         with torch.device("meta"):
             assert_batch(expected, cache.read_batch([4, 2]))
-            padded, info = cache.read_batch([4, 2], collate="pad", return_info=True)
+            padded, info = cache.read_batch_with_info([4, 2], collate="pad")
             assert_batch(expected, padded)
             assert info.shapes["x"].device.type == info.is_padding.device.type == "cpu"
         assert cache.read_batch([4, 2], device="meta")["x"].is_meta

@@ -81,7 +81,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
         assert_batch(rows, cache.read_batch(range(4)))
         assert_batch(rows, cache.read_batch(range(4), collate="list"), "list")
         assert_batch(ragged, other.read_batch(range(4), collate="list"), "list")
-        padded, info = other.read_batch(range(4), collate="pad", return_info=True)
+        padded, info = other.read_batch_with_info(range(4), collate="pad")
         assert info.shapes["r"].tolist() == [[0, 3], [1, 3], [2, 3], [3, 3]]
         assert padded["r"].shape == (4, 3, 3)
         zeros = np.zeros((4, 3, 3, dtype.itemsize), np.uint8)
@@ -104,7 +104,7 @@ def test_every_dtype_of_numpy(tmp_path: Path, dtype: np.dtype[Any]) -> None:
         assert_batch(rows, cache.read_batch(range(4), collate="list"), "list")
     ragged = [row[: i % 3] for i, row in enumerate(rows)]
     with tc.open(write(tmp_path / "b", ragged)) as cache:
-        padded, info = cache.read_batch(range(4), collate="pad", return_info=True)
+        padded, info = cache.read_batch_with_info(range(4), collate="pad")
         ((_, shapes),) = info.shapes.items()
         assert shapes.tolist() == [[0, 3], [1, 3], [2, 3], [0, 3]]
         assert padded.dtype == dtype.newbyteorder("<")

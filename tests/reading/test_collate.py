@@ -1,4 +1,4 @@
-"""Each tensor of a batch is stacked, listed or padded as `collate` says for its name; `return_info` adds what it was."""
+"""Each tensor is stacked, listed or padded as `collate` says for its name, and the record of the batch has its shapes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_smallest_length_that_fits(cache: Any, way: Any) -> None:
     assert way == tc.pad(to=[2, 5], value=7)
     ways = {"cond.text": way, "cond.mask": "list", "odd": "list"}
     for numbers, length in (([0, 3], 2), ([1, 4], 2), ([0, 1], 2), ([0, 2], 5), ([2], 5)):
-        batch, info = cache.read_batch(numbers, collate=ways, return_info=True)
+        batch, info = cache.read_batch_with_info(numbers, collate=ways)
         assert batch["cond"]["text"].shape == (len(numbers), length, 4)
         for row, i in zip(batch["cond"]["text"], numbers, strict=True):
             assert row.tolist() == [[i] * 4] * (1 + i % 3) + [[7] * 4] * (length - 1 - i % 3)
@@ -159,8 +159,8 @@ def test_joined_caches(cache: Any, tmp_path: Path) -> None:
     assert batch["state"].tolist() == [[[0, 0], [-1, -1], [-1, -1]], [[1, 1], [1, 1], [-1, -1]]]
     assert batch["cond"]["text"].shape == (2, 4, 4)
     named = tc.join({"a": cache, "b": tc.join({"c": texts})})
-    batch, info = named.read_batch(
-        [0, 1], collate={"a.*": "list", "b.c.state": "pad"}, pad_value={"b.c.state": 9}, return_info=True
+    batch, info = named.read_batch_with_info(
+        [0, 1], collate={"a.*": "list", "b.c.state": "pad"}, pad_value={"b.c.state": 9}
     )
     assert isinstance(batch["a"]["latent"], list)
     assert batch["b"]["c"]["state"][0].tolist() == [[0, 0], [9, 9]]
@@ -181,7 +181,7 @@ def test_info(cache: Any, collate: Any) -> None:
     numbers = [2, 0] if collate != "stack" else [0, 3]
     if collate in ("pad", "stack"):
         view = view.select(["latent", "cond.*"])
-    batch, info = view.read_batch(numbers, collate=collate, return_info=True)
+    batch, info = view.read_batch_with_info(numbers, collate=collate)
     alone = view.read_batch(numbers, collate=collate)
     assert type(batch) is type(alone)
     assert type(info) is tc.BatchInfo
@@ -206,7 +206,7 @@ def test_info_of_samples_that_differ(tmp_path: Path) -> None:
         {"x": torch.zeros(1, 3), "z": torch.zeros(2), "y": torch.ones(4)},
     ]
     with tc.open(write(tmp_path, samples)) as cache:
-        found, info = cache.read_batch(["001", "000"], collate=list, return_info=True)
+        found, info = cache.read_batch_with_info(["001", "000"], collate=list)
         assert [list(each) for each in found] == [["x", "z", "y"], ["x", "y"]]
         assert {name: shape.tolist() for name, shape in info.shapes.items()} == {"y": [[4], [1]], "z": [[2], [0]]}
 
@@ -229,7 +229,7 @@ def test_masks(cache: Any) -> None:
     for way, length in (("pad", 3), (tc.pad(to=5), 5), ("list", 3)):
         ways = {"cond.*": way, "odd": "list"}
         expected = [[at < n for at in range(length)] for n in lengths]
-        batch, info = cache.read_batch(range(4), collate=ways, return_info=True)
+        batch, info = cache.read_batch_with_info(range(4), collate=ways)
         for made in (info, pickle.loads(pickle.dumps(info)), info.to("cpu")):
             mask = made.mask("cond.text")
             assert mask.dtype == torch.bool
@@ -239,7 +239,7 @@ def test_masks(cache: Any) -> None:
             assert (batch["cond"]["text"][~mask] == 0).all()
             assert not (batch["cond"]["text"][mask] == 0).all()
         assert info.to("meta").mask("cond.text").is_meta
-        assert cache.read_batch(range(4), "meta", collate=ways, return_info=True)[1].mask("cond.text").is_meta
+        assert cache.read_batch_with_info(range(4), "meta", collate=ways)[1].mask("cond.text").is_meta
         loaders: list[Any] = [tc.Loader(cache, 4, collate=ways), tc.torch_loader(cache, 4, collate=ways)]
         for loader in loaders:
             assert next(iter(loader.with_info()))[1].mask("cond.text").tolist() == expected
@@ -247,8 +247,8 @@ def test_masks(cache: Any) -> None:
         made = next(iter(tc.StepDataset(sampler, collate=ways, with_info=True)[step] for step in sampler))[1]
         assert made.mask("cond.text").tolist() == expected
     joined = tc.join({"a": cache})
-    _, info = joined.read_batch([0], collate={"a.odd": "list", "a.cond.*": tc.pad(to=4)}, return_info=True)
+    _, info = joined.read_batch_with_info([0], collate={"a.odd": "list", "a.cond.*": tc.pad(to=4)})
     assert info.mask("a.cond.text").tolist() == [[True, False, False, False]]
-    assert cache.read_batch([0, 3], collate=list, return_info=True)[1].mask("cond.text").shape == (2, 1)
+    assert cache.read_batch_with_info([0, 3], collate=list)[1].mask("cond.text").shape == (2, 1)
     with pytest.raises(KeyError, match="no tensor 'text' .*; there are .*'a.cond.text'"):
         info.mask("text")

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.conftest import Seeded
 from tests.reading.batches import write
-from wds_tensorcache.reading.description import Contents, shown_value
 
 LINES, CHARS = 330, 260  # bounds of a summary: lines, and characters of a line but the last
 
@@ -246,38 +244,15 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
         assert lines["yes"] == "bool, for example True"
 
 
-PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary())
-NESTED = st.recursive(
-    PLAIN, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner), st.lists(inner).map(tuple))
-)
-
-
-@given(NESTED)
-def test_any_value_is_shown(value: Any) -> None:
-    shown = shown_value(value)
-    assert len(shown) < 40_000
-    is_small = len(repr(value)) <= 10 and not isinstance(value, (list, dict, tuple))
-    assert shown == repr(value) or not is_small
-
-
-SHAPES = st.integers(0, 3).flatmap(lambda ndim: st.tuples(*[st.integers(0, 3)] * ndim))
-
-
-@settings(max_examples=50)
-@given(st.lists(st.lists(SHAPES, min_size=1, max_size=200), min_size=1, max_size=8))
-def test_shapes_are_counted_exactly(shards: list[list[tuple[int, ...]]]) -> None:
-    """As `Counter` counts them, however often equal shapes are merged."""
-    contents, expected = Contents(1), Counter[tuple[int, ...]]()
-    lazy = tc.decode_sample(*tc.encode_sample({"x": torch.zeros(1)}))["x"]
-    for shapes in shards * 30:
-        for ndim in {len(shape) for shape in shapes}:
-            rows = [shape for shape in shapes if len(shape) == ndim]
-            array = np.array(rows, np.int64).reshape(len(rows), ndim)
-            contents.add_tensor("", "x", lazy._reference, array, np.arange(len(rows)) + 1)
-            expected.update(dict.fromkeys(rows, 0))
-            for number, shape in enumerate(rows, 1):
-                expected[shape] += number
-    found = contents.description(1, 1, {}, {}).tensors["x"]
+def test_shapes_are_counted_exactly(tmp_path: Path, rng: Seeded) -> None:
+    """As `Counter` counts them, in many shards, with one, two or no dimensions."""
+    shapes = [tuple(rng.randrange(40) for _ in range(rng.randrange(3))) for _ in range(6000)]
+    with tc.ShardWriter(tmp_path, max_samples=100, fsync=False) as sink:
+        for i, shape in enumerate(shapes):
+            sink.write(f"{i:04d}", {"x": torch.zeros(shape, dtype=torch.uint8)})
+    expected = Counter(shapes)
+    with tc.open(tmp_path) as cache:
+        found = cache.describe().tensors["x"]
     assert found.num_shapes == len(expected)
     assert list(found.shapes.values()) == sorted(expected.values(), reverse=True)[:20]
     assert all(expected[shape] == count for shape, count in found.shapes.items())

@@ -90,7 +90,7 @@ def test_schema_filter_and_shapes(cache: Any) -> None:
     assert cache.schema["latent_flipped"].name == "latent_flipped"
     assert cache.describe().tensors["latent_flipped"].num_samples == COUNT
     assert len(cache.filter(lambda entry: entry.shapes["latent_flipped"] == (2,))) == COUNT
-    _, info = cache.read_batch([1, 0], return_info=True)
+    _, info = cache.read_batch_with_info([1, 0])
     assert info.shapes["latent_flipped"].tolist() == [[2], [2]]
     assert len(next(iter(tc.Loader(cache, 2, bucket_by="latent_flipped", shuffle=False)))["latent"]) == 2
 
@@ -104,7 +104,7 @@ def test_loaders(cache: Any) -> None:
 def test_choices(cache: Any) -> None:
     choose = {"x": ["latent", "latent_flipped"]}
     for numbers in permutations(range(3)):
-        batch, info = cache.read_batch(numbers, choose=choose, choices={"x": [1, 1, 0]}, return_info=True)
+        batch, info = cache.read_batch_with_info(numbers, choose=choose, choices={"x": [1, 1, 0]})
         expected = [FLIPPED[numbers[0]], FLIPPED[numbers[1]], latent(numbers[2]).tolist()]
         assert rows(batch["x"]) == expected
         assert info.choices.chosen("x") == ["latent_flipped", "latent_flipped", "latent"]

@@ -114,7 +114,7 @@ def test_batches(joined: Any, named: Any) -> None:
         joined.read_batch([0, 1])
     listed = joined.read_batch([0, 1], collate="list")
     assert [x.shape[0] for x in listed["states"]] == [1, 2]
-    padded, info = joined.read_batch([0, 1], collate="pad", pad_value=9, return_info=True)
+    padded, info = joined.read_batch_with_info([0, 1], collate="pad", pad_value=9)
     shapes = info.shapes
     assert padded["states"].tolist() == [[[0, 0], [9, 9]], [[1, 1], [1, 1]]]
     assert shapes["states"].tolist() == [[1, 2], [2, 2]]
@@ -122,7 +122,7 @@ def test_batches(joined: Any, named: Any) -> None:
     batch = named.read_batch(["k3", 0])
     assert batch["latents"]["latent"]["samples"].shape == (2, 2, 3)
     assert batch["texts"]["prompt"] == ["p3", "p0"]
-    padded, info = named.read_batch([0, 1], collate="pad", pad_value={"texts.states": 3}, return_info=True)
+    padded, info = named.read_batch_with_info([0, 1], collate="pad", pad_value={"texts.states": 3})
     assert (padded["texts"]["states"].shape, info.shapes["texts.states"].shape) == ((2, 2, 2), (2, 2))
     assert padded["texts"]["states"][0, 1].tolist() == [3, 3]
     assert info.keys == ["k0", "k1"]

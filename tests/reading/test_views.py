@@ -8,7 +8,6 @@ import random
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from benchmarks.children import sparse
-from wds_tensorcache.reading.lookup.positions import as_array, by_shard, in_order
-from wds_tensorcache.reading.match_keys import are_equal, match
-from wds_tensorcache.training.buckets import block_sizes, buckets_of
 
 FORMS = ["%03d", "%d", "k%d/e", "shuffled-%d"]
 
@@ -109,20 +105,18 @@ def check(view: Any, expected: list[dict[str, Any]], model: list[dict[str, Any]]
     assert schema["x"].nbytes == 8 * sum(widths)
     assert schema["x"].shape == (min(widths) if len(set(widths)) == 1 else (min(widths), max(widths)),)
     assert [int(row[0]) for row in view.read_batch(range(len(keys)), collate="list")["x"]] == [e["n"] for e in expected]
-    found = {shape: numbers.tolist() for shape, numbers in buckets_of(view, "x").items()}
-    assert found == {(width,): [at for at, each in enumerate(widths) if each == width] for width in set(widths)}
-    assert block_sizes(view) == [len(list(run)) for _, run in groupby(each["shard"] for each in expected)]
-    members = np.arange(0, len(keys), 2)
-    runs = groupby(each["shard"] for each in expected[::2])
-    assert block_sizes(view, members) == [len(list(run)) for _, run in runs]
-    assert are_equal(view, view[:])
-    assert are_equal(view, view[np.arange(len(keys))])
+    buckets: dict[Any, list[int]] = {}
+    for _, info in tc.Loader(view, 4, bucket_by="x", shuffle=False, num_threads=0).with_info():
+        buckets.setdefault(info.source, []).extend(info.indices[~info.is_padding.numpy()].tolist())
+    assert {shape: sorted(numbers) for shape, numbers in buckets.items()} == {
+        (width,): [at for at, each in enumerate(widths) if each == width] for width in set(widths)
+    }
+    joined = tc.join({"a": view, "b": view[np.arange(len(keys))]})
+    assert [sample["b"]["n"] for sample in joined] == [each["n"] for each in expected]
     if len(set(keys)) == len(keys):
         order = random.Random(0).sample(range(len(keys)), len(keys))
-        assert are_equal(view, view[order]) == (order == sorted(order))
-        matched = match(view, view[order])
-        assert matched is not None
-        assert [order[at] for at in matched.tolist()] == list(range(len(keys)))
+        joined = tc.join({"a": view, "b": view[order]})
+        assert [(sample["a"]["n"], sample["b"]["n"]) for sample in joined] == [(each["n"],) * 2 for each in expected]
         with pytest.raises(KeyError, match="cache 0 with"):
             tc.join([view, view[:-1]])
 
@@ -187,8 +181,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "schema": lambda view: view.schema,
     "select": lambda view: view.select("x"),
     "members": lambda view: view.members,
-    "buckets": lambda view: buckets_of(view, "x"),
-    "blocks": block_sizes,
+    "buckets": lambda view: tc.Loader(view, bucket_by="x", num_threads=0),
 }
 
 
@@ -222,11 +215,10 @@ def peak(run: Callable[[], Any]) -> int:
         (lambda cache: sparse.key_of(COUNT) in cache, 64 << 10),
         (lambda cache: tc.join([cache, cache]), 10_000),
         (lambda cache: tc.join([cache[::2], cache[::2]]), 10_000),
-        (block_sizes, 20_000),
         (lambda cache: sum(map(len, cache.keys())), 4 * COUNT),
         (lambda cache: sum(map(len, cache[::-1].keys())), 4 * COUNT),
     ],
-    ids=["schema", "members", "slice", "slices", "key", "no key", "join", "join slices", "blocks", "keys", "keys back"],
+    ids=["schema", "members", "slice", "slices", "key", "no key", "join", "join slices", "keys", "keys back"],
 )
 def test_little_memory_for_a_range(cache: Any, use: Callable[[Any], Any], nbytes: int) -> None:
     use(cache)  # what is kept for good
@@ -255,31 +247,8 @@ def test_keys_are_found_often_in_a_shuffled_view(cache: Any) -> None:
     order = np.random.default_rng(0).permutation(COUNT)
     view = tc.TensorCache(cache._store, order.view(Counted))
     Counted.touched = 0
-    numbers = view._found(sparse.key_of(7))
-    for number in range(400):
-        numbers = view._found(sparse.key_of(number))
-    assert order[numbers].tolist() == [399]
+    assert all(sparse.key_of(number) in view for number in range(400))
     assert Counted.touched < 40 * COUNT
-
-
-def test_parts_are_the_positions(cache: Any) -> None:
-    store = cache._store
-    shuffled = np.random.default_rng(0).permutation(COUNT)[:5000]
-    for positions in (
-        range(COUNT),
-        range(17, 39_000, 7),
-        range(39_999, -1, -13),
-        range(5, 5),
-        shuffled,
-        np.sort(shuffled),
-    ):
-        array = as_array(positions)
-        found = np.full(len(array), -1)
-        for shard, which, rows in by_shard(store, positions):
-            found[which] = rows + store.starts[store.shards.index(shard)]
-        assert found.tolist() == array.tolist()
-        runs = [rows + store.starts[store.shards.index(shard)] for shard, rows in in_order(store, positions)]
-        assert np.concatenate([np.empty(0, np.int64), *runs]).tolist() == array.tolist()
 
 
 def test_shards_with_holes_are_shards(many: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_random_ranges(http_server: HttpServer, content: bytes) -> None:
 
 
 def test_near_ranges_share_a_request(http_server: HttpServer, content: bytes) -> None:
-    file = RemoteFile(http_server.put("a.tar", content))
+    file = RemoteFile(http_server.put("a.tar", content), len(content))
     http_server.log()
     buffers = [memoryview(bytearray(100)) for _ in range(20)]
     fetch_many((file, 1000 * i, [buffer]) for i, buffer in reversed(list(enumerate(buffers))))
@@ -49,7 +49,7 @@ def test_near_ranges_share_a_request(http_server: HttpServer, content: bytes) ->
 
 def test_large_ranges_are_split(http_server: HttpServer) -> None:
     content = random.Random(1).randbytes(2 * PART_NBYTES + 5)
-    file = RemoteFile(http_server.put("a.tar", content))
+    file = RemoteFile(http_server.put("a.tar", content), len(content))
     http_server.log()
     buffers = [memoryview(bytearray(nbytes)) for nbytes in (3, PART_NBYTES, PART_NBYTES + 1)]
     file.read_into(buffers, 1)
@@ -64,9 +64,7 @@ def test_the_surface_of_a_file(http_server: HttpServer, content: bytes) -> None:
     assert (file.nbytes, file.identity, str(file.url)) == (len(content), (len(content), None), url)
     assert file.read(5, 5) == b""
     assert file.read(3, 9) == content[3:9]
-    assert file.identity == RemoteFile(url).identity
-    assert not file.is_resident(0)
-    file.will_need(0, 10)
+    assert file.identity[0] == RemoteFile(url).nbytes
     file.check_unchanged()
     copy = pickle.loads(pickle.dumps(file))
     assert copy.identity == file.identity
@@ -76,12 +74,14 @@ def test_the_surface_of_a_file(http_server: HttpServer, content: bytes) -> None:
     assert "authorization" not in last.headers  # `RemoteFile(url)`, whose url has no user
     with pytest.raises(tc.TarFormatError, match="has only"):
         file.read(0, len(content) + 1)
-    tailed, tail = RemoteFile.of_tail(url, 10)
-    assert (tailed.identity, tail) == (file.identity, content[-10:])
+    tailed = RemoteFile(url)
+    assert tailed.read_tail(10) == content[-10:]
+    assert tailed.identity == file.identity
 
 
 def test_a_changed_object_is_refused(http_server: HttpServer, content: bytes) -> None:
     file = RemoteFile(http_server.put("a.tar", content))
+    file.ask()
     http_server.put("a.tar", content[::-1])
     with pytest.raises(tc.FormatError, match="changed"):
         file.read(0, 10)
@@ -105,8 +105,8 @@ def test_a_forked_child_has_connections_of_its_own(http_server: HttpServer, cont
 def test_servers_that_lack_ranges(http_server: HttpServer, content: bytes, options: dict[str, bool]) -> None:
     http_server.set(**options)
     url = http_server.put("a.tar", content)
-    file, tail = RemoteFile.of_tail(url, 1000)
-    assert tail == content[-1000:]
+    file = RemoteFile(url)
+    assert file.read_tail(1000) == content[-1000:]
     assert file.read(5, 1_000) == content[5:1_000]
     nbytes = sum(one.nbytes for one in http_server.log())
     fetch_many([(file, i, [memoryview(bytearray(10))]) for i in range(0, 900_000, 9000)])

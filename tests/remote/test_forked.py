@@ -67,6 +67,7 @@ def test_reads(s3_server: S3Server) -> None:
 def test_errors(s3_server: S3Server) -> None:
     url = s3_server.put("bucket", "a.tar", CONTENT)
     file = RemoteFile(url)
+    file.ask()
     missing = RemoteFile("s3://bucket/none", 10, None)
     s3_server.put("bucket", "a.tar", CONTENT[::-1])
 

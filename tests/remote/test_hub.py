@@ -64,6 +64,7 @@ def test_reads(hub: HttpServer) -> None:
 def test_a_branch_that_moves(hub: HttpServer) -> None:
     """One process reads one commit; another version is refused where the first is expected."""
     file = RemoteFile(URL)
+    file.ask()
     publish(hub, "2" * 40, CONTENT[::-1])
     assert file.read(0, 10) == CONTENT[:10]
     assert RemoteFile(URL).read(0, 10) == CONTENT[:10]
@@ -86,7 +87,7 @@ def test_faults(hub: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "hunter2" not in f"{caught.value}{caught.value.__context__}{client_for(URL)!r}"
     for url in (f"{FOLDER}/none", f"{FOLDER}/folder", "hf://datasets/org/other/a"):
         with pytest.raises(FileNotFoundError):
-            RemoteFile(url)
+            RemoteFile(url).ask()
     for url in ("hf://datasets", "hf://", "hf://datasets/org"):
         with pytest.raises((tc.RemoteError, FileNotFoundError)):
-            RemoteFile(url)
+            RemoteFile(url).ask()

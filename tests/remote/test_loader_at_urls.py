@@ -84,6 +84,27 @@ def test_a_second_epoch_from_a_nodes_cache(server: HttpServer, folder: Path, tmp
         assert not server.log()
 
 
+def test_new_weights_on_ranks_that_read_different_numbers_of_batches_ahead(server: HttpServer, tmp_path: Path) -> None:
+    """One rank has all blocks in its node's cache; both use new weights from the same step on, and have one state."""
+    with tc.open(f"{server.url}/cache", cache_dir=tmp_path / "node") as warm, tc.open(f"{server.url}/cache") as cold:
+        warm.select("latent").read_batch(range(60))
+        views = [(cache.select("latent")[:20], cache.select("latent")[20:]) for cache in (warm, cold)]
+        ranks = [
+            tc.Loader(mix={"a": (a, 1), "b": (b, 1)}, batch_size=1, shuffle=True, rank=rank, world_size=2)
+            for rank, (a, b) in enumerate(views)
+        ]
+        for epoch in range(2):  # in the second one, one rank reads 2 batches ahead, the other one up to 32
+            sources: list[str] = []
+            for step in zip(*(loader.with_info() for loader in ranks), strict=True):
+                (source,) = {info.source for _, info in step}
+                sources.append(source)
+                if len(sources) == 10:
+                    (begin,) = {loader.set_weights({"a": epoch, "b": 1 - epoch}) for loader in ranks}
+            assert ranks[0].state_dict() == ranks[1].state_dict()
+            begin -= epoch * len(ranks[0])
+            assert set(sources[begin:]) <= {"ba"[epoch]}
+
+
 def test_the_first_url() -> None:
     assert remote_url([]) is None
 

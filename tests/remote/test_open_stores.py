@@ -39,7 +39,7 @@ def test_sources(url: str, s3_server: S3Server) -> None:
             f"{url}/manifest.jsn",
             r"jsn has neither .*; a url that ends in neither .* a folder; did you mean 'manifest.json'\?$",
         ),
-        (f"{url}/manifes.json", r"manifes.json'; did you mean 'manifest.json'\?$"),
+        (f"{url}/manifes.json", r"manifes.json does not exist; did you mean 'manifest.json'\?$"),
         (f"{url}/003.tar", "a cache/003.tar: the shard does not exist"),
     ):
         with pytest.raises(FileNotFoundError, match=message):

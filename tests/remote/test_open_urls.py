@@ -15,7 +15,7 @@ import wds_tensorcache as tc
 from tests.remote.caches import listing, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.same import assert_same
-from wds_tensorcache.shards.remote.listed import shard_url
+from wds_tensorcache.shards.manifest import shard_url
 
 SAMPLES = [small(i) for i in range(12)]
 
@@ -228,7 +228,7 @@ def test_a_hostile_manifest_sends_no_request(server: HttpServer) -> None:
         with pytest.raises(tc.FormatError, match="evil/manifest.json: lists"):
             tc.open(url)
     assert {path for _, path in _requests(server)} == {"/evil/manifest.json"}
-    with pytest.raises(tc.FormatError, match="is the same shard as 'a.tar'; list it once"):
+    with pytest.raises(tc.FormatError, match="is the same file as 'a.tar'; list it once"):
         tc.open(server.put("evil/manifest.json", listing("a.tar", "./a.tar")))
     signed = f"{server.url}/evil/a.tar?signature=secret"
     with pytest.raises(tc.FormatError, match="occurs twice") as raised:

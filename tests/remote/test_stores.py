@@ -12,7 +12,7 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for, forget_clients
 from wds_tensorcache.storage.remote.fetch import fetch_many
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import join_url, name_of
+from wds_tensorcache.storage.urls import join_url, name_of
 
 CONTENT = random.Random(5).randbytes(300_000)
 
@@ -68,6 +68,7 @@ def test_listing(s3_server: S3Server) -> None:
 def test_a_changed_object_is_refused(s3_server: S3Server) -> None:
     url = s3_server.put("bucket", "a.tar", CONTENT)
     file = RemoteFile(url)
+    file.ask()
     s3_server.put("bucket", "a.tar", CONTENT[::-1])
     with pytest.raises(tc.FormatError, match="changed"):
         file.read(0, 10)
@@ -77,9 +78,9 @@ def test_a_changed_object_is_refused(s3_server: S3Server) -> None:
     with pytest.raises(FileNotFoundError):
         file.read(0, 10)
     with pytest.raises(FileNotFoundError):
-        RemoteFile("s3://bucket/none")
+        RemoteFile("s3://bucket/none").ask()
     with pytest.raises(FileNotFoundError):
-        RemoteFile("s3://no-bucket/none")
+        RemoteFile("s3://no-bucket/none").ask()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import wds_tensorcache as tc
 from tests.remote.servers.http_server import HttpServer
 from wds_tensorcache.storage.remote.clients import client_for, forget_clients
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import join_url, name_of, origin_of, shown, web_url
+from wds_tensorcache.storage.urls import join_url, name_of, origin_of, shown, web_url
 
 CONTENT = bytes(range(200))
 SECRETS = ("hunter2", base64.b64encode(b"me:hunter2").decode(), "SIGNATURE")
@@ -109,9 +109,9 @@ def test_credentials(servers: tuple[HttpServer, HttpServer], tmp_path: Path, mon
     assert repr(client_for(url)) == f"HttpClient('http://127.0.0.1:{second.port}')"
     second.script("a.tar", {"status": 401, "times": -1})
     assert refused(tc.RemoteError, lambda: file.read(0, 3)).status == 401
-    assert refused(tc.RemoteError, lambda: RemoteFile(url)).status == 401
+    assert refused(tc.RemoteError, RemoteFile(url).ask).status == 401
     second.script("a.tar", {"redirect": f"http://me:hunter2@127.0.0.1:{second.port}/a.tar?SIGNATURE", "times": -1})
-    refused(tc.RemoteError, lambda: RemoteFile(url))
+    refused(tc.RemoteError, RemoteFile(url).ask)
 
 
 def test_proxies(servers: tuple[HttpServer, HttpServer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards.tar.headers import BLOCK, Scanner
+from tests.shards.tars import BLOCK, by_tarfile_in
 
 __all__ = ["faults", "flip", "member", "members", "sample", "write"]
 
@@ -30,9 +30,7 @@ def write(folder: Path, count: int = 4, *, per_shard: int = 100, caches: tuple[s
 
 def members(path: Path) -> dict[str, tuple[int, int]]:
     """Return where the content of each member is, [begin, end), by name."""
-    content = path.read_bytes()
-    scanner = Scanner(lambda begin, end: content[begin:end], len(content))
-    return {name: (begin, begin + nbytes) for name, begin, nbytes in scanner}
+    return {name: (begin, begin + nbytes) for name, begin, nbytes in by_tarfile_in(path)}
 
 
 def member(path: Path, name: str) -> bytes:

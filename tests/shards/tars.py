@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import io
-import os
+import re
 import tarfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from wds_tensorcache.shards.tar import headers as tar
+import wds_tensorcache as tc
+
+BLOCK = 512
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 GIB = 1 << 30
-
-
-def scanner(archive: bytes) -> tar.Scanner:
-    return tar.Scanner(lambda begin, end: archive[begin:end], len(archive))
+_IS_OF_SAMPLE = re.compile(r"(.*/)?[^./][^./]*\.[^/]*", re.DOTALL).fullmatch
+_IS_SKIPPED = re.compile(r"__[^/]*__($|/)|___?\Z").match
 
 
 def scan(archive: bytes) -> list[tuple[str, int, int]]:
-    return list(scanner(archive))
+    """Return name, offset and length of the members of samples, as an index of the archive lists them."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "x.tar"
+        path.write_bytes(archive)
+        return scan_file(path)
 
 
 def scan_file(path: Path) -> list[tuple[str, int, int]]:
-    with path.open("rb") as file:
-        return list(tar.Scanner(lambda begin, end: os.pread(file.fileno(), end - begin, begin), path.stat().st_size))
+    index = tc.write_index(path, dali_index=False)
+    keys, table = list(index.keys), index.members_in_order()
+    columns = (column.tolist() for column in (table.rows, table.kinds, table.begins, table.sizes))
+    return [(f"{keys[row]}.{table.suffixes[kind]}", *extent) for row, kind, *extent in zip(*columns, strict=True)]  # type: ignore[misc]
+
+
+def of_samples(members: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Return the members whose names have a key and an extension, and that webdataset does not skip."""
+    return [member for member in members if _IS_OF_SAMPLE(member[0]) and not _IS_SKIPPED(member[0])]
 
 
 def by_tarfile(file: Any) -> list[tuple[str, int, int]]:
@@ -38,9 +50,13 @@ def by_tarfile_in(path: Path) -> list[tuple[str, int, int]]:
 
 
 def build(members: list[tuple[str, bytes]]) -> bytes:
-    """Return a tar with our headers."""
-    parts = [tar.build_tar_header(n, len(c)) + c + bytes(tar.padding(len(c))) for n, c in members]
-    return b"".join(parts) + tar.END_OF_ARCHIVE
+    """Return a tar with the headers that webdataset and `ShardWriter` write."""
+    parts = []
+    for name, content in members:
+        member = tarfile.TarInfo(name)
+        member.size, member.mode, member.uname, member.gname = len(content), 0o444, "bigdata", "bigdata"
+        parts += [member.tobuf(tarfile.PAX_FORMAT), content, bytes(-len(content) % BLOCK)]
+    return b"".join(parts) + bytes(2 * BLOCK)
 
 
 def build_with_tarfile(members: list[Any], format: int = tarfile.PAX_FORMAT, **options: Any) -> bytes:
@@ -62,19 +78,18 @@ def special(name: str, kind: bytes, **attributes: Any) -> tuple[tarfile.TarInfo,
     return member, b""
 
 
-def raw_header(name: bytes, kind: bytes, size: bytes, prefix: bytes = b"", signed: bool = False) -> bytes:
+def raw_header(name: bytes, kind: bytes, size: bytes, prefix: bytes = b"") -> bytes:
     """Return a header with fields that no library writes and a right checksum."""
     header = bytearray(name.ljust(100, b"\0") + b"0000444\0" + b"0000000\0" * 2 + size.ljust(12, b"\0"))
     header += b"00000000000\0" + b" " * 8 + kind + bytes(100) + b"ustar\x0000" + bytes(80) + prefix.ljust(167, b"\0")
-    assert len(header) == 512
-    checksum = sum(byte - 256 * (signed and byte > 127) for byte in header)
-    header[148:156] = b"%06o\0 " % checksum
+    assert len(header) == BLOCK
+    header[148:156] = b"%06o\0 " % sum(header)
     return bytes(header)
 
 
 def pax(*records: bytes, kind: bytes = b"x") -> bytes:
     content = b"".join(records)
-    return raw_header(b"pax", kind, b"%011o" % len(content)) + content + bytes(tar.padding(len(content)))
+    return raw_header(b"pax", kind, b"%011o" % len(content)) + content + bytes(-len(content) % BLOCK)
 
 
 def record(key: bytes, value: bytes) -> bytes:
@@ -101,46 +116,47 @@ ZOO: list[Any] = [
     ("i.json", b"z"),
 ]
 
-LAST = raw_header(b"last", b"0", b"1") + b"1" + bytes(511) + bytes(1024)
+LAST = raw_header(b"last.x", b"0", b"1") + b"1" + bytes(511) + bytes(1024)
 UNUSUAL = {
-    "type NUL": raw_header(b"a", b"\0", b"1") + bytes(512),
-    "type NUL, a directory": raw_header(b"a/", b"\0", b"1"),
-    "a directory with a size": raw_header(b"a", b"5", b"1000"),
-    "contiguous": raw_header(b"a", b"7", b"1") + bytes(512),
-    "unknown type": raw_header(b"a", b"Z", b"1") + bytes(512),
-    "prefix": raw_header(b"a", b"0", b"1", prefix=b"p/q") + bytes(512),
-    "prefix, twice": (raw_header(b"a", b"0", b"1", prefix=b"p/q") + bytes(512)) * 2,
-    "size ends with a space": raw_header(b"a", b"0", b"00000000001 ") + bytes(512),
-    "size of 12 digits": raw_header(b"a", b"0", b"000000000001") + bytes(512),
-    "size begins with spaces": raw_header(b"a", b"0", b"         1 ") + bytes(512),
-    "size is empty": raw_header(b"a", b"0", b""),
-    "base 256": raw_header(b"a", b"0", b"\x80" + bytes(10) + b"\x01") + bytes(512),
-    "name of 100 bytes": raw_header(b"a" * 100, b"0", b"1") + bytes(512),
-    "bytes after the name": raw_header(b"a\0bc".ljust(100, b"d"), b"0", b"1") + bytes(512),
+    "type NUL": raw_header(b"a.x", b"\0", b"1") + bytes(512),
+    "a directory with a size": raw_header(b"a.x", b"5", b"1000"),
+    "contiguous": raw_header(b"a.x", b"7", b"1") + bytes(512),
+    "unknown type": raw_header(b"a.x", b"Z", b"1") + bytes(512),
+    "prefix": raw_header(b"a.x", b"0", b"1", prefix=b"p/q") + bytes(512),
+    "prefix, twice": raw_header(b"a.x", b"0", b"1", prefix=b"p/q").ljust(1024, b"\0")
+    + raw_header(b"b.x", b"0", b"1", prefix=b"p/q").ljust(1024, b"\0"),
+    "size ends with a space": raw_header(b"a.x", b"0", b"00000000001 ") + bytes(512),
+    "size of 12 digits": raw_header(b"a.x", b"0", b"000000000001") + bytes(512),
+    "size begins with spaces": raw_header(b"a.x", b"0", b"         1 ") + bytes(512),
+    "size is empty": raw_header(b"a.x", b"0", b""),
+    "base 256": raw_header(b"a.x", b"0", b"\x80" + bytes(10) + b"\x01") + bytes(512),
+    "name of 100 bytes": raw_header(b"a" * 98 + b".x", b"0", b"1") + bytes(512),
+    "bytes after the name": raw_header(b"a.x\0bc".ljust(100, b"d"), b"0", b"1") + bytes(512),
     "no name": raw_header(b"", b"0", b"1") + bytes(512),
     "not UTF-8": raw_header(b"\xff\xe9.json", b"0", b"1") + bytes(512),
-    "signed checksum": raw_header(b"\xff\xe9.json", b"0", b"1", signed=True) + bytes(512),
-    "pax path": pax(record(b"path", b"p" * 200)) + raw_header(b"a", b"0", b"1") + bytes(512),
-    "pax path with a slash": pax(record(b"path", b"p/")) + raw_header(b"a", b"0", b"1") + bytes(512),
-    "pax path not UTF-8": pax(record(b"path", b"\xff\xe9")) + raw_header(b"a", b"0", b"1") + bytes(512),
-    "pax path, a prefix": pax(record(b"path", b"p")) + raw_header(b"a", b"0", b"1", prefix=b"q") + bytes(512),
-    "pax size": pax(record(b"size", b"600")) + raw_header(b"a", b"0", b"0") + bytes(1024),
-    "pax size of a link": pax(record(b"size", b"600")) + raw_header(b"a", b"2", b"0"),
-    "pax, twice the same key": pax(record(b"path", b"p"), record(b"path", b"q"), record(b"size", b"1"))
-    + raw_header(b"a", b"0", b"0")
+    "pax path": pax(record(b"path", b"p" * 200 + b".x")) + raw_header(b"a.x", b"0", b"1") + bytes(512),
+    "pax path with a slash": pax(record(b"path", b"p.x/")) + raw_header(b"a.x", b"0", b"1") + bytes(512),
+    "pax path not UTF-8": pax(record(b"path", b"\xff\xe9.x")) + raw_header(b"a.x", b"0", b"1") + bytes(512),
+    "pax path, a prefix": pax(record(b"path", b"p.x")) + raw_header(b"a.x", b"0", b"1", prefix=b"q") + bytes(512),
+    "pax size": pax(record(b"size", b"600")) + raw_header(b"a.x", b"0", b"0") + bytes(1024),
+    "pax size of a link": pax(record(b"size", b"600")) + raw_header(b"a.x", b"2", b"0"),
+    "pax, twice the same key": pax(record(b"path", b"p.x"), record(b"path", b"q.x"), record(b"size", b"1"))
+    + raw_header(b"a.x", b"0", b"0")
     + bytes(512),
-    "two pax headers": pax(record(b"path", b"p")) + pax(record(b"path", b"q")) + raw_header(b"a", b"0", b"0"),
-    "Solaris's pax": pax(record(b"path", b"p"), kind=b"X") + raw_header(b"a", b"0", b"1") + bytes(512),
-    "global comment": pax(record(b"comment", b"0123")) + raw_header(b"a", b"0", b"1") + bytes(512),
-    "global path": LAST[:1024]
-    + pax(record(b"path", b"p"), kind=b"g")
-    + (raw_header(b"a", b"0", b"1") + bytes(512)) * 2
-    + pax(record(b"path", b"q"))
-    + raw_header(b"a", b"0", b"1")
+    "two pax headers": pax(record(b"path", b"p.x")) + pax(record(b"path", b"q.x")) + raw_header(b"a.x", b"0", b"0"),
+    "Solaris's pax": pax(record(b"path", b"p.x"), kind=b"X") + raw_header(b"a.x", b"0", b"1") + bytes(512),
+    "global comment": pax(record(b"comment", b"0123")) + raw_header(b"a.x", b"0", b"1") + bytes(512),
+    "pax and GNU": pax(record(b"path", b"p.x"))
+    + pax(b"q.x\0", kind=b"L")
+    + raw_header(b"a.x", b"0", b"1")
     + bytes(512),
-    "pax and GNU": pax(record(b"path", b"p")) + pax(b"q\0", kind=b"L") + raw_header(b"a", b"0", b"1") + bytes(512),
-    "GNU and pax": pax(b"q\0", kind=b"L") + pax(record(b"path", b"p")) + raw_header(b"a", b"0", b"1") + bytes(512),
-    "GNU long name": pax(b"q" * 300 + b"\0", kind=b"L") + raw_header(b"a", b"0", b"1", prefix=b"p") + bytes(512),
-    "GNU long link": pax(b"q" * 300 + b"\0", kind=b"K") + raw_header(b"a", b"2", b"0"),
+    "GNU and pax": pax(b"q.x\0", kind=b"L")
+    + pax(record(b"path", b"p.x"))
+    + raw_header(b"a.x", b"0", b"1")
+    + bytes(512),
+    "GNU long name": pax(b"q" * 300 + b".x" + b"\0", kind=b"L")
+    + raw_header(b"a.x", b"0", b"1", prefix=b"p")
+    + bytes(512),
+    "GNU long link": pax(b"q" * 300 + b".x" + b"\0", kind=b"K") + raw_header(b"a.x", b"2", b"0"),
     "looks like bzip2": raw_header(b"BZh9.json", b"0", b"1") + bytes(512),
 }

@@ -11,8 +11,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
-from tests.shards.tars import build, by_tarfile_in
-from wds_tensorcache.shards.tar.headers import BLOCK
+from tests.shards.tars import BLOCK, build, by_tarfile_in
 
 
 def erase_header(path: Path, name: str) -> None:

@@ -11,8 +11,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.same import assert_same
 from tests.shards.damage import sample
-from tests.shards.tars import build, build_with_tarfile, pax, raw_header, record, special
-from wds_tensorcache.shards.tar.headers import BLOCK
+from tests.shards.tars import BLOCK, build, build_with_tarfile, pax, raw_header, record, special
 
 NAMES = ["compressed.bin", "truncated.txt", "pax record", "byte 7: a long name.x"]
 

@@ -22,7 +22,7 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
 from tests.shards.forged_index import index_of
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer, parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.load_index import load_index
@@ -307,5 +307,5 @@ def test_an_index_beside_a_tar_that_ends_after_one_block(tmp_path: Path, monkeyp
         sink.write("a", {"x": torch.ones(3)})
     path.write_bytes(path.read_bytes()[:-512])
     tc.write_index(path, dali_index=False)
-    monkeypatch.setattr("wds_tensorcache.shards.load_index.scan_shard", None)
+    monkeypatch.setattr("wds_tensorcache.shards.load_index.scan", None)
     assert list(tc.open(path).keys()) == ["a"]

@@ -9,8 +9,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import members, sample, write
-from tests.shards.tars import build
-from wds_tensorcache.shards.tar.headers import BLOCK
+from tests.shards.tars import BLOCK, build
 
 BESIDE = ["idx", "manifest", "idx of version 1.1"]
 

@@ -10,7 +10,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import members, sample
-from wds_tensorcache.shards.tar.headers import BLOCK
+from tests.shards.tars import BLOCK
 
 
 def write(folder: Path, count: int = 30, *, footer: bool = False, dali_index: bool = True) -> Path:

@@ -26,13 +26,13 @@ from tests.shards.tars import (
     build,
     build_with_tarfile,
     by_tarfile,
+    of_samples,
     pax,
     raw_header,
     record,
     scan,
     scan_file,
 )
-from wds_tensorcache.shards.tar import headers as tar
 
 # --- refusals ---
 
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize(("archive", "message"), REFUSED.values(), ids=REFUSED)
 def test_refusals(archive: bytes, message: str) -> None:
-    with pytest.raises(tc.FormatError, match=f"^{message}"):
+    with pytest.raises(tc.FormatError, match=rf"x\.tar: {message}"):
         scan(archive)
 
 
@@ -146,12 +146,6 @@ def test_sparse_files_by_gnu_tar(tmp_path: Path, gnu_tar: str, options: list[str
     subprocess.run([gnu_tar, "-cSf", path, *options, "-C", tmp_path, "hole.bin"], check=True)
     with pytest.raises(tc.FormatError, match=r"GNU sparse member, expected one without holes"):
         scan_file(path)
-
-
-def test_a_file_that_shrinks() -> None:
-    archive = build([("a", bytes(10))])
-    with pytest.raises(tc.FormatError, match=r"^byte 0: truncated: expected 2048 bytes, got 1000"):
-        list(tar.Scanner(lambda begin, end: archive[begin : min(end, 1000)], len(archive)))
 
 
 # --- mutations ---
@@ -179,7 +173,7 @@ def assert_right_or_refused(archive: bytes) -> None:
     except tc.FormatError as error:
         refusal = str(error)
     if refusal:
-        assert re.match(r"byte \d+: ", refusal)
+        assert re.search(r"x\.tar: byte \d+: ", refusal)
         return
     for _, begin, nbytes in found:
         assert 0 <= begin <= begin + nbytes <= len(archive)
@@ -187,10 +181,11 @@ def assert_right_or_refused(archive: bytes) -> None:
         expected = by_tarfile(io.BytesIO(archive))
     except (tarfile.TarError, ValueError, OverflowError):
         return  # it parses owner, mode and time too
-    assert found[: len(expected)] == [m for m in expected if not re.match(r"__[^/]*__($|/)|___?\Z", m[0])]
+    wanted = of_samples(expected)
+    assert found[: len(wanted)] == wanted
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.integers(0, len(SOURCES) - 1), st.data(), st.booleans())
 def test_any_bytes_may_change(source: int, data: st.DataObject, checksums: bool) -> None:
     archive = bytearray(SOURCES[source])

@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.shards.tar_stream import TarStream
 
 
 def tar_of(kind: int, *, pax_headers: dict[str, str] | None = None) -> bytes:

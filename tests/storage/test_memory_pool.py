@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.children import run_in_child
 from tests.same import tensor_bytes
-from wds_tensorcache.storage.memory_pool import Pool
 
 MIB = 1 << 20
 
@@ -27,10 +27,6 @@ def without_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def tensor_over(pool: Pool, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(pool.lease(nbytes), dtype=torch.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -124,162 +120,79 @@ def test_no_memory_is_reused_while_it_is_held(cache: Any, without_gc: None) -> N
     for thread in threads:
         thread.join()
     assert not wrong
-    assert cache._store.pool.num_leases == 0
-    assert 0 < cache._store.pool.idle_nbytes <= 16 * MIB + 4 * MIB  # four threads may bring back one each at once
 
 
 @pytest.mark.parametrize("number", range(len(HELD)))
 @pytest.mark.parametrize("how", ["batch", "load", "array", "part"])
 def test_it_comes_back_when_the_last_holder_goes(cache: Any, without_gc: None, how: str, number: int) -> None:
-    pool = cache._store.pool
     take: dict[str, Callable[[], Any]] = {
         "batch": lambda: cache.read_batch([1, 2, 3])["x"],
         "load": lambda: cache[1]["x"].load(),
         "array": lambda: torch.from_numpy(cache[1]["y"].load()),
         "part": lambda: cache[1]["x"][:19_000],
     }
-    take[how]()
-    assert pool.num_leases == 0
-    held = HELD[number](take[how]())
+    taken = take[how]()
+    address = taken.data_ptr()
+    held = HELD[number](taken)
+    del taken
     expected = contents(held)
-    assert pool.num_leases == 1
     others = [take[how]() for _ in range(3)]
+    assert address not in {other.data_ptr() for other in others}
     for other in others:
         other.fill_(99)
     assert contents(held) == expected
-    del other, others
-    assert pool.num_leases == 1
-    idle = pool.idle_nbytes
-    del held
-    assert (pool.num_leases, pool.idle_nbytes > idle) == (0, True)
+    del other, others, held
+    assert take[how]().data_ptr() == address  # the memory that came back last is taken first
 
 
 def test_gradients_hold_it(cache: Any, without_gc: None) -> None:
-    pool = cache._store.pool
     weight = torch.ones(20_000, requires_grad=True)
     loss = (cache.read_batch([4, 5])["x"].float() * weight).sum() + (
         cache[6]["x"].load().view(torch.float32) * weight
     ).sum()
-    assert pool.num_leases >= 1
     cache.read_batch([7, 8])["x"].fill_(1)
     loss.backward()
     assert weight.grad is not None
     assert weight.grad[3] == 9 + torch.tensor(6, dtype=torch.int32).view(torch.float32)
-    del loss
-    assert pool.num_leases == 0
 
 
-# --- the pool ---
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_idle_memory_is_bounded(shards: Path, num_batches: int) -> None:
+    """Whether batches of one size exceed the limit, or those of several sizes."""
+    with tc.open(shards, pool_nbytes=16 * MIB) as opened:
+        indices = [list(range(40)) * (16 - number) for number in range(num_batches)]  # up to 128 MB each
+        opened.read_batch(indices[0])
+        before = resident_nbytes()
+        held = [opened.read_batch(part) for part in indices]
+        assert resident_nbytes() - before > 100 * MIB
+        del held
+        opened.read_batch([1])
+        assert resident_nbytes() - before < 40 * MIB
 
 
-def test_the_same_memory_again(without_gc: None) -> None:
-    pool = Pool()
-    first = tensor_over(pool, 100_000)
-    address = first.data_ptr()
-    assert address % os.sysconf("SC_PAGE_SIZE") == 0
-    second = tensor_over(pool, 100_000)
-    assert second.data_ptr() != address
-    del first
-    assert tensor_over(pool, 99_000).data_ptr() == address
-
-
-def test_a_view_of_the_lease_holds_it(without_gc: None) -> None:
-    pool = Pool()
-    view = pool.lease(100_000).data
-    assert pool.num_leases == 1
-    array = np.frombuffer(view, np.uint8)[5:]
-    del view
-    assert pool.num_leases == 1
-    del array
-    assert pool.num_leases == 0
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 65_536, 65_537, 1_000_000, 8 * MIB + 1, 33 * MIB])
-def test_sizes(nbytes: int) -> None:
-    pool = Pool()
-    array = pool.lease(nbytes)
-    assert (array.nbytes, array.dtype) == (nbytes, np.uint8)
-    array[:] = 7
-    del array
-    assert nbytes <= pool.idle_nbytes <= 1.13 * nbytes + 65_536
-
-
-def test_idle_memory_is_bounded() -> None:
-    pool = Pool(4 * MIB)
-    held = [pool.lease(MIB) for _ in range(10)]
-    assert (pool.num_leases, pool.idle_nbytes) == (10, 0)
-    while held:
-        held.pop()
-        assert pool.idle_nbytes <= 4 * MIB
-    assert pool.idle_nbytes == 4 * MIB
-    del held
-    pool.lease(3 * MIB)  # what was used last stays
-    assert (pool.idle_nbytes, pool._idle[3 * MIB][0].closed) == (4 * MIB, False)
-    pool.lease(5 * MIB)
-    assert pool.idle_nbytes == 4 * MIB
-    assert Pool(0).lease(5).nbytes == 5
-
-
-def test_close(without_gc: None) -> None:
-    pool = Pool()
-    held = tensor_over(pool, MIB).fill_(3)
-    tensor_over(pool, MIB)
-    assert pool.idle_nbytes == MIB
-    pool.close()
-    assert pool.idle_nbytes == 0
-    assert bool((held == 3).all())
-    del held
-    assert (pool.num_leases, pool.idle_nbytes) == (0, 0)
-    assert tensor_over(pool, MIB).numel() == MIB
-
-
-def test_a_pool_may_go_before_its_tensors() -> None:
-    pool = Pool()
-    held = tensor_over(pool, MIB).fill_(3)
-    del pool
-    gc.collect()
-    again = tensor_over(Pool(), MIB).fill_(4)
-    assert bool((held == 3).all())
-    assert bool((again == 4).all())
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_closed_cache_and_its_tensors(cache: Any) -> None:
     batch = cache.read_batch([1, 2])
     loaded = cache[3]["x"].load()
     cache.close()
+    del cache
+    gc.collect()
     assert (int(batch["x"][1, 19_999]), int(loaded[19_999])) == (2, 3)
-    del batch, loaded
-    assert cache._store.pool.idle_nbytes == 0
-
-
-def test_leases_that_die_in_the_collector() -> None:
-    """A cycle holds them, so that the collector drops them, in whatever thread and moment it runs."""
-    pool = Pool()
-    for i in range(50):
-        cycle: list[Any] = [tensor_over(pool, 70_000).fill_(i)]
-        cycle.append(cycle)
-        del cycle
-        if i % 10 == 9:
-            gc.collect()  # arrays may die before it
-            assert pool.num_leases == 0
 
 
 def test_a_forked_child_has_its_own(cache: Any) -> None:
-    pool = cache._store.pool
     batch = cache.read_batch([1, 2])["x"]
     cache.read_batch([5, 6])
-    idle = pool.idle_nbytes
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            torch.set_num_threads(1)  # as in DataLoader's workers: OpenMP's threads do not survive a fork
-            batch.fill_(77)
-            mine = [cache.read_batch([3, 4])["x"] for _ in range(3)]
-            good = all(m[:, 5].tolist() == [3, 4] for m in mine) and bool((batch == 77).all())
-            status = 0 if good else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def work() -> None:
+        torch.set_num_threads(1)  # as in DataLoader's workers: OpenMP's threads do not survive a fork
+        batch.fill_(77)
+        others = [cache.read_batch([3, 4])["x"] for _ in range(3)]
+        assert all(other[:, 5].tolist() == [3, 4] for other in others)
+        assert bool((batch == 77).all())
+
+    assert run_in_child(work) == 0
     assert batch[:, 5].tolist() == [1, 2]
-    assert pool.idle_nbytes == idle

@@ -86,24 +86,6 @@ def test_a_length_of_0_means_all_bytes_from_there_on(path: str) -> None:
     assert not other.lock(1)
 
 
-@pytest.mark.parametrize("byte", [0, 1 << 31, 1 << 32, FAR])
-def test_processes_exclude_each_other(path: str, byte: int) -> None:
-    locks = RangeLocks(path)
-    with child_that_waits(lambda: RangeLocks(path).lock(byte + 1)):
-        assert locks.lock(byte + 1)  # the child's object was freed
-    kept: list[RangeLocks] = []
-
-    def hold() -> None:
-        kept.append(RangeLocks(path))
-        assert not kept[0].lock(byte + 1)
-        assert kept[0].lock(byte)
-
-    with child_that_waits(hold):
-        assert not locks.lock(byte)
-        assert locks.locked_by_others(0, FAR + 9) == [byte]
-    assert locks.lock(byte)
-
-
 def test_waiting_ends_with_the_lock_of_another_object(path: str) -> None:
     holder, waiter = RangeLocks(path), RangeLocks(path)
     holder.lock(7)
@@ -121,20 +103,6 @@ def test_waiting_ends_with_the_lock_of_another_object(path: str) -> None:
     thread.join(20)
     assert order == ["released", "taken"]
     assert holder.lock(7)  # the end of the `with` block has released it
-
-
-def test_close_releases_all_locks(path: str) -> None:
-    locks, other = RangeLocks(path), RangeLocks(path)
-    locks.lock(1)
-    locks.lock(FAR)
-    locks.close()
-    assert other.lock(0, 0)
-    locks.close()
-    locks.unlock(1)  # nothing
-    assert not RangeLocks(path).lock(1)
-    del other
-    with pytest.raises(ValueError, match="descriptor"):
-        locks.lock(1)
 
 
 def test_a_killed_process_releases_its_locks(path: str) -> None:
@@ -170,14 +138,3 @@ def test_a_forked_child_shares_the_locks_of_a_file_that_stays_open_in_children(p
         locks.close()
         assert not other.lock(5)
     assert other.lock(5)
-
-
-@pytest.mark.parametrize("kind", ["missing", "link", "folder"])
-def test_only_existing_files_can_be_opened(path: str, kind: str) -> None:
-    other = f"{path}-other"
-    if kind == "link":
-        os.symlink(path, other)
-    elif kind == "folder":
-        os.mkdir(other)
-    with pytest.raises(OSError, match=other):
-        RangeLocks(other)

@@ -29,8 +29,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ShardFile:
     return ShardFile(str(tmp_path / "x"))
 
 
-@pytest.mark.parametrize("threads", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("threads", [0, 3])
+@pytest.mark.parametrize("seed", range(5))
 def test_reads_and_digests_in_order_are_the_files(file: ShardFile, threads: int, seed: int) -> None:
     random, at = Random(seed), 0
     asked: list[tuple[Digest, int, int]] = []

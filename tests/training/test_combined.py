@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -42,7 +41,7 @@ def by_stream(taken: Iterable[tuple[Any, list[int]]]) -> Samples:
     return samples
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("mode", ["repeats", "repeats+buckets"])
 @pytest.mark.parametrize("last", LAST)
 def test_repeats(cache: Any, more: Any, mode: str, last: str, world_size: int) -> None:
@@ -68,9 +67,9 @@ def test_repeats_without_mix(cache: Any) -> None:
     assert len(loader) == 18  # of 69 samples
     assert found == [*range(COUNT)] * 3 + [found[-1]] * (len(found) - 3 * COUNT)
     assert "23 samples" in repr(loader)
-    assert "repeats=3" in repr(loader)
+    assert "repeats=[3]" in repr(loader)
     mixed = tc.Loader(mix={"a": cache, "b": cache[:9]}, repeats={"a": 2}, bucket_by=tc.by_length("y", [2]))
-    assert "4 buckets by the length of 'y', repeats={'a': 2, 'b': 1}" in repr(mixed)
+    assert "4 buckets, repeats=[2, 1]" in repr(mixed)
     for other in (tc.Loader(cache, 4), tc.Loader(cache, 4, repeats=2)):
         for one, two in ((loader, other), (other, loader)):
             with pytest.raises(ValueError, match="the state belongs to a loader with repeats="):
@@ -140,32 +139,6 @@ def test_buckets_with_weights(cache: Any) -> None:
     for number, weight in ((0, 1), (3, 3), (4, 4), (5, 2)):
         # steps of 5 are drawn together, so about 4,000 independent draws: five standard deviations are 0.04
         assert abs(found[number] / total - weight / 10) < 0.04
-
-
-def test_buckets_are_drawn_independently(cache: Any) -> None:
-    """The first two buckets have 8 samples each."""
-    loader = tc.Loader(cache, 2, weights=np.ones(COUNT), bucket_by="y", collate="list")
-    first, second = [], []
-    for _ in range(10):
-        found = by_stream((info.source, (info.indices // 3).tolist()) for _, info in loader.with_info())
-        least = min(len(found[1,]), len(found[2,]))
-        first += found[1,][:least]
-        second += found[2,][:least]
-    assert len(first) >= 20
-    assert sum(a == b for a, b in zip(first, second, strict=True)) < len(first) // 2
-
-
-def test_weights_of_buckets_that_change(cache: Any) -> None:
-    each = np.eye(COUNT)
-    loader = tc.Loader(cache, 2, weights=each[0] + each[1], bucket_by="y", collate="list", num_threads=0)
-    iterator = iter(loader.with_info())
-    next(iterator)
-    assert loader.set_weights(each[5] + each[2]) == 1
-    again = tc.Loader(cache, 2, weights=each[0], bucket_by="y", collate="list")
-    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    seen = [(info.source, info.indices.tolist()) for _, info in iterator]
-    assert seen == [(info.source, info.indices.tolist()) for _, info in again.with_info()]
-    assert {number for _, numbers in seen for number in numbers} == {2, 5}
 
 
 def test_a_cache_of_a_mix_passes_over_all_its_buckets(cache: Any, more: Any) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.training.draws import CHOOSE, COUNT, Row, loaders, nested, rows_of, run, steps_of, write
@@ -37,22 +35,6 @@ def cache(folders: tuple[str, str]) -> Iterator[Any]:
 def more(folders: tuple[str, str]) -> Iterator[Any]:
     with tc.open(folders[1]) as opened:
         yield opened
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 3), st.booleans())
-def test_no_batch_size_or_rank_changes_a_sample(
-    folders: tuple[str, str], batch_size: int, world_size: int, epoch: int, is_shuffled: bool
-) -> None:
-    def epoch_of(given: list[tc.Loader]) -> dict[str, Row]:
-        for loader in given:
-            loader.set_epoch(epoch)
-        return {row.key: row for loader in given for batch, info in loader.with_info() for row in rows_of(batch, info)}
-
-    with tc.open(folders[0]) as cache:
-        expected = epoch_of(loaders(1, COUNT, cache=cache, seed=5))
-        assert epoch_of(loaders(world_size, batch_size, cache=cache, seed=5, shuffle=is_shuffled)) == expected
-        assert len(expected) == COUNT
 
 
 def test_the_choice_is_what_the_batch_has(cache: Any) -> None:
@@ -85,50 +67,12 @@ def test_choices_are_independent_and_uniform(cache: Any) -> None:
         assert abs(share - 0.5) < 0.05  # 4.8 standard deviations
 
 
-def test_a_mix_draws_anew_in_each_pass_over_a_cache(cache: Any, more: Any) -> None:
-    """A small cache occurs several times in an epoch, each time with other seeds; equal indices of two caches differ."""
-    (loader,) = loaders(1, 3, mix={"a": (cache, 0.1), "b": (more, 0.9)}, transform=None)
-    seen: dict[str, list[int]] = {}
-    for _, info in loader.with_info():
-        for key, seed in zip(info.keys, info.seeds.tolist(), strict=True):
-            seen.setdefault(key, []).append(seed)
-    seeds = [seed for each in seen.values() for seed in each]
-    assert max(map(len, seen.values())) >= 3
-    assert len(set(seeds)) == len(seeds)
-
-
 def test_golden_seeds() -> None:
     """The same numbers on every machine and in every release: a changed number would break a resumed training."""
     assert tc.BatchInfo(np.arange(3), torch.zeros(3, dtype=torch.bool), 0, 0, None, None).seeds.tolist() == GOLDEN_SEEDS
 
 
 GOLDEN_SEEDS = [7566806008162208080, 449455428235106963, 5805045986879929920]
-
-
-def test_strings_are_drawn(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path, fsync=False) as sink:
-        for i in range(COUNT):
-            sink.write(f"{i:03d}", {"x": torch.zeros(1), "captions": [f"{i}.{number}" for number in range(1 + i % 4)]})
-    with tc.open(tmp_path) as cache:
-        options: dict[str, Any] = {"shuffle": True, "seed": 1, "choose": {"caption": "captions.*"}}
-        whole = [list(batch["caption"]) for batch in tc.Loader(cache, 4, **options)]
-        for num_workers in (0, 1):
-            assert [
-                list(batch["caption"]) for batch in tc.torch_loader(cache, 4, num_workers=num_workers, **options)
-            ] == whole
-        first = tc.Loader(cache, 4, **options)
-        next(iter(first))
-        ranks = [tc.Loader(cache, 2, rank=rank, world_size=2, **options) for rank in range(2)]
-        for rank in ranks:
-            rank.load_state_dict(first.state_dict())
-        pairs = zip(*(next(iter(rank))["caption"] for rank in ranks), strict=True)
-        assert [caption for pair in pairs for caption in pair] == whole[1]
-        assert any(not caption.endswith(".0") for batch in whole for caption in batch)
-
-
-def test_threads_change_nothing(cache: Any) -> None:
-    expected = run(loaders(1, 4, cache=cache), 12)
-    assert run(loaders(1, 4, cache=cache, num_threads=3, prefetch_batches=5), 12) == expected
 
 
 def test_a_name_of_another_tensor_or_of_none(cache: Any) -> None:
@@ -370,7 +314,7 @@ def test_a_transform_cannot_change_what_training_gets(cache: Any) -> None:
 
 def test_records_are_immutable(cache: Any) -> None:
     indices = np.array([3, 1, 2])
-    _, info = cache.read_batch(indices, choose=CHOOSE, collate={"y": "list"}, return_info=True)
+    _, info = cache.read_batch_with_info(indices, choose=CHOOSE, collate={"y": "list"})
     indices[:] = 0  # the caller's own array
     assert info.keys == ["003", "001", "002"]
     expected = pickle.loads(pickle.dumps(info))

@@ -217,7 +217,7 @@ def test_draws_belong_to_passes(all_modes: dict[str, Mode], pure: Pure, mode: st
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_from_every_step(all_modes: dict[str, Mode], pure: Pure, mode: str, world_size: int) -> None:
     """Of an epoch; resumed with another batch size to the end of the epoch, and into the next one."""
     options = all_modes[mode]
@@ -266,7 +266,7 @@ def test_chains(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, ru
     check(options, taken, pure, last)
 
 
-@pytest.mark.parametrize("mode", ["all", "blocks", "weights+buckets", "mix+weights", "repeats+buckets"])
+@pytest.mark.parametrize("mode", ["blocks", "weights+buckets", "mix+weights", "repeats+buckets"])
 @pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
 def test_loaders(all_modes: dict[str, Mode], mode: str, kind: str) -> None:
     """Loaders have the states and batches of the steps above, before and after they resume."""
@@ -299,7 +299,7 @@ def test_loaders(all_modes: dict[str, Mode], mode: str, kind: str) -> None:
         assert list(islice(steps_of(resumed), len(tail))) == tail
 
 
-@pytest.mark.parametrize("mode", ["blocks", "repeats+buckets"])
+@pytest.mark.parametrize("mode", [pytest.param("blocks", marks=pytest.mark.long), "repeats+buckets"])
 def test_worker_processes(all_modes: dict[str, Mode], mode: str) -> None:
     options = all_modes[mode]
 
@@ -320,7 +320,9 @@ def test_worker_processes(all_modes: dict[str, Mode], mode: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata looks at all of torch
 @pytest.mark.parametrize(
-    ("mode", "num_workers"), [("blocks", 0), ("weights+buckets", 0), ("mix+buckets", 0), ("repeats", 0), ("repeats", 2)]
+    ("mode", "num_workers"),
+    [("mix+buckets", 0)]
+    + [pytest.param(*kind, marks=pytest.mark.long) for kind in (("blocks", 0), ("weights+buckets", 0), ("repeats", 2))],
 )
 def test_stateful_data_loader(all_modes: dict[str, Mode], pure: Pure, mode: str, num_workers: int) -> None:
     options = all_modes[mode]

@@ -18,13 +18,10 @@ from tests.children import limit_descriptors, run_in_child
 from tests.same import assert_same
 from tests.training.loaders import COUNT, modes, ranks, steps, write_numbers
 
-WORLDS = (1, 2, 3, 5)
-
 
 @pytest.mark.parametrize("last", ["short", "pad", "drop", "wrap"])
 @pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets"])
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 2), (5, 1), (3, 4)])
 def test_epochs(cache: Any, more: Any, mode: str, last: str, world_size: int, batch_size: int) -> None:
     options = modes(cache, more)[mode] | {"last_batch": last}
     size = world_size * batch_size
@@ -128,7 +125,7 @@ def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
             tc.Loader(cache, 4, **options).load_state_dict(state)
     with pytest.raises(ValueError, match="mode='all', but this one has mode='buckets'"):
         tc.Loader(cache, 4, bucket_by="y").load_state_dict(state)
-    joined = tc.join([cache.select(["x"]), cache.select(["y"])]) if False else tc.join({"a": cache})
+    joined = tc.join({"a": cache})
     assert tc.Loader(joined, 4).state_dict()["dataset"] == state["dataset"]
     assert tc.Loader(cache[:], 4).state_dict()["dataset"] == state["dataset"]
 
@@ -165,6 +162,7 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
             {"rank": 0, "world_size": 1 << 62},
             "world_size=4611686018427387904, expected at most 1,152,921,504,606,846,976",
         ),
+        ({"collate": "stacked"}, "stacked"),
         ({"num_threads": -1}, "num_threads=-1, prefetch_batches=2: expected 0 or more"),
         ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
         ({"shuffle": "yes"}, "expected True, False or 'blocks'"),
@@ -209,19 +207,6 @@ def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
     resharded.close()
 
 
-@pytest.mark.parametrize("mode", ["all", "buckets", "mix", "weights"])
-def test_larger_steps_that_do_not_fit_any_more(cache: Any, more: Any, mode: str) -> None:
-    options = modes(cache, more)[mode] | {"last_batch": "drop", "collate": "list"}
-    first = tc.Loader(batch_size=1, **options)
-    for taken, _ in enumerate(first, 1):
-        if taken == COUNT - 2:
-            break
-    second = tc.Loader(batch_size=7, **options)
-    second.load_state_dict(first.state_dict())
-    seen = [info.epoch for _, info in second.with_info()]
-    assert set(seen) == ({0} if mode == "mix" else {1})
-
-
 def test_buckets_in_blocks(cache: Any) -> None:
     loader = tc.Loader(cache, 4, bucket_by="y", shuffle="blocks", collate="list")
     for _ in range(2):
@@ -239,28 +224,16 @@ def test_numbers_of_numpy_and_torch(cache: Any) -> None:
     loader = tc.Loader(cache, **options, shuffle=np.True_)
     assert json.loads(json.dumps(loader.state_dict())) == tc.Loader(cache, 4, shuffle=True, seed=5).state_dict()
     assert len(tc.Loader(cache, torch.tensor(4), seed=torch.tensor(5))) == 6
-    for options in ({"batch_size": "4"}, {"seed": None}, {"window": 2.5}, {"rank": 0.5, "world_size": 2}):
+    for options in (
+        {"batch_size": "4"},
+        {"seed": None},
+        {"prefetch_batches": 1.5},
+        {"window": 2.5},
+        {"rank": 0.5, "world_size": 2},
+    ):
         name, value = next(iter(options.items()))
         with pytest.raises(TypeError, match=rf"^{name}={value!r}, expected an integer$"):
             tc.Loader(cache, **({"batch_size": 4} | options))
-
-
-def test_the_string_of_a_chosen_tensor(tmp_path: Path) -> None:
-    """A transform indexes the strings with `info.choices`, as docs/training.md says."""
-    with tc.ShardWriter(tmp_path, fsync=False) as sink:
-        for i in range(20):
-            texts = [torch.full((2,), k) for k in range(1 + i % 3)]
-            sink.write(f"{i:03d}", {"captions": texts, "prompts": [f"p{k}" for k in range(1 + i % 3)]})
-
-    def add(batch: Any, info: tc.BatchInfo) -> Any:
-        pairs = zip(batch["prompts"], info.choices["text"].tolist(), strict=True)
-        return batch | {"prompt": [each[k] for each, k in pairs]}
-
-    seen: set[str] = set()
-    for batch in tc.Loader(tc.open(tmp_path), 4, shuffle=True, choose={"text": "captions.*"}, transform=add):
-        assert batch["prompt"] == [f"p{k}" for k in batch["text"][:, 0].tolist()]
-        seen.update(batch["prompt"])
-    assert seen == {"p0", "p1", "p2"}
 
 
 def test_states_that_wait(cache: Any) -> None:
@@ -329,12 +302,7 @@ def test_reprs(cache: Any) -> None:
 
 
 def test_reprs_of_buckets_and_mixes(cache: Any, more: Any) -> None:
-    assert "'short', 3 buckets by the shape of 'y', epoch=0" in repr(tc.Loader(cache, 4, bucket_by="y"))
-
-    def half(entry: Any) -> bool:
-        return int(entry.key) < 10
-
-    assert ", 2 buckets by test_reprs_of_buckets_and_mixes.<locals>.half, " in repr(tc.Loader(cache, 4, bucket_by=half))
+    assert "'short', 3 buckets, epoch=0" in repr(tc.Loader(cache, 4, bucket_by="y"))
     mix = {"a": (cache, 0.7), "b": (more, 0.3)}
     with tc.Loader(None, 4, mix=mix, num_threads=0) as loader:
         assert ", mix of 'a' (70%), 'b' (30%), epoch=0, step=0)" in repr(loader)
@@ -346,7 +314,7 @@ def test_reprs_of_buckets_and_mixes(cache: Any, more: Any) -> None:
     assert len(shown) < 1500
     labels = iter(range(COUNT))
     shown = repr(tc.StepSampler(cache, 4, bucket_by=lambda entry: "x" * 10_000 + str(next(labels))))
-    assert "23 buckets by " in shown
+    assert "23 buckets" in shown
     assert len(shown) < 500
 
 

@@ -64,34 +64,6 @@ def test_mix(cache: Any, more: Any) -> None:
             assert sorted(keys[name][begin : begin + count]) == sorted(each.keys())
 
 
-def test_weights_of_a_mix_that_change(cache: Any, more: Any) -> None:
-    def loader() -> tc.Loader:
-        return tc.Loader(None, 2, mix={"a": (cache, 1), "b": (more, 0)}, collate="list", prefetch_batches=3)
-
-    one = loader()
-    sources, states = [], []
-    for number, (_, info) in enumerate(one.with_info()):
-        sources.append(info.source)
-        if number == 4:
-            assert one.set_weights({"a": 0, "b": 1}) == 8
-        states.append(json.loads(json.dumps(one.state_dict())))
-    assert sources == ["a"] * 8 + ["b"] * (len(one) - 8)
-    for number, state in enumerate(states[:-1]):
-        again = loader()
-        again.load_state_dict(state)
-        expected = ["ab"[number >= 4]] * (len(one) - number - 1)
-        assert [info.source for _, info in again.with_info()] == expected
-
-
-def test_states_have_the_weights(cache: Any) -> None:
-    first = tc.Loader(cache, 4, weights=np.eye(COUNT)[3])
-    second = tc.Loader(cache, 4, weights=np.eye(COUNT)[4], collate="list")
-    second.load_state_dict(first.state_dict())
-    assert {number for _, info in second.with_info() for number in info.indices.tolist()} == {3}
-    second.set_weights(np.eye(COUNT)[4])
-    assert {number for _, info in second.with_info() for number in info.indices.tolist()} == {4}
-
-
 @pytest.mark.parametrize(
     "weights",
     [None, "abc", {"a": 1}, [1j] * COUNT, [1] * 3, [0] * COUNT, [-1] * COUNT, [float("nan")] * COUNT],
@@ -169,23 +141,6 @@ def test_samples_of_a_mix_are_drawn(cache: Any, more: Any, bucket_by: str | None
         assert abs(found["a"][number] / found["a"].total() - weight / 8) < 0.05
     assert len(found["b"]) == 9
     assert max(found["b"].values()) - min(found["b"].values()) <= 3
-
-
-def test_caches_of_a_mix_are_drawn_independently(cache: Any) -> None:
-    loader = tc.Loader(
-        None,
-        4,
-        mix={"a": (cache, 1), "b": (cache, 1)},
-        weights={"a": np.ones(COUNT), "b": np.ones(COUNT)},
-        collate="list",
-    )
-    found: dict[str, list[int]] = {"a": [], "b": []}
-    for _ in range(20):
-        for _, info in loader.with_info():
-            found[info.source] += numbers_of(info)
-    pairs = list(zip(found["a"], found["b"], strict=False))
-    assert len(pairs) > 100
-    assert sum(a == b for a, b in pairs) < len(pairs) // 4
 
 
 def test_weights_of_samples_in_a_mix_that_change(cache: Any, more: Any) -> None:

@@ -91,7 +91,7 @@ def test_masks_in_other_transforms(cache: Any) -> None:
 def test_a_function_that_calls_drop_text(cache: Any) -> None:
     for batch, info in pairs("Loader", cache, lambda batch, info: DROP(batch, info), PAD):
         is_right(batch, info)
-    batch, info = cache.read_batch(range(8), collate=PAD, return_info=True)
+    batch, info = cache.read_batch_with_info(range(8), collate=PAD)
     is_right(DROP(batch, info), info)
 
 
@@ -103,10 +103,10 @@ def test_several_drops(cache: Any) -> None:
 
 def test_no_sample_has_a_text(cache: Any) -> None:
     always = tc.drop_text(1, {"cond.text": EMPTY})
-    batch, info = cache.read_batch([7, 7], collate=PAD, return_info=True)
+    batch, info = cache.read_batch_with_info([7, 7], collate=PAD)
     always(batch, info)
     assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == [2, 2]
-    batch, info = cache.read_batch([7, 6], collate="list", return_info=True)
+    batch, info = cache.read_batch_with_info([7, 6], collate="list")
     always(batch, info)
     assert batch["cond"]["text"][0] is None
     assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == [0, 2]
@@ -114,7 +114,7 @@ def test_no_sample_has_a_text(cache: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, torch.tensor(2.0)])
 def test_numbers_keep_the_shapes(cache: Any, value: Any) -> None:
-    batch, info = cache.read_batch(range(4), collate="list", return_info=True)
+    batch, info = cache.read_batch_with_info(range(4), collate="list")
     before = info.mask("cond.text").tolist()
     tc.drop_text(1, {"cond.text": value})(batch, info)
     assert info.mask("cond.text").tolist() == before

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.ranks import find_rank
 
 SCRIPT = """
 import sys
@@ -56,6 +55,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
         for i in range(21):
@@ -143,22 +143,17 @@ def test_no_rank_when_training_begins(tmp_path: Path, monkeypatch: pytest.Monkey
             use(loader)
 
 
-def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_rank(None, None) == (0, 1)
-    assert find_rank(2, 5) == (2, 5)
+def test_the_environment_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
+        sink.write("0", {"x": torch.tensor(0)})
+    cache = tc.open(tmp_path / "data.tar")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert find_rank(None, None) == (3, 4)
-    assert find_rank(0, 1) == (0, 1)
+    assert "rank=3, world_size=4" in repr(tc.StepSampler(cache))
+    assert "rank=0, world_size=1" in repr(tc.StepSampler(cache, rank=0, world_size=1))
     with pytest.raises(ValueError, match="not both"):
-        find_rank(0, 1, object())
-
-
-def test_a_world_size_without_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE=2 is set and RANK is not"):
-        find_rank(None, None)
-    assert find_rank(1, 2) == (1, 2)
+        tc.StepSampler(cache, rank=0, world_size=1, group=object())
+    monkeypatch.delenv("RANK")
+    assert "rank=1, world_size=2" in repr(tc.StepSampler(cache, rank=1, world_size=2))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert find_rank(None, None) == (0, 1)
+    assert "rank=0, world_size=1" in repr(tc.StepSampler(cache))

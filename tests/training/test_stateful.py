@@ -10,7 +10,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wds_tensorcache as tc
-from tests.training.loaders import COUNT, modes, only_numbers, write_numbers
+from tests.training.loaders import modes, only_numbers, write_numbers
 
 pytestmark = [
     pytest.mark.long,
@@ -47,15 +47,6 @@ def states_of(made: Any) -> list[tuple[int, Any]]:
     """Return the state after each batch of an epoch, and after the loop, with the number of batches given."""
     found = [(number, copy.deepcopy(made.state_dict())) for number, _ in enumerate(made, 1)]
     return [*found, (len(made), copy.deepcopy(made.state_dict()))]
-
-
-@pytest.mark.parametrize("mode", ["all", "buckets", "mix", "weights"])
-@pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
-def test_epochs(cache: Any, more: Any, mode: str, num_workers: int, persistent: bool) -> None:
-    options = modes(cache, more)[mode]
-    made = begun(options, num_workers, persistent, collate="list")
-    assert len(made) == len(made.sampler)
-    assert [infos(made) for _ in range(3)] == expected(options, 3)
 
 
 @pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
@@ -96,25 +87,6 @@ def test_states_before_the_first_batch(cache: Any) -> None:
         again = begun(options, num_workers)
         again.load_state_dict(state)
         assert [infos(again), infos(again)] == whole
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("taken", [1, 2, 3])
-def test_resumed_by_others(cache: Any, num_workers: int, taken: int) -> None:
-    """With another batch size, and by one rank what two had begun: each sample once."""
-    for world_size, batch_size in ((1, 3), (2, 2)):
-        rows = []
-        for rank in range(world_size):
-            ranks = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
-            made = begun({"cache": cache, "shuffle": True, **ranks}, num_workers)
-            iterator = iter(made)
-            rows += [key for _ in range(taken) for key in next(iterator)[1].keys]
-            state = copy.deepcopy(made.state_dict())
-        again = begun({"cache": cache, "shuffle": True, "batch_size": 4, "rank": 0, "world_size": 1}, num_workers)
-        again.load_state_dict(state)
-        rows += [key for _, info in again for key in info.keys]
-        assert sorted(rows) == sorted(cache.keys())
-        assert {info.epoch for _, info in again} == {1}
 
 
 def test_states_that_are_taken_now_and_then_in_one_process(cache: Any) -> None:
@@ -177,16 +149,3 @@ def test_fewer_steps_than_workers(tmp_path: Any) -> None:
             first = infos(again)
             assert len(first) == 2 - taken or (taken == 2 and len(first) == 2)
             assert len(infos(again)) == 2
-
-
-def test_states_that_are_refused(cache: Any) -> None:
-    iterator = iter(tc.StepSampler(cache, 4))
-    state = iterator.state_dict()
-    for wrong in (None, {}, state | {"version": 1}, state | {"position": 3}, state | {"dataset": "other"}):
-        with pytest.raises(ValueError, match="state"):
-            iterator.load_state_dict(wrong)  # type: ignore[arg-type]
-    iterator.load_state_dict(state)
-    assert [step.indices.tolist() for step in iterator][-1] == list(range(COUNT))[20:]
-    loader = tc.Loader(cache, 4, collate="list")
-    loader.load_state_dict(state)  # one form for all
-    assert len(list(loader)) == 6

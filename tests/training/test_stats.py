@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
+from wds_tensorcache.training.stats import LoaderStats
 
 
 def test_counts_and_bytes(cache: Any) -> None:
     loader = tc.Loader(cache.select("x"), 4)
-    assert loader.stats() == tc.LoaderStats()
+    assert loader.stats() == LoaderStats()
     assert "waited" not in repr(loader)
     list(loader)
     once = loader.stats()
@@ -66,7 +67,7 @@ def test_waiting_times(cache: Any) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_waits_of_a_torch_loader(cache: Any, num_workers: int) -> None:
     loader = tc.torch_loader(cache.select("x"), 4, num_workers=num_workers)
-    assert loader.stats() == tc.LoaderStats()
+    assert loader.stats() == LoaderStats()
     assert "waited" not in repr(loader)
     list(loader)
     once = loader.stats()

@@ -9,8 +9,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.training.loaders import COUNT, modes, only_numbers, steps, write_numbers
+from tests.training.loaders import COUNT, modes, only_numbers, write_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
-KINDS = [(0, False), (1, False), (2, True), (3, False)]
+KINDS = [(0, False), (2, True), (3, False)]
 
 
 def workers(num_workers: int, persistent: bool = False, **options: Any) -> dict[str, Any]:
@@ -79,71 +77,6 @@ def test_copies(cache: Any, persistent: bool) -> None:
         assert state_of(duplicate) == state_of(loader)
         assert [info.epoch for _, info in duplicate.with_info()] == [1] * len(loader)
     assert sorted(number for batch in [*first, *given] for number in batch) == list(range(COUNT))
-
-
-@pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])
-def test_last_batches(cache: Any, last_batch: str) -> None:
-    for rank in range(2):
-        options: dict[str, Any] = {"collate": "list", "last_batch": last_batch, "rank": rank, "world_size": 2}
-        loader, made = tc.Loader(cache, 5, **options), tc.torch_loader(cache, 5, num_workers=1, **options)
-        assert [info for _, info in made.with_info()] == [info for _, info in loader.with_info()]
-
-
-def after(taken: int, made: Any) -> tuple[list[int], dict[str, Any]]:
-    """Return the samples of the first `taken` steps of all ranks' loaders, and the state then, the same on all."""
-    seen = [number for step in (steps(made, taken) if taken else []) for number in step]
-    states = [state_of(loader) for loader in made]
-    assert all(state == states[0] for state in states)
-    return seen, states[0]
-
-
-# every second one without workers, which take their time to start
-OTHERS = itertools.cycle(
-    [
-        (*kind, batch_size, world_size)
-        for workers_of, (batch_size, world_size) in itertools.product(
-            [(0, False), (1, True), (2, False), (3, False), (1, False), (2, True)], [(4, 1), (3, 2), (1, 3), (7, 1)]
-        )
-        for kind in (workers_of, (0, False))
-    ]
-)
-
-
-@pytest.mark.parametrize(
-    ("mode", "num_workers"), [("all", 0), ("all", 1), ("all", 2), ("all", 3), ("buckets", 2), ("blocks", 1)]
-)
-@pytest.mark.long
-def test_resumed_at_every_step_by_others(cache: Any, mode: str, num_workers: int) -> None:
-    """With other numbers of workers, batch sizes and ranks: each sample once, in this epoch and the next one."""
-    options = modes(cache, cache)[mode] | {"collate": only_numbers}
-    ranks = {"batch_size": 2, "rank": 0, "world_size": 2}
-    made = [tc.torch_loader(**options, **ranks | {"rank": rank}, **workers(num_workers)) for rank in range(2)]
-    states, seen = [after(0, made)[1]], [list[int]()]
-    for _ in range(2):
-        for pairs in zip(*(loader.with_info() for loader in made), strict=True):
-            rows = [zip(info.keys, info.is_padding.tolist(), strict=True) for _, info in pairs]
-            seen.append(seen[-1] + [int(key) for row in rows for key, is_padding in row if not is_padding])
-            states.append(state_of(made[0]))
-            assert states[-1] == state_of(made[1])
-    assert len(states) == 2 * len(made[0]) + 1
-    for taken, state in enumerate(states[:-1]):
-        then, persistent, batch_size, world_size = next(OTHERS)
-        again = [
-            tc.torch_loader(
-                **options, batch_size=batch_size, rank=rank, world_size=world_size, **workers(then, persistent)
-            )
-            for rank in range(world_size)
-        ]
-        for loader in again:
-            loader.load_state_dict(state)
-        rest: list[int] = []
-        epochs = 2 - len(seen[taken]) // COUNT
-        for _ in range(epochs):
-            for pairs in zip(*(loader.with_info() for loader in again), strict=True):
-                rows = [zip(info.keys, info.is_padding.tolist(), strict=True) for _, info in pairs]
-                rest += [int(key) for row in rows for key, is_padding in row if not is_padding]
-        every = seen[taken] + rest
-        assert sorted(every[:COUNT]) == sorted(every[COUNT:]) == list(range(COUNT))
 
 
 def test_states_go_from_one_kind_to_the_other_and_back(cache: Any) -> None:
@@ -234,16 +167,6 @@ def test_an_iterator_that_is_asked_for_nothing_begins_nothing(cache: Any) -> Non
     assert keys(made) == expected
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_new_loop_ends_the_old_one(cache: Any, num_workers: int) -> None:
-    made = tc.torch_loader(cache, 4, num_workers=num_workers, collate="list")
-    old = iter(made)
-    next(old)
-    assert len(list(made)) == 6
-    with pytest.raises(RuntimeError, match="another iteration of this loader has begun"):
-        next(old)
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_closing(cache: Any, persistent: bool) -> None:
     made = tc.torch_loader(cache, 4, **workers(2, persistent), collate="list")
@@ -284,7 +207,9 @@ def note(worker: int) -> None:
     Path(f"{worker} of {info.num_workers}").write_text(str(os.getpid()))
 
 
-@pytest.mark.parametrize(("context", "persistent"), [("spawn", True), ("fork", False)])
+@pytest.mark.parametrize(
+    ("context", "persistent"), [pytest.param("spawn", True, marks=pytest.mark.long), ("fork", False)]
+)
 def test_contexts(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: str, persistent: bool) -> None:
     monkeypatch.chdir(tmp_path)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate": "list", "rank": 1, "world_size": 2}
@@ -355,6 +280,7 @@ def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error
         list(made)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_shard_that_is_damaged(tmp_path: Path) -> None:
     """The documented error, with its kind, place and offset, as without workers."""
     with tc.open(write_numbers(tmp_path, range(COUNT), max_samples=5)) as cache:
@@ -366,38 +292,6 @@ def test_a_shard_that_is_damaged(tmp_path: Path) -> None:
     assert type(found.value) is type(expected.value)
     for name in ("kind", "offset", "reason", "where"):
         assert getattr(found.value, name) == getattr(expected.value, name)
-
-
-SCRIPT = """
-import signal
-import sys
-import wds_tensorcache as tc
-signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background may ignore it
-cache = tc.open(sys.argv[1])
-collate = lambda samples: {"i": [sample["i"] for sample in samples]}
-made = tc.torch_loader(cache, 1, shuffle=True, num_workers=2, persistent_workers=sys.argv[2] == "True", collate=collate)
-seen, num_interrupts = [], 0
-while True:
-    try:
-        for batch in made:
-            seen += batch["i"]
-            if num_interrupts < 3 and len(seen) == 3 + 5 * num_interrupts:
-                signal.raise_signal(signal.SIGINT)
-        break
-    except KeyboardInterrupt:
-        num_interrupts += 1
-        made.load_state_dict(made.state_dict())
-print("interrupts", num_interrupts, sorted(seen) == list(range(len(cache))), flush=True)
-"""
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.long
-def test_interrupts(folder: str, persistent: bool) -> None:
-    """Real signals in a real process: it continues from the state, and each sample comes once."""
-    code = [sys.executable, "-W", "ignore", "-c", SCRIPT, folder, str(persistent)]
-    ran = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.stdout.split() == ["interrupts", "3", "True"], ran.stderr
 
 
 def test_shared_memory_is_given_back(cache: Any) -> None:
@@ -447,7 +341,7 @@ def test_what_is_refused(cache: Any) -> None:
             tc.torch_loader(**({"cache": cache, "batch_size": 4} | options))
     made = tc.torch_loader(cache, 4)
     with pytest.raises(TypeError, match="expected a StepDataset"):
-        tc.TorchLoader(cache)
+        type(made)(cache)
     for wrong in (DataLoader(made.dataset, sampler=range(2)), DataLoader(made.dataset, batch_size=None, sampler=[3])):
         with pytest.raises(TypeError, match="a StepDataset is indexed by a Step"):
             next(iter(wrong))
@@ -476,6 +370,7 @@ class Exhausted:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.usefixtures("impatient")
 def test_a_function_that_raises_stop_iteration_ends_no_epoch(cache: Any, num_workers: int) -> None:
     collate = Exhausted()
     made = tc.torch_loader(cache, 4, collate=collate, **workers(num_workers))

@@ -13,6 +13,19 @@ from torch.utils.data import DataLoader
 from typing_extensions import assert_type
 
 import wds_tensorcache as tc
+from wds_tensorcache.checking.report import Fault, RepairReport, Report
+from wds_tensorcache.integrations.torch_dataloader import TorchLoader
+from wds_tensorcache.integrations.webdataset import Decode
+from wds_tensorcache.integrations.webdataset_tar import TarSamples
+from wds_tensorcache.reading.batch.collate import Pad
+from wds_tensorcache.reading.choose import Choices
+from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
+from wds_tensorcache.reading.positions import KeysView
+from wds_tensorcache.reading.schema import Entry, TensorSchema
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.training.plan import RowCounts
+from wds_tensorcache.training.stats import LoaderStats
+from wds_tensorcache.training.transforms import DropText, SampleMoments
 
 Sample = dict[str, Any]  # what a sample has is not known to a type checker
 
@@ -25,7 +38,7 @@ def write(folder: Path) -> None:
     skeleton, tensors = tc.encode_sample({"x": torch.zeros(2)})
     assert_type(bytes(skeleton), bytes)
     tc.decode_sample(skeleton, tensors)
-    assert_type(tc.write_index(folder / "000000.tar"), tc.ShardIndex)
+    assert_type(tc.write_index(folder / "000000.tar"), ShardIndex)
 
 
 def read(folder: Path) -> None:
@@ -39,15 +52,15 @@ def read(folder: Path) -> None:
         assert_type(cache[["1", "3"]], tc.TensorCache)
         assert_type(cache[torch.arange(2)], tc.TensorCache)
         assert_type(cache[np.array([True] * 8)], tc.TensorCache)
-        assert_type(cache.keys(), tc.KeysView)
+        assert_type(cache.keys(), KeysView)
         assert_type(cache.keys()[0], str)
-        assert_type(cache.keys()[:2], tc.KeysView)
-        assert_type(cache.schema, dict[str, tc.TensorSchema])
+        assert_type(cache.keys()[:2], KeysView)
+        assert_type(cache.schema, dict[str, TensorSchema])
         assert_type(cache.schema["x"].num_samples, int)
-        assert_type(cache.describe(), tc.Description)
-        assert_type(cache.describe().tensors["x"], tc.TensorDescription)
+        assert_type(cache.describe(), Description)
+        assert_type(cache.describe().tensors["x"], TensorDescription)
         assert_type(cache.describe().tensors["x"].shapes, dict[tuple[int, ...], int])
-        assert_type(cache.describe().values["i"], tc.ValueDescription)
+        assert_type(cache.describe().values["i"], ValueDescription)
         assert_type(cache.describe().values["i"].types, dict[str, int])
         assert_type(cache.select(["x"]), tc.TensorCache)
         assert_type(cache.filter(is_long), tc.TensorCache)
@@ -64,7 +77,7 @@ def read(folder: Path) -> None:
     assert_type(next(iter(again)), Sample)
 
 
-def is_long(entry: tc.Entry) -> bool:
+def is_long(entry: Entry) -> bool:
     assert_type(entry.key, str)
     assert_type(entry.shapes, dict[str, tuple[int, ...]])
     return entry.nbytes > 8
@@ -75,8 +88,8 @@ def batches(folder: Path) -> None:
     assert_type(cache.read_batch([0, 2]), Any)
     assert_type(cache.read_batch(range(2), collate="pad", pad_value=-1), Any)
     assert_type(cache.read_batch(["0", "1"], "cpu", collate={"x": tc.pad(to=4), "*": "stack"}), Any)
-    assert_type(tc.pad(to=512, value=0), tc.Pad)
-    batch, info = cache.read_batch(np.arange(2), collate="list", return_info=True)
+    assert_type(tc.pad(to=512, value=0), Pad)
+    batch, info = cache.read_batch_with_info(np.arange(2), collate="list")
     assert_type(batch, Any)
     assert_type(info, tc.BatchInfo)
     assert_type(info.keys, list[str])
@@ -85,11 +98,10 @@ def batches(folder: Path) -> None:
     assert_type(info.indices, np.ndarray[tuple[int, ...], np.dtype[np.int64]])
     assert_type(info.epoch + info.step, int)
     assert_type(info.seeds, np.ndarray[tuple[int, ...], np.dtype[np.int64]])
-    assert_type(info.choices, tc.Choices)
+    assert_type(info.choices, Choices)
     assert_type(cache.read_batch([1, 0], choose={"y": ["x"]}, collate="list"), Any)
-    assert_type(info.cache, tc.Cache | None)
-    assert_type(cache.read_batch([1, 0], collate=count), int)
-    assert_type(cache.read_batch([1, 0], collate=count, return_info=True), tuple[int, tc.BatchInfo])
+    assert_type(cache.read_batch([1, 0], collate=count), Any)
+    assert_type(cache.read_batch_with_info([1, 0], collate=count), tuple[Any, tc.BatchInfo])
     assert_type(cache.read_tensors([0, 2]), dict[str, Any])
     assert_type(cache.nest([0, 2], {"x": torch.zeros(2)}), Any)
 
@@ -106,10 +118,10 @@ def join(folder: Path, other: Path) -> None:
     assert_type(joined[1:], tc.JoinedCache)
     assert_type(joined.select("a.*"), tc.JoinedCache)
     assert_type(joined.filter(is_long), tc.JoinedCache)
-    assert_type(joined.keys(), tc.KeysView)
-    assert_type(joined.schema, dict[str, tc.TensorSchema])
+    assert_type(joined.keys(), KeysView)
+    assert_type(joined.schema, dict[str, TensorSchema])
     assert_type(joined.fingerprint, dict[str, object])
-    assert_type(joined.read_batch([0, 2], return_info=True), tuple[Any, tc.BatchInfo])
+    assert_type(joined.read_batch_with_info([0, 2]), tuple[Any, tc.BatchInfo])
     either: tc.Cache = cache if len(cache) > 8 else joined
     assert_type(either.read_members([0], "json"), list[bytes])
     assert_type(either[:4], tc.Cache)
@@ -127,18 +139,18 @@ def train(folder: Path) -> None:
         assert_type(batch, Any)
         assert_type(info, tc.BatchInfo)
     torch_loader = tc.torch_loader(cache, 2, collate="list")
-    assert_type(torch_loader, tc.TorchLoader)
+    assert_type(torch_loader, TorchLoader)
     rows: DataLoader[Any] = torch_loader
     assert_type(len(rows), int)
     assert_type(len(loader), int)
     assert_type(loader.epoch, int)
     mixed = tc.Loader(mix={"a": cache, "b": cache}, repeats={"a": 2}, bucket_by=tc.by_length("x", [1, 2]))
-    assert_type(mixed.count_rows(), tc.RowCounts)
+    assert_type(mixed.count_rows(), RowCounts)
     assert_type(mixed.count_rows().num_padding, int)
-    assert_type(loader.stats(), tc.LoaderStats)
-    assert_type(torch_loader.stats(), tc.LoaderStats)
-    assert_type(tc.sample_moments("x"), tc.SampleMoments)
-    assert_type(tc.drop_text(0.1, {"x": 0}), tc.DropText)
+    assert_type(loader.stats(), LoaderStats)
+    assert_type(torch_loader.stats(), LoaderStats)
+    assert_type(tc.sample_moments("x"), SampleMoments)
+    assert_type(tc.drop_text(0.1, {"x": 0}), DropText)
     tc.Loader(cache, choose={"y": "x*"}, transform=[keep, tc.drop_text(0.1, {"y": 0})])
 
 
@@ -162,15 +174,15 @@ def build(folder: Path, other: Path) -> None:
     )
     tc.drop(other, other.with_name("fewer"), ["1"])
     report = tc.verify(folder, progress=lambda done, total: print(done / max(1, total)))
-    assert_type(report, tc.Report)
-    assert_type(report.faults, list[tc.Fault])
+    assert_type(report, Report)
+    assert_type(report.faults, list[Fault])
     assert_type(report.ok, bool)
-    assert_type(tc.repair(folder, folder.with_name("repaired")), tc.RepairReport)
+    assert_type(tc.repair(folder, folder.with_name("repaired")), RepairReport)
 
 
 def stream(folder: Path) -> None:
-    assert_type(tc.decode(), tc.Decode)
-    assert_type(tc.tarfile_to_samples(), tc.TarSamples)
+    assert_type(tc.decode(), Decode)
+    assert_type(tc.tarfile_to_samples(), TarSamples)
     assert_type(tc.encoder(), Callable[[dict[str, Any]], dict[str, Any]])
     assert_type(tc.ResumablePipeline(folder), tc.ResumablePipeline)
 

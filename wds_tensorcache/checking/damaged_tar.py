@@ -13,8 +13,7 @@ import numpy as np
 from wds_tensorcache.checking.indexed_places import Place, Places
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.shards.names import split_member
-from wds_tensorcache.shards.tar.fields import adds_up, parse_number, parse_records
-from wds_tensorcache.shards.tar.headers import BLOCK, Scanner, is_extended, padding
+from wds_tensorcache.shards.tar import BLOCK, Scanner, is_extended, is_header, padding, parse_number, parse_records
 
 __all__ = ["Break", "End", "Member", "Salvage"]
 
@@ -274,7 +273,7 @@ class Salvage:
 
 
 def _is_header(header: bytes, named: bool) -> bool:
-    if not adds_up(header):
+    if not is_header(header):
         return False
     name = header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape")
     return (

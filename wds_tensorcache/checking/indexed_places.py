@@ -16,8 +16,7 @@ from wds_tensorcache.shards.footer import read_index
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.shards.names import split_member
-from wds_tensorcache.shards.tar.fields import adds_up, parse_number
-from wds_tensorcache.shards.tar.headers import BLOCK, is_meta_name, names_of, padding
+from wds_tensorcache.shards.tar import BLOCK, is_header, is_meta_name, names_of, padding, parse_number
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["Place", "Places", "find_places"]
@@ -146,11 +145,11 @@ class Places:
             header = self._read(begin - BLOCK, begin)
         except (FormatError, OSError):
             return _UNREADABLE
-        if not adds_up(header):
+        if not is_header(header):
             there = header[:_MAX_FIELD_NBYTES].partition(b"\0")[0]
             if not is_plain or not _NAME(there) or there.lower() == raw.lower():
                 return _UNREADABLE
-            if adds_up(raw.ljust(_MAX_FIELD_NBYTES, b"\0") + header[_MAX_FIELD_NBYTES:]):
+            if is_header(raw.ljust(_MAX_FIELD_NBYTES, b"\0") + header[_MAX_FIELD_NBYTES:]):
                 return _UNREADABLE  # only the name is damaged
             splits = [split_member(there.decode())]  # if the damage is not in the name, this is another sample's member
         else:

@@ -13,8 +13,8 @@ import xxhash
 from wds_tensorcache.checking.damaged_tar import Break, Member, Salvage
 from wds_tensorcache.checking.indexed_places import find_places
 from wds_tensorcache.checking.report import Fault, Report
+from wds_tensorcache.codec.binding import had_preamble, parse_preamble
 from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Further, Layout, is_bound, parse_header
-from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
@@ -23,7 +23,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.shards.names import Half, find_half, half_of, split_member
-from wds_tensorcache.shards.tar.headers import rebuild_header
+from wds_tensorcache.shards.tar import rebuild_header
 from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
 from wds_tensorcache.writing.copy_shards import MemberRange, append_range

@@ -22,7 +22,7 @@ from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
-    Found,
+    FoundShard,
     ShardEntry,
     are_counts,
     locate_shards,
@@ -83,13 +83,15 @@ def check_all(
     table = allow_table(allow)
     manifests: list[_Manifest] = []
 
-    def listed(path: str) -> list[Found]:
+    def listed(path: str) -> list[FoundShard] | None:
+        if not os.path.exists(path):
+            return None
         manifests.append(_Manifest(path))
-        return [(shard, None, None) for shard in manifests[-1].shards(report)]
+        return [FoundShard(shard) for shard in manifests[-1].shards(report)]
 
     spellings: dict[str, str] = {}
-    for path, *_ in find_shards(source, listed, local_for="verified or repaired"):
-        spellings.setdefault(os.path.realpath(path), path)
+    for shard in find_shards(source, listed, local_for="verified or repaired").shards:
+        spellings.setdefault(os.path.realpath(shard.path), shard.path)
     paths = list(spellings.values())
     bar.begin({path: _nbytes(path) for path in paths})
     with_idx = {_without_number(path) for path in paths if os.path.exists(dali_index_path(path))}
@@ -185,6 +187,7 @@ class _Manifest:
                 fault(self._path, f"{name} is a {type(extra[name]).__name__}, expected an object")
         for located in locate_shards(self._path, entries or []):
             entry, path, error = located.entry, located.path, located.error
+            assert entry is not None
             if located.same_as is not None:
                 fault(path, f"{self._where} lists it twice, also as {located.same_as!r:.200}")
                 self._entries.setdefault(os.path.abspath(path), entry)

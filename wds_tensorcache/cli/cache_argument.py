@@ -16,7 +16,7 @@ from wds_tensorcache.cli.completing.quick import MAX_COMPLETIONS
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import unknown_name
-from wds_tensorcache.storage.remote.urls import is_url, shown
+from wds_tensorcache.storage.urls import is_url, shown
 
 __all__ = [
     "LocalPath",

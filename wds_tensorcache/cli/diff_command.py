@@ -9,7 +9,7 @@ import click
 from wds_tensorcache.cli.cache_argument import cache_option, open_cache
 from wds_tensorcache.cli.output import Output, counted, json_option
 from wds_tensorcache.inspecting.diff import diff_caches
-from wds_tensorcache.storage.remote.urls import shown
+from wds_tensorcache.storage.urls import shown
 
 __all__ = ["diff_command"]
 

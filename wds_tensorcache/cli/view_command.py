@@ -15,10 +15,10 @@ from wds_tensorcache.inspecting.report.data import cards_of, file_limits, overvi
 from wds_tensorcache.inspecting.report.page import build_page
 from wds_tensorcache.inspecting.report.server import PageServer
 from wds_tensorcache.inspecting.report.survey import Survey
-from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.storage.atomic import write_atomically
-from wds_tensorcache.storage.remote.urls import is_url, name_of
-from wds_tensorcache.storage.remote.urls import shown as shown_url
+from wds_tensorcache.storage.urls import is_url, name_of
+from wds_tensorcache.storage.urls import shown as shown_url
 
 __all__ = ["view_command"]
 

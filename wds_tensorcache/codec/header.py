@@ -52,7 +52,7 @@ MAX_NDIM = 64  # the limit of numpy
 _MAX_SIZE = (1 << 63) - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
-# Hazard: headers come from files, so a hostile file could fill the tables if they had no limits.
+# Headers come from files, so a hostile file could fill the tables if they had no limits.
 _MAX_LAYOUTS = 1024
 _MAX_CACHED_NBYTES = 1 << 16
 Further: TypeAlias = tuple[tuple[str, str], ...]  # further names of tensors, each with the tensor's name
@@ -163,7 +163,7 @@ def make_layout(
     form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None, further: Further = ()
 ) -> Layout:
     """Return the layout of `form` whose shapes, concatenated, are `dims`; the caller has validated them."""
-    # Hazard: the author of an index can choose integers whose hashes collide; the hashes of bytes have a secret seed.
+    # The author of an index can choose integers whose hashes collide; the hashes of bytes have a secret seed.
     contents = (form, array("Q", dims).tobytes(), data_begin, texts, further)
     layout = _LAYOUTS.get(contents)
     if layout is not None:
@@ -273,8 +273,8 @@ def _parse_tensors(text: bytes, data_begin: int) -> Layout:
     position = data_begin
     for tensor in tensors:
         if tensor.begin != position:
-            what = "overlaps the tensor before it" if tensor.begin < position else "follows a hole"
-            raise FormatError(f"tensor {tensor.name!r} {what}: it starts at byte {tensor.begin}, expected {position}")
+            fault = "overlaps the tensor before it" if tensor.begin < position else "follows a hole"
+            raise FormatError(f"tensor {tensor.name!r} {fault}: it starts at byte {tensor.begin}, expected {position}")
         position = tensor.end
     form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
     return Layout({tensor.name: tensor for tensor in tensors}, data_begin, position, form)

@@ -1,4 +1,7 @@
-"""Lazy tensors and arrays, which know where their bytes are and read them only for operations that need them."""
+"""Lazy tensors and arrays, which know where their bytes are and read them only for operations that need them.
+
+The bytes come from a `ByteSource` (`reference.py`): a member in memory, or a `FileRange` of a shard (`shards/shard.py`).
+"""
 
 from __future__ import annotations
 
@@ -275,7 +278,7 @@ class LazyTensor(Lazy):
         return torch.device("cpu")
 
     def __len__(self) -> NoReturn:
-        # Hazard: torch treats an index whose len() is below 32 as a tuple of indices, so tensor[lazy] would be silently wrong.
+        # torch treats an index whose len() is below 32 as a tuple of indices, so tensor[lazy] would be silently wrong.
         raise TypeError("a LazyTensor has no len(); use .shape[0]")
 
     def load(

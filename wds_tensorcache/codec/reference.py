@@ -143,9 +143,9 @@ def resolve(layout: Layout, text: str) -> Reference:
     Raises:
         FormatError: The string has an unknown kind, tensor, attribute or dtype.
     """
-    known = layout.references.get(text)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
+    reference: Reference | None = layout.references.get(text)
+    if reference is not None:
+        return reference
     kind, name, attribute = parse_reference(text)
     stored = layout.tensors.get(name)
     if stored is None:
@@ -160,7 +160,7 @@ def resolve(layout: Layout, text: str) -> Reference:
     if kind == "tensor":
         shape = torch.Size(shape)
     reference = Reference(name, kind, dtype, shape, stored.begin, stored.end, attribute)
-    # Hazard: the strings come from files, so without a limit a hostile file could fill this dict.
+    # The strings come from files, so without a limit a hostile file could fill this dict.
     if len(layout.references) < 16 + 4 * len(layout.tensors):
         layout.references[text] = reference
     return reference

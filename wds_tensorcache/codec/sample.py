@@ -1,4 +1,8 @@
-"""Encode a sample as two members (files in the tar), the skeleton and the tensors, and decode it."""
+"""Encode a sample as two members (files in the tar), the skeleton and the tensors, and decode it.
+
+Skeletons are pickles, and Python's own unpickler never reads them: `skeleton/reader.py` interprets any skeleton, with the
+objects of `skeleton/types.py`; `skeleton/template.py` reads one that equals an earlier one except in plain values.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,7 @@ from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.header import Further, Layout, parse_header, plan_member, plan_small_member
-from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor
-from wds_tensorcache.codec.preamble import (
+from wds_tensorcache.codec.binding import (
     build_preamble,
     had_preamble,
     is_damaged,
@@ -19,6 +21,8 @@ from wds_tensorcache.codec.preamble import (
     sign_header,
     tensors_digest,
 )
+from wds_tensorcache.codec.header import Further, Layout, parse_header, plan_member, plan_small_member
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, named_by, resolve
 from wds_tensorcache.codec.skeleton.families import Written, family_of
 from wds_tensorcache.codec.skeleton.reader import unpickle
@@ -39,12 +43,12 @@ __all__ = [
     "encode_views",
     "list_references",
     "match_body",
-    "names_in",
 ]
 
 
 _WIDTH = attrgetter("true.itemsize")
 _MANY_TENSORS = 64  # headers with more tensors are not cached
+_DAMAGED_SKELETON = "the skeleton is damaged: its digest does not match its bytes"
 
 
 @dataclass(slots=True)
@@ -193,7 +197,7 @@ def decode_members(
         if tensors_digest(tensors) != digest:
             raise FormatError("the safetensors member is damaged: its digest does not match its bytes", kind="damaged")
         if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != body_digest:
-            raise FormatError("the skeleton is damaged: its digest does not match its bytes", kind="damaged")
+            raise FormatError(_DAMAGED_SKELETON, kind="damaged")
     return decode_body(skeleton, begin, layout, MemorySource(tensors), lazy, allow)
 
 
@@ -228,8 +232,8 @@ def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource,
     matched = match_body(skeleton, begin, layout, source, lazy)
     if matched is None:
         return _interpret(skeleton, begin, layout, source, lazy, allow)[0]
-    template, made = matched
-    return template.build(made)
+    template, parts = matched
+    return template.build(parts)
 
 
 def match_body(
@@ -243,40 +247,39 @@ def match_body(
     template = layout.form.template
     if template is None:
         return None
-    made = template.match(skeleton, begin)
-    if made is MISS:
+    parts = template.match(skeleton, begin)
+    if parts is MISS:
         return None
-    for found in resolve_template(layout, template):
-        made.append(open_tensor(found, source, lazy))
-    return template, made
+    for reference in resolve_template(layout, template):
+        parts.append(open_tensor(reference, source, lazy))
+    return template, parts
 
 
 def _interpret(
     skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed
 ) -> tuple[Any, Iterable[str]]:
     """Rebuild a sample without a template; return it, and the strings of its references to tensors."""
-    met: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
 
     def reference(text: str) -> Any:
-        value = met.get(text)
-        if value is None:
-            value = met[text] = open_tensor(resolve(layout, text), source, lazy)
-        return value
+        tensor = tensors.get(text)
+        if tensor is None:
+            tensor = tensors[text] = open_tensor(resolve(layout, text), source, lazy)
+        return tensor
 
     try:
         sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     except FormatError as exc:
-        if is_damaged(skeleton):  # what it names may be damaged, so `allow=` would be no remedy
-            what = "the skeleton is damaged: its digest does not match its bytes"
-            raise FormatError(what, offset=exc.offset, kind="damaged") from exc
+        if is_damaged(skeleton):  # the names in it may be damaged, so `allow=` would be no remedy
+            raise FormatError(_DAMAGED_SKELETON, offset=exc.offset, kind="damaged") from exc
         raise
-    check_named(layout, met)
+    check_named(layout, tensors)
     form = layout.form
     form.num_interpreted += 1
     # Learning takes time: not for the first sample of a form, which may be the only one, and not again and again.
     if 1 < form.num_interpreted <= MAX_ATTEMPTS:
         form.template = learn(skeleton, begin)
-    return sample, met
+    return sample, tensors
 
 
 def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[str, ...], Further]:
@@ -293,15 +296,10 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[
         if layout.form.names[0] is not template:
             values = [None] * (len(template.segments) - 1)
             tensors = [open_tensor(reference, _NOWHERE, True) for reference in layout.resolved[1]]
-            layout.form.names = template, names_in(template.build([*values, *tensors]))
+            layout.form.names = template, further_names(template.build([*values, *tensors]))
         return layout.resolved[2], layout.form.names[1]
     sample, texts = _interpret(skeleton, begin, layout, _NOWHERE, True, {})
-    return _in_order(layout, texts), names_in(sample)
-
-
-def names_in(sample: Any) -> Further:
-    """Return the further names of the lazy tensors of a sample, each with the tensor's name."""
-    return further_names(sample, lambda value: value.name if isinstance(value, Lazy) else None)
+    return _in_order(layout, texts), further_names(sample)
 
 
 def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
@@ -314,8 +312,8 @@ _NOWHERE = MemorySource(b"")
 
 def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:
     """Resolve the references of a template in this layout; the template may come from a sample with a different layout."""
-    known, references, _ = layout.resolved
-    if known is not template:
+    resolved, references, _ = layout.resolved
+    if resolved is not template:
         references = tuple(resolve(layout, text) for text in template.references)
         layout.resolved = template, references, _in_order(layout, template.references)
     return references  # type: ignore[no-any-return]

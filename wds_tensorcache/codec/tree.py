@@ -1,6 +1,7 @@
-"""Walk nested containers: copy and filter samples.
+"""Walk nested containers: list, copy and filter samples.
 
-Each walk visits every container once, so shared or cyclic containers cannot make it slow or endless.
+`rebuild` copies containers of every kind. `_Copier` copies those in which tensors have names, `_find_places` lists the names,
+and `walk` lists all objects. Each visits a container once, so shared or cyclic containers cannot make it slow or endless.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor, PendingLoads, check_device
-from wds_tensorcache.codec.skeleton.tensor_names import RESERVED, component
+from wds_tensorcache.codec.tensor_names import RESERVED, component
 
 __all__ = [
     "ATOMS",
@@ -29,7 +30,6 @@ __all__ = [
     "Wanted",
     "children",
     "empty_like",
-    "find_places",
     "flatten",
     "further_names",
     "is_shared",
@@ -54,6 +54,9 @@ _MAX_NAMES = 1000  # further names of a sample's tensors
 _MAX_NAME = 1000  # characters of a further name
 _TWICE = 0  # in place of an id, the mark of a tensor that `_project` has met twice
 _DROPPED: Any = object()  # takes the place of a tensor that `project` or `map_leaves` removes
+_Place: TypeAlias = tuple[int, Path]  # id of a container, and the path in it: one key or index, none for the root
+# key or index, position of the key in its dict, and the same of the container
+_Link: TypeAlias = "tuple[Any, int, _Link] | None"
 
 
 def realize(obj: Any, device: torch.device | str | None = None) -> Any:
@@ -138,7 +141,7 @@ class Holding:
     """A predicate: True for a lazy tensor, and for a dict, list, tuple or deque with one in it. Visits each container once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, bool] = {}
+        self._results: dict[int, bool] = {}
 
     def __call__(self, value: Any) -> bool:
         if isinstance(value, Lazy):
@@ -146,11 +149,53 @@ class Holding:
         cls = type(value)
         if cls not in DICTS and cls not in SEQUENCES:
             return False
-        known = self._known.get(id(value))
-        if known is None:
-            self._known[id(value)] = False  # for a container in itself, until its items are examined
-            known = self._known[id(value)] = any(map(self, value.values() if cls in DICTS else value))
-        return known
+        result = self._results.get(id(value))
+        if result is None:
+            self._results[id(value)] = False  # for a container in itself, until its items are examined
+            result = self._results[id(value)] = any(map(self, value.values() if cls in DICTS else value))
+        return result
+
+
+class _Copier:
+    """A copy of the dicts, lists, tuples and deques of a sample, with other objects in place of its lazy tensors.
+
+    A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
+
+    Args:
+        tensor: Function of a lazy tensor and its place. Dicts lose a tensor for which it returns `_DROPPED`.
+        leaf: Function of a path that returns what takes the place of any other value there, of a dropped tensor in a sequence,
+            and of a sequence without lazy tensors. None keeps other values.
+    """
+
+    def __init__(self, tensor: Callable[[Lazy, _Place], Any], leaf: Callable[[Path], Any] | None = None) -> None:
+        self._tensor, self._leaf = tensor, leaf
+        self._holds = Holding()
+        self._done: dict[int, Any] = {}
+
+    def copy(self, value: Any, path: Path = (), container: Any = None) -> Any:
+        cls, leaf = type(value), self._leaf
+        if isinstance(value, Lazy):
+            return self._tensor(value, (id(container), path[-1:]))
+        if id(value) in self._done:
+            return self._done[id(value)]
+        if cls in DICTS:
+            self._done[id(value)] = result = empty_like(value)
+            for key, item in value.items():
+                copied = self.copy(item, (*path, key), value)
+                if copied is not _DROPPED:
+                    result[key] = copied
+            return result
+        if cls not in SEQUENCES or (leaf is not None and not self._holds(value)):
+            return value if leaf is None else leaf(path)
+        if cls is not tuple:
+            self._done[id(value)] = result = empty_like(value)
+        items = [self.copy(item, (*path, at), value) for at, item in enumerate(value)]
+        if leaf is not None:
+            items = [leaf((*path, at)) if item is _DROPPED else item for at, item in enumerate(items)]
+        if cls is tuple:  # a tuple that contains itself was already copied while its items were visited
+            return self._done.setdefault(id(value), tuple(items))
+        result.extend(items)
+        return result
 
 
 def map_leaves(
@@ -165,47 +210,15 @@ def map_leaves(
     Dicts lose the tensors whose names `wanted` refuses; in other places, these tensors are leaves. They do not change where
     anything else is: a list that contains only refused tensors is a container, too.
     """
-    result = _LeafMap(tensor, leaf, wanted).visit(sample, ())
+    done: dict[int, Any] = {}
+
+    def replace(lazy: Lazy, place: _Place) -> Any:
+        if id(lazy) not in done:
+            done[id(lazy)] = tensor(lazy) if wanted is None or wanted(lazy.name) else _DROPPED
+        return done[id(lazy)]
+
+    result = _Copier(replace, leaf).copy(sample)
     return leaf(()) if result is _DROPPED else result
-
-
-class _LeafMap:
-    # A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
-    def __init__(self, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any], wanted: Wanted | None) -> None:
-        self._tensor, self._leaf, self._wanted = tensor, leaf, wanted
-        self._holds = Holding()
-        # id -> (object, copy); the object is kept so that its id is not reused
-        self._done: dict[int, tuple[Any, Any]] = {}
-
-    def visit(self, value: Any, path: Path) -> Any:
-        copied = self._done.get(id(value))
-        if copied is not None:
-            return copied[1]
-        cls = type(value)
-        result: Any
-        if isinstance(value, Lazy):
-            result = self._tensor(value) if self._wanted is None or self._wanted(value.name) else _DROPPED
-        elif cls in DICTS:
-            result = empty_like(value)
-            self._done[id(value)] = value, result
-            for key, item in value.items():
-                copy = self.visit(item, (*path, key))
-                if copy is not _DROPPED:
-                    result[key] = copy
-        elif cls in SEQUENCES and self._holds(value):
-            result = empty_like(value)
-            if cls is not tuple:
-                self._done[id(value)] = value, result
-            items = [self.visit(item, (*path, at)) for at, item in enumerate(value)]
-            items = [self._leaf((*path, at)) if item is _DROPPED else item for at, item in enumerate(items)]
-            if cls is tuple:
-                result = tuple(items)
-            else:
-                result.extend(items)
-        else:
-            return self._leaf(path)  # not shared: the interpreter may use one object for equal small values
-        # a tuple that contains itself was already copied while its items were visited
-        return self._done.setdefault(id(value), (value, result))[1]
 
 
 def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False) -> Any:
@@ -273,85 +286,78 @@ def flatten(sample: Any) -> dict[str, Any]:
 
     A tensor in several places has a name for each.
     """
-    places, shares = find_places(sample, _name_of_lazy)
-    if not shares:
-        return {lazy.name: lazy for _, _, lazy, _ in places}
-    names = _names_of(sample, places, _name_of_lazy)
-    return {names[at][0] if at in names else lazy.name: lazy for at, (_, _, lazy, _) in enumerate(places)}
+    places, names = _find_places(sample)
+    return {names[place][0] if place in names else lazy.name: lazy for place, lazy, _ in places}
 
 
 def names_of(sample: Any) -> list[str]:
     """Return the names of the lazy tensors of a sample from `separate`, in order."""
-    return list(dict.fromkeys(lazy.name for _, _, lazy, _ in find_places(sample, _name_of_lazy)[0]))
+    return list(dict.fromkeys(lazy.name for _, lazy, _ in _find_places(sample)[0]))
 
 
-# the container of a place, the key or index there, the position of a key in its dict, and the place of the container
-_Link: TypeAlias = "tuple[Any, int, _Link] | None"
-# id of a container, key or index in it, the tensor there, and the way from the root to this place
-_Place: TypeAlias = "tuple[int, Any, Any, _Link]"
+def further_names(sample: Any, name_of: Callable[[Any], str | None] | None = None) -> tuple[tuple[str, str], ...]:
+    """Return the further names of a sample's tensors, each with the tensor's name (FORMAT.md 2.3).
 
-
-def find_places(sample: Any, name_of: Callable[[Any], str | None]) -> tuple[list[_Place], bool]:
-    """Return the places of the tensors of a sample, in the order of the walk, and whether a tensor has several.
-
-    Each container is visited once. `name_of` returns the name of a tensor, and None for any other value.
+    `name_of` returns the name of a tensor, and None for any other value; by default, tensors are lazy.
     """
-    if name_of(sample) is not None:
-        return [(0, None, sample, None)], False
-    places: list[_Place] = []
-    met, tensors = {id(sample)}, set[str]()
+    return tuple(_find_places(sample, name_of or _name_of_lazy)[1].values())
 
-    def visit(container: Any, link: _Link) -> bool:
-        shares = False
+
+def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
+    """Return a sample with another lazy tensor at each further name of a tensor, and the result of `further_names`."""
+    _, names = _find_places(sample)
+    if not names:
+        return sample, ()
+    copier = _Copier(lambda lazy, place: lazy._renamed(names[place][0]) if place in names else lazy)
+    return copier.copy(sample), tuple(names.values())
+
+
+def _name_of_lazy(value: Any) -> str | None:
+    return value.name if isinstance(value, Lazy) else None
+
+
+def _find_places(
+    sample: Any, name_of: Callable[[Any], str | None] = _name_of_lazy
+) -> tuple[list[tuple[_Place, Any, _Link]], dict[_Place, tuple[str, str]]]:
+    """Return the places of a sample's tensors, and (further name, name) of the tensor at each place that gives it another."""
+    places: list[tuple[_Place, Any, _Link]] = []
+    containers = {id(sample)}
+
+    def visit(container: Any, link: _Link) -> None:
         is_dict = type(container) in DICTS
         for at, (step, item) in enumerate(container.items() if is_dict else enumerate(container)):
             cls = type(item)
             if cls in ATOMS:
                 continue
             if cls in DICTS or cls in SEQUENCES:
-                if id(item) not in met:
-                    met.add(id(item))
-                    shares |= visit(item, (step, at, link))
-            elif (name := name_of(item)) is not None:
-                places.append((id(container), step, item, (step, at, link)))
-                shares |= name in tensors
-                tensors.add(name)
-        return shares
+                if id(item) not in containers:
+                    containers.add(id(item))
+                    visit(item, (step, at, link))
+            elif name_of(item) is not None:
+                places.append(((id(container), (step,)), item, (step, at, link)))
 
-    shares = visit(sample, None) if type(sample) in DICTS or type(sample) in SEQUENCES else False
-    return places, shares
-
-
-def further_names(sample: Any, name_of: Callable[[Any], str | None]) -> tuple[tuple[str, str], ...]:
-    """Return the further names of a sample's tensors, each with the tensor's name (FORMAT.md 2.3)."""
-    places, shares = find_places(sample, name_of)
-    return tuple(_names_of(sample, places, name_of).values()) if shares else ()
-
-
-def _names_of(
-    sample: Any, places: Sequence[_Place], name_of: Callable[[Any], str | None]
-) -> dict[int, tuple[str, str]]:
-    """Return the further name of a tensor, and its name, by position in `places`."""
-    taken = {name for value, _ in walk(sample) if (name := name_of(value)) is not None} | {RESERVED}
-    names: dict[int, tuple[str, str]] = {}
-    met = set[str]()
-    for at, (_, _, tensor, link) in enumerate(places):
+    if name_of(sample) is not None:
+        places.append(((id(None), ()), sample, None))
+    elif type(sample) in DICTS or type(sample) in SEQUENCES:
+        visit(sample, None)
+    names: dict[_Place, tuple[str, str]] = {}
+    first = {name_of(tensor) for _, tensor, _ in places}
+    if len(first) == len(places):
+        return places, names
+    taken = {name_of(value) for value, _ in walk(sample)} | {RESERVED}
+    for place, tensor, link in places:
         name = name_of(tensor)
-        assert name is not None
-        if name not in met:
-            met.add(name)
-            continue
-        path = _path_of(link)
-        if path is not None and path not in taken:
+        if name in first:
+            first.remove(name)
+        elif len(names) < _MAX_NAMES and (path := _path_of(link)) is not None and path not in taken:
             taken.add(path)
-            names[at] = path, name
-            if len(names) == _MAX_NAMES:
-                break
-    return names
+            names[place] = path, str(name)
+    return places, names
 
 
 def _path_of(link: _Link) -> str | None:
-    """Return the path of a place; None if it is too long. Hazard: many places below one long key would fill memory."""
+    """Return the path of a place; None if it is too long."""
+    # Memory: many places below one long key would need the key once each.
     parts, room = list[str](), _MAX_NAME
     while link is not None:
         key, at, link = link
@@ -365,52 +371,17 @@ def _path_of(link: _Link) -> str | None:
     return ".".join(reversed(parts))
 
 
-def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
-    """Return a sample with another lazy tensor at each further name of a tensor, and the result of `further_names`."""
-    places, shares = find_places(sample, _name_of_lazy)
-    names = _names_of(sample, places, _name_of_lazy) if shares else {}
-    if not names:
-        return sample, ()
-    renamed = {(places[at][0], places[at][1]): places[at][2]._renamed(name) for at, (name, _) in names.items()}
-    done: dict[int, Any] = {}
-
-    def copy(value: Any) -> Any:
-        cls = type(value)
-        if cls not in DICTS and cls not in SEQUENCES:
-            return value
-        if id(value) in done:
-            return done[id(value)]
-        if cls is not tuple:
-            done[id(value)] = result = empty_like(value)
-            if cls in DICTS:
-                result.update((key, item_at(value, key, item)) for key, item in value.items())
-            else:
-                result.extend(item_at(value, at, item) for at, item in enumerate(value))
-            return result
-        return done.setdefault(id(value), tuple(item_at(value, at, item) for at, item in enumerate(value)))
-
-    def item_at(container: Any, step: Any, item: Any) -> Any:
-        place = id(container), step
-        return renamed[place] if place in renamed else copy(item)
-
-    return copy(sample), tuple(names.values())
-
-
-def _name_of_lazy(value: Any) -> str | None:
-    return value.name if isinstance(value, Lazy) else None
-
-
 def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:
     """Return whether a wanted lazy tensor of `sample`, or a container with a lazy tensor in it, occurs more than once."""
-    holds, met, todo = Holding(), {id(sample)}, [sample]
+    holds, visited, todo = Holding(), {id(sample)}, [sample]
     for value in todo:
         items = value.values() if type(value) in DICTS else value if type(value) in SEQUENCES else ()
         for item in filter(holds, items):
             if wanted is not None and isinstance(item, Lazy) and not wanted(item.name):
                 continue
-            if id(item) in met:
+            if id(item) in visited:
                 return True
-            met.add(id(item))
+            visited.add(id(item))
             todo.append(item)
     return False
 
@@ -426,7 +397,8 @@ def children(value: Any) -> Iterable[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a plain value, or the type of any other. Hazard: the repr of a hostile container may never end."""
+    """Return the repr of a plain value, or the type of any other."""
+    # The repr of a hostile container may never end.
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 
 

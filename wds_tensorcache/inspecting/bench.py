@@ -19,15 +19,15 @@ import torch
 import xxhash
 
 from wds_tensorcache.arguments import as_int
+from wds_tensorcache.codec.binding import tensors_digest
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.preamble import tensors_digest
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, flatten
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
-from wds_tensorcache.reading.lookup.positions import spread
 from wds_tensorcache.reading.open_cache import open as open_cache
+from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.system import memory_nbytes, num_cores
 from wds_tensorcache.storage.threads import Threads

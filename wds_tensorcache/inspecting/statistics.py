@@ -16,7 +16,7 @@ from wds_tensorcache.inspecting.tensors_ahead import tensors_ahead
 from wds_tensorcache.inspecting.values import Moments, ValueStatistics, as_numbers, read_parts
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.description import TensorDescription, ValueDescription
-from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.reading.positions import spread
 
 __all__ = ["CacheStatistics", "ShapeCount", "SmallValue", "TensorStatistics", "collect_statistics", "dtype_name"]
 

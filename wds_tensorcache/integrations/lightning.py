@@ -56,7 +56,9 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         if not states:
             return
         loaders = _lightning.utilities.CombinedLoader(trainer.train_dataloader).flattened
-        stateful = [each for each in loaders if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+        stateful = [
+            loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        ]
         if len(states) != len(stateful):
             raise ValueError(
                 f"the checkpoint has states of {len(states)} loaders, but {len(stateful)} loaders have a state"

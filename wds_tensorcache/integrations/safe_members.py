@@ -18,7 +18,7 @@ from webdataset import autodecode
 from webdataset.autodecode import Continue, Decoder
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.tar.expansion import check_objects, max_expanded
+from wds_tensorcache.shards.expansion import check_objects, max_expanded
 
 __all__ = ["MemberDecoder"]
 

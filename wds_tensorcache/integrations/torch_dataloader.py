@@ -237,7 +237,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
                         # torch re-creates the error from its text alone; reading again raises it with kind, offset and errno
                         self.dataset[scheduled[0][0]]
                     raise exc from None
-                step, after, _ = scheduled.popleft()
+                step, after = scheduled.popleft()
                 yield Read(batch, None, self._edits, None, step, after)
         finally:
             if self._sampler._scheduled is scheduled:

@@ -18,6 +18,7 @@ from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
 from wds_tensorcache.integrations.pickles.pth import load_pth
 from wds_tensorcache.integrations.safe_members import MemberDecoder
+from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.names import (
     FIELD,
     SKELETON,
@@ -31,7 +32,6 @@ from wds_tensorcache.shards.names import (
     is_reserved,
     member_suffix,
 )
-from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
 

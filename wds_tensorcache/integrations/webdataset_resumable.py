@@ -23,11 +23,11 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
-from wds_tensorcache.shards.manifest import ListedCounts, check_listed, stored_digest
-from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
+from wds_tensorcache.shards.manifest import FoundShard, check_listed, stored_digest
+from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.urls import reveal
+from wds_tensorcache.storage.urls import reveal
 from wds_tensorcache.training.order import EpochOrder
 
 __all__ = ["ResumablePipeline", "SharedEpochs"]
@@ -224,11 +224,11 @@ class ResumablePipeline(IterableDataset[Any]):
             else:
                 done.count = done.num_read
 
-    def _samples_of(self, url: str, listed: ListedCounts | None, done: _Done) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _samples_of(self, url: str, listed: FoundShard | None, done: _Done) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the samples of a shard. A remote shard is read from its first sample that is not done."""
         if not is_remote(url):
-            if listed is not None and listed.digest is not None:
-                check_listed(url, listed, digest=stored_digest(url))
+            if listed is not None and listed.entry is not None and listed.entry.digest is not None:
+                check_listed(url, listed.entry, listed.manifest, digest=stored_digest(url))
             yield from self._tars.samples_of({"url": url}, done.is_wanted, listed=listed)
             return
         stream = open_url(url)
@@ -475,11 +475,16 @@ def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -
     return mine
 
 
-def _digest_of(urls: list[str], loads: list[int], listed: list[ListedCounts | None]) -> str:
+def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None]) -> str:
     """Return a digest of the names of all shards, their loads, and what a manifest lists about them."""
     # loads determine which worker reads which shard; a cache may be rebuilt with the same names
     parts = [*_names(urls), repr(loads)]
-    numbers = [None if each is None else (each.num_samples, each.nbytes, each.digest) for each in listed]
+    entries = [None if shard is None else shard.entry for shard in listed]
+    # lengths of local shards are among the loads
+    numbers = [
+        None if entry is None else (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
+        for url, entry in zip(urls, entries, strict=True)
+    ]
     if any(each is not None and any(each) for each in numbers):
         parts.append(repr(numbers))
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))

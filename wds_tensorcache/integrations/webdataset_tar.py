@@ -15,10 +15,10 @@ from webdataset.tariterators import base_plus_ext
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.webdataset_urls import open_url, shown_url
-from wds_tensorcache.shards.manifest import ListedCounts, check_listed
+from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
+from wds_tensorcache.shards.manifest import FoundShard, check_listed
 from wds_tensorcache.shards.names import split_member
-from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_option
-from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.shards.tar_stream import TarStream
 from wds_tensorcache.storage.remote.stream import RemoteStream
 
 __all__ = ["FIRST", "Start", "Stopped", "TarSamples", "tarfile_to_samples"]
@@ -104,7 +104,7 @@ class TarSamples:
         *,
         first: Start = FIRST,
         on_start: Callable[[Start], object] | None = None,
-        listed: ListedCounts | None = None,
+        listed: FoundShard | None = None,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the samples of a shard, each with its number.
 
@@ -114,7 +114,7 @@ class TarSamples:
             first: Start of the first sample in `stream`.
             on_start: Function that is called with the start of each sample from which reading can resume, before
                 the preceding sample is returned.
-            listed: Numbers in the manifest, with which the samples of the whole tar are compared.
+            listed: The shard in a manifest, with which the samples of the whole tar are compared.
         """
         url, stream = shard["url"], shard["stream"] if "stream" in shard else open_url(shard["url"])
         if isinstance(stream, RemoteStream):
@@ -150,7 +150,7 @@ class TarSamples:
         is_wanted: Callable[[int], bool],
         first: int,
         on_start: Callable[[Start], object] | None,
-        listed: ListedCounts | None,
+        listed: FoundShard | None,
     ) -> Iterator[tuple[int, dict[str, Any] | None]]:
         """Yield the number, from `first`, and the sample of each run of members with the same key; None if it is not wanted.
 
@@ -190,8 +190,8 @@ class TarSamples:
         # only the end-of-archive block proves that the last sample is complete
         yield number, sample if is_kept else None
         # `first` counts only the samples that the caller's functions keep
-        if listed is not None and not (first and (self.select_files or self.rename_files)):
-            check_listed(shown_url(common["__url__"]), listed, num_samples=num_samples)
+        if listed is not None and listed.entry is not None and not (first and (self.select_files or self.rename_files)):
+            check_listed(shown_url(common["__url__"]), listed.entry, listed.manifest, num_samples=num_samples)
 
     def _report(self, error: Exception) -> None:
         if not self.handler(error):

@@ -15,14 +15,14 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import envsubst
 
 from wds_tensorcache.reading.find_shards import existing_folder, expand_braces, find_shards
-from wds_tensorcache.shards.manifest import ListedCounts
+from wds_tensorcache.shards.manifest import FoundShard
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.stream import RemoteStream
-from wds_tensorcache.storage.remote.urls import conceal, is_url, is_web, shown
+from wds_tensorcache.storage.urls import conceal, is_url, is_web, shown
 
 __all__ = ["find_urls", "is_remote", "open_url", "shown_url"]
 
-Url: TypeAlias = "tuple[str, ListedCounts | None]"
+Url: TypeAlias = "tuple[str, FoundShard | None]"
 _IS_URL = re.compile(r"(pipe|file):|[A-Za-z][A-Za-z0-9+.-]*://").match
 _MAX_SUBSTITUTIONS = 10  # webdataset's own limit
 # what webdataset itself does for our schemes; a function that the user has registered instead is called
@@ -73,7 +73,7 @@ class _Path(str):
 
 
 def find_urls(urls: Any) -> list[Url]:
-    """Return the urls of all shards, each with what a manifest lists about it, or None.
+    """Return the urls of all shards, each with its entry in a manifest, if there is one.
 
     Names that were found, for example in a folder, are `PathLike`: never run as commands. Remote urls are concealed.
     """
@@ -97,7 +97,7 @@ def _find_all(urls: Any) -> list[Url]:
 def _find_text(text: str) -> list[Url]:
     is_there = os.path.lexists(text)
     if not is_there and is_remote(text) and _is_several(text):
-        return [(path, listed) for path, listed, _ in find_shards(text)]
+        return [(shard.path, shard if shard.entry else None) for shard in find_shards(text).shards]
     if not is_there and _IS_URL(text) and not existing_folder(text):
         return [(url, None) for url in braceexpand(text)]
     if not is_there and glob.has_magic(text):
@@ -122,7 +122,7 @@ def _is_several(url: str) -> bool:
 
 
 def _listed(source: str | os.PathLike[str]) -> list[Url]:
-    return [(_Path(path), listed) for path, listed, _ in find_shards(source)]
+    return [(_Path(shard.path), shard if shard.entry else None) for shard in find_shards(source).shards]
 
 
 def _substituted(text: str) -> str:

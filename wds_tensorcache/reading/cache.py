@@ -1,56 +1,545 @@
-"""`TensorCache`: the samples of one or many shards as a sequence."""
+"""`Cache`, the base class of all caches, and `TensorCache`: the samples of shards as a sequence, with batches and views."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import glob
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import operator
+import os
+from abc import abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
+import torch
+from torch.utils.data import Dataset
 
-from wds_tensorcache.codec.tree import flatten, project
-from wds_tensorcache.errors import list_names, unknown_name
-from wds_tensorcache.reading.base_cache import Cache, _Sample
-from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
-from wds_tensorcache.reading.batch.collate import Collate, Pad
-from wds_tensorcache.reading.batch.columns import layouts_of
+from wds_tensorcache.codec.reference import resolve
+from wds_tensorcache.codec.tree import Wanted
+from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names, unknown_name
+from wds_tensorcache.reading.batch.assemble import nest_tensors, read_batch, read_tensors
+from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue
+from wds_tensorcache.reading.batch.columns import with_chosen
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
-from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
-from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
-from wds_tensorcache.reading.lookup.keys import KeysView
-from wds_tensorcache.reading.lookup.positions import Inverse, Positions, as_array, numbers_of, spread, take
-from wds_tensorcache.reading.remote.fetch_batch import BatchFetch, add_member
+from wds_tensorcache.reading.batch_info import BatchInfo
+from wds_tensorcache.reading.choose import (
+    Alternatives,
+    Choices,
+    Choose,
+    Chooser,
+    Randomness,
+    choices_of_values,
+    choose_tensors,
+    place_in_samples,
+    place_values,
+)
+from wds_tensorcache.reading.description import NUM_EXAMINED, Contents, Description
+from wds_tensorcache.reading.positions import (
+    Inverse,
+    KeysView,
+    Positions,
+    as_array,
+    numbers_of,
+    respelled,
+    spread,
+    take,
+)
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
     as_patterns,
     entries,
     find_unknown,
+    format_tensor,
     members_of,
     name_matcher,
+    printable,
     schema_of,
     stored_shapes,
     whole_schema,
     with_trees,
 )
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.shards.names import original_name, safe_key
+from wds_tensorcache.storage.urls import is_url
 
-__all__ = ["TensorCache"]
+if TYPE_CHECKING:
+    from typing_extensions import Self, TypeVar
+
+    _Sample = TypeVar("_Sample", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    _Sample = TypeVar("_Sample", covariant=True)
+
+__all__ = ["Cache", "TensorCache"]
 
 Array = np.ndarray[Any, Any]
-_MAX_VIEWS = 16
+_NUM_NEIGHBORS = 4  # keys before and after the place of an unknown one that an error compares with it
+_NUM_KEYS = 16  # keys, spread over the cache, that an error compares with an unknown one
+_SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
 _NUM_PATHS = 4  # shards that an error about a repeated key lists
-_NUM_NEIGHBORS = 8  # keys next to an unknown one that an error compares with it
+
+
+class Cache(Sequence[_Sample], Dataset[_Sample]):
+    """Sequence of samples, each read on access by index or by key. The base class of `TensorCache` and `JoinedCache`.
+
+    `cache[i]` returns the nested sample that was written, with lazy tensors: it reads only the skeleton, which contains the
+    sample's structure and small values. `cache[a:b]`, `cache[[…]]`, `select` and `filter` return views, which share files
+    and memory with the cache. A cache is also a map-style dataset for torch's `DataLoader`.
+
+    Threads/fork/pickle: safe everywhere. A copy in another process opens the shards again, and raises FormatError for a
+        shard that was changed or replaced. `close`, or the end of a `with` block, closes the files and threads of the cache
+        and all its views; lazy tensors that were not loaded can then no longer be read.
+    """
+
+    _read_batch: ClassVar[Callable[..., Any]] = staticmethod(read_batch)
+    _read_tensors: ClassVar[Callable[..., dict[str, Any]]] = staticmethod(read_tensors)
+
+    @overload
+    def __getitem__(self, index: int | str | np.integer[Any]) -> _Sample: ...
+    @overload
+    def __getitem__(
+        self, index: slice | list[int] | list[str] | list[int | str] | list[bool] | Array | torch.Tensor
+    ) -> Self: ...
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample for an index or key, or a view for a slice, a mask, or a list or array of indices or keys.
+
+        Raises:
+            IndexError: The index is not in `[-len, len)`.
+            TypeError: The index has any other type, or is a mask whose length is not that of the cache.
+            KeyError: No sample has the key, or samples of several shards have it.
+            FormatError: The shard is damaged, or does not match its index.
+        """
+        if isinstance(index, slice):
+            return self._take(index)
+        if isinstance(index, str):
+            return self._sample(self._find(index))
+        if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
+            return self._take(self._numbers(index))
+        count = len(self)
+        if not hasattr(index, "__index__"):
+            raise TypeError(f"expected the index or the key of a sample, got {index!r:.100}")
+        number = operator.index(index)
+        if not -count <= number < count:
+            raise IndexError(f"index {number} out of range [0, {count})")
+        return self._sample(number)
+
+    def __iter__(self) -> Iterator[_Sample]:
+        for number in range(len(self)):
+            yield self._sample(number)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[_Sample]:
+        """Return the samples at `indices` as a list; torch's DataLoader calls this to fetch a batch."""
+        return [self._sample(number) for number in self._numbers(indices).tolist()]
+
+    @abstractmethod
+    def __contains__(self, key: object) -> bool:
+        """Return whether there is a sample with this key."""
+
+    @abstractmethod
+    def keys(self) -> KeysView:
+        """Return the keys in order, as a sequence that decodes each key on access."""
+
+    def original_name(self, key: str) -> str:
+        """Return the name from which `tc.safe_key` made the key of a sample, also if the key has only a hash of it.
+
+        Raises:
+            InvalidKeyError: `tc.safe_key` did not make the key; or the key has a hash, and the index of the shard no longer has
+                the name, for example because another tool wrote the index.
+            KeyError: There is no such sample.
+        """
+        stored = self._stored_name(self._find(key))
+        return original_name(key) if stored is None else stored
+
+    def _name_at(self, number: int, key: str) -> str | None:
+        """Return the original name of sample `number`, which has this key; None if it is unknown, or if there is none."""
+        stored = self._stored_name(number)
+        with contextlib.suppress(InvalidKeyError):
+            return original_name(key) if stored is None else stored
+        return None
+
+    @property
+    @abstractmethod
+    def schema(self) -> dict[str, TensorSchema]:
+        """Properties of each tensor by name: dtype, shape or range of shapes, bytes, and number of samples that have it."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> dict[str, object]:
+        """Description of how the cache was made: the fields that have the same value in all shards."""
+
+    @property
+    @abstractmethod
+    def num_shards(self) -> int:
+        """Number of shards of the cache; a view counts the shards of the whole cache."""
+
+    @property
+    def members(self) -> dict[str, int]:
+        """Number of samples that have a member `KEY.suffix` outside all caches, by suffix: `{"jpg": 100, "json": 100}`."""
+        return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
+
+    def describe(self) -> Description:
+        """Return a description of the tensors, small values and members, whose repr is a summary of bounded length.
+
+        Tensors and members of all samples are counted in the indexes. Values are those of at most 64 samples, spread over the
+        cache. A `SharedDataset` loads no sample: it describes at most 1,000 of the samples that are in shared memory.
+
+        Raises:
+            FormatError: A shard is damaged, or does not match its index; or a sample needs a class that is not in `allow=`.
+
+        Cost: loads the index of every shard; a few numpy operations per shard and tensor; and reads at most 64 skeletons of
+            each cache. No tensor is read.
+        """
+        contents = Contents(len(self))
+        self._collect(contents)
+        return contents.description(len(self), self.num_shards, self.members, self.fingerprint)
+
+    @abstractmethod
+    def select(self, patterns: str | Iterable[str]) -> Self:
+        """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
+
+        Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all of
+        its tensors, also one that all samples of the batch lack. Other tensors, and None in their places, are removed from
+        dicts, and replaced by None in lists, tuples and deques; they are not read. Small values remain, in the same places of
+        samples and batches. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
+
+        Raises:
+            KeyError: A pattern matches no tensor's name.
+            TypeError: A pattern is not a string.
+        """
+
+    def filter(self, predicate: Callable[[Entry], object]) -> Self:
+        """Return a view of the samples for which `predicate` returns true. No tensor is read.
+
+        Args:
+            predicate: Function of an entry, which has `.key`, `.nbytes` (bytes of the sample's tensors) and `.shapes` (shape
+                by tensor name).
+
+        Raises:
+            KeyError: `predicate` looked up the shape of a tensor that a sample lacks; `entry.shapes.get` returns None instead.
+            TypeError: `predicate` is not a function.
+        """
+        if not callable(predicate):
+            raise TypeError(
+                f"filter takes a function of an entry, got {predicate!r:.100}; select takes names of tensors"
+            )
+        kept = (number for number, entry in enumerate(self._entries()) if predicate(entry))
+        return self._take(np.fromiter(kept, np.int64))
+
+    def read_batch(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: str | Pad | Mapping[str, str | Pad] | Callable[[list[_Sample]], Any] = "stack",
+        pad_value: PadValue = 0,
+        choose: Choose | None = None,
+        choices: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Read samples as one batch, without decoding each sample.
+
+        Args:
+            indices: Indices or keys of samples, in any order; repetitions are allowed.
+            device: Device of the tensors; the CPU by default. Tensors reach a GPU in one transfer from pinned memory.
+            pin_memory: Put the tensors into pinned memory.
+            collate: `"stack"` returns tensors `[B, …]`. `"list"` returns lists of B tensors, with None for each sample that
+                lacks the tensor. `"pad"`, or `tc.pad(to=…, value=…)`, returns tensors `[B, longest, …]`, padded only in their
+                first dimension; the row of a sample that lacks the tensor is padding. A dict
+                chooses by tensor name or pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors
+                that match no pattern are stacked. A function receives the list of B samples with loaded tensors, and
+                returns the batch.
+            pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name. `tc.pad(…)` has its own fill value;
+                texts and dates are filled with zero bytes.
+            choose: Tensors that are alternatives of each other, by the name under which the batch has the chosen one:
+                `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
+                alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
+                `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
+                If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
+                chosen on first use. Tensors and values can be chosen together:
+                `{("text", "caption"): ("texts.*", "captions.*")}`.
+            choices: Choice of each sample, integers `[B]`, by name in `choose`: the number of one of the alternatives that the
+                sample has. By default 0, the first one.
+
+        Returns:
+            The samples' structure, with a batched tensor in place of each tensor, and a numpy array in place of each array.
+            Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value becomes
+            a list-like object of B values, decoded on first use; torch computes with numbers in it. A sample lacks a tensor, or
+            a container of tensors, if it has None in its place, or if a dict has no such key. The batch has the tensors that
+            any of its samples has, and those that are selected, or that `collate` pads or lists.
+
+        Raises:
+            IndexError, KeyError: An index is out of range, or no sample has a key.
+            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, or an
+                alternative is a container of tensors.
+            BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or samples lack a
+                tensor; with `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than `to`; or a name in
+                `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys. Or a sample has none
+                of the alternatives in `choose`, for example because a name there is misspelled.
+            FormatError: A shard is damaged, or does not match its index.
+            RuntimeError: `device` is not available, or there is no GPU to pin memory for.
+
+        Memory: one block of recycled memory per batch, reused after the batch's last tensor is freed; the cache keeps at
+            most `pool_nbytes` of idle blocks (see `tc.open`). One small tensor keeps its whole block alive, so clone a
+            tensor that outlives its batch.
+        """
+        if choose is None and choices is None:
+            return self._read_batch(self._request(indices, collate=collate), device, pin_memory, collate, pad_value)
+        numbers, randomness = self._numbers(indices), Randomness.of(choose, choices)
+        return self._read_chosen(numbers, randomness, device, pin_memory, collate, pad_value)
+
+    def read_batch_with_info(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: str | Pad | Mapping[str, str | Pad] | Callable[[list[_Sample]], Any] = "stack",
+        pad_value: PadValue = 0,
+        choose: Choose | None = None,
+        choices: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, BatchInfo]:
+        """Return the batch that `read_batch` returns, and its `BatchInfo`, which has the shapes before padding."""
+        numbers, randomness = self._numbers(indices), Randomness.of(choose, choices)
+        batch = self._read_chosen(numbers, randomness, device, pin_memory, collate, pad_value)
+        is_padding = torch.zeros(len(numbers), dtype=torch.bool, device="cpu" if device is None else device)
+        return batch, BatchInfo(numbers, is_padding, cache=self, collate=collate, randomness=randomness)
+
+    def read_tensors(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: str | Pad | Mapping[str, str | Pad] = "stack",
+        pad_value: PadValue = 0,
+    ) -> dict[str, Any]:
+        """Return the tensors of a batch by name, without its other values. Arguments and errors are those of `read_batch`.
+
+        Args:
+            collate: As in `read_batch`, but not a function. `"auto"` stacks each tensor that has one shape in all samples, and
+                returns a list for any other tensor.
+        """
+        request = self._request(indices, collate=collate)
+        return self._read_tensors(request, device, pin_memory, collate, pad_value)
+
+    def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
+        """Return the batch that `read_batch` returns for these samples, but with tensors from the dict `tensors`, by name.
+
+        Tensors that are not given are left out, as with `select`. Other values are decoded on first use.
+
+        Raises:
+            KeyError: No sample of the batch, or of its shards, has a tensor with one of these names.
+        """
+        return nest_tensors(self._request(indices), tensors)
+
+    def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
+        """Return the unchanged bytes of each sample's member `KEY.suffix`.
+
+        Raises:
+            IndexError, KeyError: The cache lacks a sample, or a sample has no member with this suffix.
+            FormatError: A shard does not match its index.
+        """
+        request = self._request(indices)
+        members_by_row = self._find_members(request, suffix, range(len(request)))
+        for i in range(len(request)):
+            if i not in members_by_row:
+                count = (members := self.members).get(suffix)
+                has = f"there are {list_names(members, suffix)}" if count is None else f"{count:,} samples have one"
+                raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r:.100}; {has}")
+        return [members_by_row[i] for i in range(len(request))]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files and threads of this cache and its views."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return a summary: counts, bytes, tensors and fingerprint.
+
+        Only the first 1,000 samples are searched for tensors, and bytes are summed over only the first 1,000 shards.
+        """
+        counts = (
+            f"{len(self):,} sample{'s' * (len(self) != 1)} in {self.num_shards:,} shard{'s' * (self.num_shards != 1)}"
+        )
+        lines = [f"{type(self).__name__}: {counts}{self._shown_nbytes()}"]
+        try:
+            schema = self[:_SHOWN].schema
+            lines += [
+                f"  {printable(name)}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)
+            ]
+            if len(self) > _SHOWN:
+                lines.append(f"  (tensors of the first {_SHOWN:,} samples)")
+        except (TensorCacheError, OSError, ValueError) as exc:  # the cache is closed or damaged
+            lines.append(f"  tensors unknown: {exc}")
+        return "\n".join([*lines, *([f"  fingerprint: {self.fingerprint!r:.1000}"] if self.fingerprint else [])])
+
+    def _shown_nbytes(self) -> str:
+        try:
+            nbytes = sum(map(self._file_nbytes, islice(self._paths(), _SHOWN)))
+        except OSError:
+            return ""
+        return f" of {'at least ' if self.num_shards > _SHOWN else ''}{nbytes:,} bytes"
+
+    def _file_nbytes(self, path: str) -> int:
+        """Return the length of a shard; raise OSError if it cannot be found, or is unknown."""
+        return os.path.getsize(path)
+
+    def _numbers(self, indices: Any) -> Array:
+        """Return sample indices, int64 `[B]`, for indices, keys or a mask."""
+        return numbers_of(indices, len(self), self._find)
+
+    def _near_keys(self, key: str) -> str:
+        """Return a list of keys for a message: other spellings of `key` that exist, or else some keys, similar ones first."""
+        keys, safe = self.keys(), safe_key(key)
+        if safe != key and safe in self:
+            return f"{safe!r}, the key that tc.safe_key makes of this name; use cache[tc.safe_key(…)]"
+        names = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
+        if not names:
+            # if the keys ascend, the keys next to this place are similar
+            place = bisect_left(keys, key)
+            near = keys[max(0, place - _NUM_NEIGHBORS) : place + _NUM_NEIGHBORS]
+            names = [*near, *(keys[number] for number in spread(len(self), _NUM_KEYS))]
+        return list_names(names, key, len(self))
+
+    @abstractmethod
+    def _sample(self, number: int) -> _Sample: ...
+
+    @abstractmethod
+    def _find(self, key: str) -> int: ...
+
+    def _stored_name(self, number: int) -> str | None:
+        """Return the original name of a sample in the index of its shard; None if the key holds the name, or there is none."""
+        return None
+
+    @abstractmethod
+    def _take(self, numbers: slice | Array) -> Self: ...
+
+    def _batch_names(self) -> list[str]:
+        """Return the names of all tensors that a batch may have, also those that no sample of this view has."""
+        return list(self.schema)
+
+    @abstractmethod
+    def _request(self, indices: Any, *, collate: Any = None) -> Any:
+        """Return a request for samples.
+
+        Args:
+            indices: Indices or keys, or a request of another view of the same cache.
+            collate: As in `read_batch`. The batch has all tensors that it pads or lists, also if all samples lack one.
+        """
+
+    def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
+        """Return a request for samples by index, with the alternatives that `randomness` chooses, if it has any."""
+        request = self._request(numbers, collate=collate)
+        if randomness.alternatives is None:
+            return request
+        return self._choose(request, randomness.alternatives, randomness.chooser(numbers))
+
+    def _read_chosen(
+        self,
+        numbers: Array,
+        randomness: Randomness,
+        device: Any = None,
+        pin_memory: bool = False,
+        collate: Any = "stack",
+        pad_value: PadValue = 0,
+    ) -> Any:
+        """Return the batch of samples by index, with the chosen alternatives; see `read_batch`."""
+        request = self._request_chosen(numbers, randomness, collate=collate)
+        if randomness.alternatives is None or not request.values:
+            return self._read_batch(request, device, pin_memory, collate, pad_value)
+        chooser = randomness.chooser(numbers)
+        keys = [request.key(i) for i in range(len(request))]
+        if callable(collate):
+
+            def collate_chosen(samples: list[Any]) -> Any:
+                return collate(place_in_samples(samples, request, chooser, keys))
+
+            return self._read_batch(request, device, pin_memory, collate_chosen, pad_value)
+        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), request, chooser, keys)
+
+    def _choices(self, numbers: Array, randomness: Randomness) -> Choices:
+        """Return the choices of a batch; decodes values that are alternatives."""
+        request = self._request_chosen(numbers, randomness)
+        choices: Choices = request.named_choices()
+        if not request.values:
+            return choices
+        keys = [request.key(i) for i in range(len(request))]
+        of_values = choices_of_values(self.nest(request, {}), request, randomness.chooser(numbers), keys)
+        return choices._with_more(of_values, "")
+
+    def _choose(self, request: Any, alternatives: Alternatives, chooser: Chooser) -> Any:
+        """Return a request with one of the alternatives for each sample."""
+        return choose_tensors(request, alternatives, chooser)
+
+    def _shapes(self, request: Any) -> dict[str, torch.Tensor | None]:
+        """Return shapes by tensor name, int64 `[B, ndim]`, zeros for a sample that lacks the tensor; None if `ndim` differs."""
+        layouts, wanted = request.layouts(), request.structures.wanted
+        by_layout: list[dict[str, tuple[int, ...]]] = [
+            {name: resolve(layout, text).shape for name, text in layout.named_texts.items()} for layout in layouts.items
+        ]
+        by_layout = with_chosen(by_layout, layouts)
+        chosen = layouts.chosen[0] if layouts.chosen else ()
+        result: dict[str, torch.Tensor | None] = {}
+        for name in dict.fromkeys(chain.from_iterable(by_layout)):
+            if wanted is not None and not wanted(name) and name not in chosen:
+                continue
+            ndims = {len(shapes[name]) for shapes in by_layout if name in shapes}
+            lacking = (0,) * ndims.pop()
+            rows = [] if ndims else [shapes.get(name, lacking) for shapes in by_layout]
+            result[name] = (
+                None if ndims else torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), -1)[layouts.which])
+            )
+        return result
+
+    @abstractmethod
+    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
+        """Yield an `Entry` for each sample; `selected` leaves out the shapes of tensors that are not selected."""
+
+    @abstractmethod
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        """Add tensors and values to `contents`, with `prefix` before their names."""
+
+    @abstractmethod
+    def _having(self) -> dict[str, Array]:
+        """Return masks by suffix: True for each sample that has a member `KEY.suffix` outside all caches; bool `[len]`."""
+
+    @abstractmethod
+    def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+        """Return the member `KEY.suffix` of each sample in `wanted` that has one. Samples are positions in the batch."""
+
+    @property
+    def _left_out(self) -> str | None:
+        """Message about shards that the cache lacks, since the manifest of their folder does not list them."""
+        return None
+
+    @abstractmethod
+    def _paths(self) -> Iterator[str]: ...
+
+    @abstractmethod
+    def _single_threaded(self) -> Self: ...
+
+    def _narrow_to(self, wanted: Wanted | None, optional: Iterable[str] = ()) -> None:
+        """Set the tensors that samples and batches of this cache have; see `Structures`."""
+        self._wanted = wanted
+        self._structures = Structures(wanted, optional)
 
 
 class TensorCache(Cache[_Sample]):
     """The samples of one or many shards; opened by `tc.open`.
 
     Memory: about 22 bytes per sample, plus its key. The first look-up by key adds 8 bytes per sample, unless the keys of
-        each shard ascend and the key ranges of shards do not overlap.
+        each shard ascend and the key ranges of shards do not overlap; in a view that is no slice, 8 bytes more.
     """
 
     def __init__(
@@ -59,6 +548,7 @@ class TensorCache(Cache[_Sample]):
         order: Positions | None = None,
         patterns: tuple[str, ...] | None = None,
         names: tuple[str, ...] = (),
+        optional: tuple[str, ...] = (),
     ) -> None:
         self._store = store
         self._names = names  # of tensors whose places every batch has, selected or not
@@ -67,14 +557,16 @@ class TensorCache(Cache[_Sample]):
         self._where: Positions = everything if self._order is None else self._order
         self._inverse: Inverse | None = None
         self._patterns = patterns
-        self._narrowed: dict[tuple[str, ...], TensorCache[_Sample]] = {}  # views made by `nest`, by tensor names
-        self._wanted = name_matcher(patterns) if patterns is not None else None
-        self._structures = Structures(self._wanted)
+        self._narrow_to(name_matcher(patterns) if patterns is not None else None, optional)
         # an argument `collate`, and the result of `_fixed_by`
         self._last_fixed: tuple[Any, tuple[str, ...]] | None = None
 
     def __reduce__(self) -> Any:
-        return TensorCache, (self._store, self._order, self._patterns, self._names)
+        return TensorCache, (self._store, self._order, *self._selection)
+
+    @property
+    def _selection(self) -> tuple[tuple[str, ...] | None, tuple[str, ...], tuple[str, ...]]:
+        return self._patterns, self._names, self._structures.optional
 
     def __len__(self) -> int:
         return len(self._where)
@@ -87,8 +579,8 @@ class TensorCache(Cache[_Sample]):
 
     @property
     def schema(self) -> dict[str, TensorSchema]:
-        found = schema_of(self._store, self._where)
-        return found if self._wanted is None else {name: found[name] for name in filter(self._wanted, found)}
+        schema = schema_of(self._store, self._where)
+        return schema if self._wanted is None else {name: schema[name] for name in filter(self._wanted, schema)}
 
     @property
     def fingerprint(self) -> dict[str, object]:
@@ -104,44 +596,24 @@ class TensorCache(Cache[_Sample]):
             # the names of all shards would cost a request for each
             first = list(schema_of(self._store, self._where[:1]))
             if find_unknown(patterns, first) is None:
-                return TensorCache(self._store, self._order, with_trees(patterns), tuple(first))
-        names = list(self.schema)
+                patterns = with_trees(patterns)
+                others = tuple(name for name in first if not name_matcher(patterns)(name))
+                return TensorCache(self._store, self._order, patterns, tuple(first), others)
+        schema = self.schema
+        names = list(schema)
         unknown = find_unknown(patterns, names)
         if names and unknown is not None:
             if self._store.find_names():
                 return self.select(patterns)
             raise KeyError(unknown_name("tensor", unknown, names))
-        patterns = with_trees(patterns)
-        if self._patterns is not None:
-            patterns = tuple(glob.escape(name) for name in names if name_matcher(patterns)(name))
-        return TensorCache(self._store, self._order, patterns, self._names or tuple(names))
-
-    _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
-
-    def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        request = self._request(indices)
-        if isinstance(request, ChosenRequest):
-            return nest_chosen(request, tensors)
-        names = tuple(sorted(tensors))
-        view = self._narrowed.get(names)
-        if view is None:
-            if len(self._narrowed) >= _MAX_VIEWS:
-                self._narrowed.clear()
-            view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)), self._names)
-            self._narrowed[names] = view
-        request = view._request(request)
-        layouts = layouts_of(request.rows)
-        present = {name for layout in layouts.items for name in layout.named}
-        missing = tuple(name for name in names if name not in present)
-        for name in names:
-            is_known = (self._wanted is None or self._wanted(name)) and (
-                name not in missing or name in self._batch_names()
-            )
-            if not is_known:
-                has = list(flatten(self._request(indices).sample(0)))
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
-        structure = request.structures.structure_for(layouts, (*missing, *request.fixed))
-        return nest_batch(request, tensors, layouts, structure=structure)
+        is_selected = name_matcher(with_trees(patterns))
+        others = tuple(name for name in names if not is_selected(name) and schema[name].num_samples < len(self))
+        patterns = (
+            with_trees(patterns) if self._patterns is None else tuple(map(glob.escape, filter(is_selected, names)))
+        )
+        return TensorCache(
+            self._store, self._order, patterns, self._names or tuple(names), (*self._structures.optional, *others)
+        )
 
     def close(self) -> None:
         self._store.close()
@@ -173,18 +645,17 @@ class TensorCache(Cache[_Sample]):
         return list(filter(self._wanted, whole_schema(self._store)))
 
     def _take(self, numbers: slice | Array) -> TensorCache[_Sample]:
-        return TensorCache(self._store, take(self._where, numbers), self._patterns, self._names)
+        return TensorCache(self._store, take(self._where, numbers), *self._selection)
 
     def _single_threaded(self) -> TensorCache[_Sample]:
-        return TensorCache(self._store.with_threads(1), self._order, self._patterns, self._names)
+        return TensorCache(self._store.with_threads(1), self._order, *self._selection)
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         return entries(self._store, self._where, self._wanted if selected else None)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
-        for name, reference, shapes, counts in stored_shapes(self._store, self._where):
-            if self._wanted is None or self._wanted(name):
-                contents.add_tensor(prefix, name, reference, shapes, counts)
+        tensors = stored_shapes(self._store, self._where)
+        contents.add_tensors(prefix, (each for each in tensors if self._wanted is None or self._wanted(each[0])))
         contents.add_values(prefix, self._whole_samples(spread(len(self), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:
@@ -194,18 +665,21 @@ class TensorCache(Cache[_Sample]):
         rows = request.rows
         suffix = suffix.lower().removeprefix(".")  # the index and webdataset have suffixes in lower case
         numbers = np.empty(len(rows), np.int64)
-        for number, at, some in rows.by_shard:
-            numbers[at] = self._store.shards[number].find_members(some, suffix)
-        fetch, found = BatchFetch(), dict[int, bytes]()
+        for number, at, shard_rows in rows.by_shard:
+            numbers[at] = self._store.shards[number].find_members(shard_rows, suffix)
+        remote, members = dict[int, Any](), dict[int, bytes]()
         for i in wanted:
             if (number := numbers.item(i)) >= 0:
                 shard = self._store.shards[rows.number.item(i)]
                 if shard.is_remote:
-                    add_member(fetch, i, shard, suffix, number, found)
+                    remote[i] = shard.file, *shard.member_extent(suffix, number)
                 else:
-                    found[i] = shard.member(suffix, number)
-        fetch.run()
-        return found
+                    members[i] = shard.member(suffix, number)
+        if remote:
+            from wds_tensorcache.reading.remote_batches import fetch
+
+            members.update(fetch(remote))
+        return members
 
     @property
     def _left_out(self) -> str | None:
@@ -217,10 +691,7 @@ class TensorCache(Cache[_Sample]):
     def _file_nbytes(self, path: str) -> int:
         if not self._store.has_remote or not is_url(path):
             return super()._file_nbytes(path)
-        nbytes = self._store.files.expected_nbytes(path)
-        if nbytes is None:
-            raise OSError(f"{path}: the length is unknown")
-        return nbytes
+        return self._store.files.get(path).nbytes
 
     def _at(self, number: int) -> int:
         return self._where[number] if isinstance(self._where, range) else self._where.item(number)
@@ -235,40 +706,36 @@ class TensorCache(Cache[_Sample]):
         rows.fetch_skeletons()
         yield from map(rows.sample, range(len(rows)))
 
-    def _samples_at(self, numbers: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         if not self._store.has_remote:
-            return super()._samples_at(numbers)
-        samples = self._whole_samples(numbers)
-        return [sample if self._wanted is None else project(sample, self._wanted) for sample in samples]
+            return super().__getitems__(indices)
+        samples = self._whole_samples(self._numbers(indices).tolist())
+        return list(map(self._structures.selected, samples))
 
     def _sample(self, number: int) -> Any:
         shard, row = self._store.locate(self._at(number))
         sample = shard.sample(row)
-        return sample if self._wanted is None else project(sample, self._wanted)
+        return sample if self._wanted is None else self._structures.selected(sample)
 
     def _found(self, key: str) -> list[int]:
         """Return the indices of the samples with this key."""
-        found = self._store.find(key)
-        if self._order is None:
-            return found
+        positions = self._store.find(key)
+        if self._order is None or not positions:
+            return positions
         if self._inverse is None:
             self._inverse = Inverse(self._order)
-        return [number for position in found for number in self._inverse.find(position)]
+        return [number for position in positions for number in self._inverse.find(position)]
 
     def _stored_name(self, number: int) -> str | None:
         shard, row = self._store.locate(self._at(number))
         return shard.index.origin(shard.sample_row(row))[1]
 
-    def _neighbors(self, key: str) -> list[str]:
-        # in a view, looking for each of them could take a pass over its positions
-        return [] if self._order is not None else [*map(self._store.key, self._store.neighbors(key, _NUM_NEIGHBORS))]
-
     def _find(self, key: str) -> int:
-        found = self._found(key)
-        if not found:
+        numbers = self._found(key)
+        if not numbers:
             raise KeyError(f"no sample {key!r:.100} among the {len(self)} samples; there are {self._near_keys(key)}")
-        if len({self._at(number) for number in found}) > 1:
-            paths = [self._store.locate(self._at(number))[0].path for number in found[:_NUM_PATHS]]
-            shown = ", ".join(paths) + ", …" * (len(found) > _NUM_PATHS)
+        if len({self._at(number) for number in numbers}) > 1:
+            paths = [self._store.locate(self._at(number))[0].path for number in numbers[:_NUM_PATHS]]
+            shown = ", ".join(paths) + ", …" * (len(numbers) > _NUM_PATHS)
             raise KeyError(f"sample {key!r} is in several shards, {shown}; use the sample's index instead")
-        return found[0]
+        return numbers[0]

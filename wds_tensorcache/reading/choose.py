@@ -10,27 +10,26 @@ import fnmatch
 import glob
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NoReturn, TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.codec.header import Form, Further, Layout
-from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import Path, Wanted, flatten, project, rebuild
+from wds_tensorcache.codec.header import Form, Layout
+from wds_tensorcache.codec.tree import Path, Wanted, flatten, project
 from wds_tensorcache.errors import BatchError, list_names
-from wds_tensorcache.reading.batch.assemble import nest_batch
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch.request import Request, Structures, keep_known
-from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
-from wds_tensorcache.reading.structure import insert
+from wds_tensorcache.reading.structure import put
 
 __all__ = [
     "Alternatives",
@@ -43,7 +42,6 @@ __all__ = [
     "Randomness",
     "choices_of_values",
     "choose_tensors",
-    "nest_chosen",
     "place_in_samples",
     "place_values",
     "split",
@@ -137,22 +135,27 @@ class Alternatives:
             ValueError: A name is that of a container of tensors, whose tensors have the pattern `NAME.*`.
         """
         known = list(cache.schema)
+        self.check_patterns(known)
         for name, patterns in self.patterns.items():
-            unknown = [pattern for pattern in patterns if not _expand([pattern], known)]
-            if len(unknown) == len(patterns):
+            if not _expand(patterns, known):
                 ChosenValue(name, patterns, self.groups[0]).check(known)
-            elif unknown:
-                what = f"no sample has a tensor {unknown[0]!r:.100}; there are {list_names(known, unknown[0])}"
-                raise BatchError(f"choose={{{name!r:.100}: …}}: {what}")
             try:
                 cache.select(patterns)
             except KeyError as exc:
-                if not len(cache) or not any(find_values(cache._sample(0), patterns)):
+                if not len(cache) or not any(_find_values(cache._sample(0), patterns)):
                     raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}") from exc
         for name in known:
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns.get(name, "*")):
                 raise _other_tensor(name)
         self._warn_of_pairs(cache)
+
+    def check_patterns(self, known: Sequence[str]) -> None:
+        """Raise BatchError if a pattern matches none of the tensors `known`, but another one of the same name does."""
+        for name, patterns in self.patterns.items():
+            unknown = [pattern for pattern in patterns if not _expand([pattern], known)]
+            if 0 < len(unknown) < len(patterns):
+                what = f"no sample has a tensor {unknown[0]!r:.100}; there are {list_names(known, unknown[0])}"
+                raise BatchError(f"choose={{{name!r:.100}: …}}: {what}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
         """Warn of two patterns that are chosen apart, although all examined samples have as many of one as of the other."""
@@ -260,12 +263,22 @@ class Randomness:
     alternatives: Alternatives | None = None
     given: Mapping[str, Any] | None = None
 
-    def check_given(self) -> None:
-        """Raise ValueError if a choice is given for a name that has no alternatives."""
-        names = self.alternatives.names if self.alternatives is not None else []
-        for name in self.given or ():
-            if name not in names:
-                raise ValueError(f"choices has {name!r:.100}, but choose= has {list_names(names, name)}")
+    @classmethod
+    def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
+        """Return the arguments `choose=` and `choices=` of `Cache.read_batch`; by default, the first alternative is chosen.
+
+        Raises:
+            ValueError: `choose` and `choices` do not fit each other.
+        """
+        if choose is None:
+            if choices is not None:
+                raise ValueError("choices without choose=, which says what the alternatives are")
+            return cls()
+        alternatives, given = Alternatives.of(choose), {} if choices is None else choices
+        for name in given:
+            if name not in alternatives.names:
+                raise ValueError(f"choices has {name!r:.100}, but choose= has {list_names(alternatives.names, name)}")
+        return cls(alternatives=alternatives, given=given)
 
     def seeds(self, indices: Array) -> Array:
         """Return a seed for each sample, int64 `[B]`."""
@@ -304,6 +317,7 @@ class Randomness:
         return choose
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class Choices(Mapping[str, Array]):
     """The choices in a batch, by name: `choices["text"]` is the number of each sample's alternative, int64 `[B]`.
 
@@ -313,13 +327,8 @@ class Choices(Mapping[str, Array]):
     Threads/fork/pickle: immutable, safe everywhere.
     """
 
-    __slots__ = ("_choices", "_chosen")
-    _choices: dict[str, Array]
+    _choices: dict[str, Array] = field(compare=False)
     _chosen: dict[str, list[str]]
-
-    def __init__(self, choices: dict[str, Array], chosen: dict[str, list[str]]) -> None:
-        object.__setattr__(self, "_choices", choices)
-        object.__setattr__(self, "_chosen", chosen)
 
     def chosen(self, name: str) -> list[str]:
         """Return the name of each sample's chosen alternative; raise KeyError if the batch has no choice of this name."""
@@ -340,19 +349,8 @@ class Choices(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._choices)
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError("Choices are immutable")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Choices) and self._chosen == other._chosen
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Choices({self._chosen!r})"
-
-    def __reduce__(self) -> Any:
-        return Choices, (self._choices, self._chosen)
 
 
 # --- tensors ---
@@ -367,8 +365,7 @@ class ChosenRequest(Request):
         alternatives, chooser: Alternatives that were chosen from, and how.
         choices: By group, the choice of each sample, int64 `[B]`. Values that are chosen with tensors have the same choices.
         counts: By group, the number of alternatives of each sample, int64 `[B]`.
-        narrowed: Layouts of the samples, in which chosen tensors are further names.
-        chosen: For each of these layouts, the name of the chosen tensor by name in the batch.
+        picked: Layouts of the samples, with the chosen tensors.
         values: Names whose alternatives are not tensors.
     """
 
@@ -377,16 +374,19 @@ class ChosenRequest(Request):
     chooser: Chooser
     choices: dict[Group, Array]
     counts: dict[Group, Array]
-    narrowed: Layouts
-    chosen: Sequence[dict[str, str]]
+    picked: Layouts
     values: Sequence[ChosenValue]
 
     def layouts(self) -> Layouts:
-        return self.narrowed
+        return self.picked
 
     def sample(self, i: int) -> Any:
-        layout = self.narrowed.items[self.narrowed.which.item(i)]
-        return project(self.structures.whole(self.rows.sample(i), layout), self.structures.wanted or bool)
+        raw = self.rows.sample(i)
+        sample = self.structures.selected(self.structures.whole(raw))
+        lazies = flatten(raw)
+        for name, stored in self.picked.chosen[self.picked.which.item(i)].items():
+            put(sample, name, None if stored is None else lazies[stored]._renamed(name))
+        return sample
 
     def in_view(self, store: Any, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
         base, alternatives = self.base.in_view(store, structures, fixed), self.alternatives
@@ -406,14 +406,17 @@ class ChosenRequest(Request):
 
     def named_choices(self) -> Choices:
         """Return the choices among tensors by name."""
-        values = [value.name for value in self.values]
-        chosen = [self.chosen[at] for at in self.narrowed.which.tolist()]
-        found = {name: each for group, each in self.choices.items() for name in group.names if name not in values}
-        return Choices(found, {name: [names.get(name, "") for names in chosen] for name in found})
+        chosen = [self.picked.chosen[at] for at in self.picked.which.tolist()]
+        names = {name: group for group in self.choices for name in group.names if name in chosen[0]}
+        return Choices(
+            {name: self.choices[group] for name, group in names.items()},
+            {name: [stored[name] or "" for stored in chosen] for name in names},
+        )
 
-    def keeping(self, names: Sequence[str]) -> ChosenRequest:
-        """Return this request with only the tensors `names` of the batch."""
-        return replace(self, structures=_structures_for(self.base.structures, self.alternatives, tuple(names)))
+    def keeping(self, names: tuple[str, ...]) -> ChosenRequest:
+        chosen = [{name: stored for name, stored in each.items() if name in names} for each in self.picked.chosen]
+        structures = self.structures.narrowed(names)
+        return replace(self, structures=structures, picked=replace(self.picked, chosen=chosen))
 
 
 def choose_tensors(request: Request, alternatives: Alternatives, chooser: Chooser) -> ChosenRequest:
@@ -421,25 +424,29 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
 
     Raises:
         BatchError: A sample has none of the alternatives of a name, or different numbers of alternatives for names that are
-            chosen together.
+            chosen together; a pattern matches no tensor, or a name is that of another tensor.
     """
     request.find_names()  # an old index may lack names of alternatives
-    structures, stored = _structures_for(request.structures, alternatives), layouts_of(request.rows)
-    available = [structures.available(layout) for layout in stored.items]
-    names = {name for each in available for name, found in each.items() if found}
-    values, fixed = list[ChosenValue](), [name for name in request.fixed if not alternatives.covers(name)]
+    rest, stored = _Rest.of(request.structures, alternatives), layouts_of(request.rows)
+    contents = list(map(rest.contents, stored.items))
+    available = [found for found, _ in contents]
+    if not rest.is_checked:
+        _check_patterns(request, alternatives, stored)
+        rest.is_checked = True
+    has_any = {name for found in available for name, names in found.items() if names}
+    values, tensors = list[ChosenValue](), list[tuple[str, int]]()  # names with the number of their group
     choices, all_counts = dict[Group, Array](), dict[Group, Array]()
     for group in alternatives.groups:
-        has_tensors = any(name in names for name in group.names)
+        has_tensors = any(map(has_any.__contains__, group.names))
         for name, patterns in zip(group.names, group.patterns, strict=True):
-            # some of the names that are chosen together may be those of tensors that all samples of the batch lack
-            if name not in names and not (has_tensors and _expand(patterns, list(whole_schema(request.store)))):
+            # all samples of the batch may lack a tensor that is chosen together with others
+            if name in has_any or (has_tensors and _expand(patterns, list(whole_schema(request.store)))):
+                tensors.append((name, len(choices)))
+            else:
                 values.append(ChosenValue(name, patterns, group))
                 values[-1].check([name for layout in stored.items for name in layout.named])
-            elif len(group.names) > 1:
-                fixed.append(name)
         if has_tensors:
-            counts = [_count(stored, at, group, each) for at, each in enumerate(available)]
+            counts = [_count(stored, at, group, found) for at, found in enumerate(available)]
             all_counts[group] = np.array(counts)[stored.which]
             choices[group] = chooser(group, all_counts[group])
     # cost per sample: one step in Python
@@ -448,17 +455,25 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
     distinct.remove(combined[0])
     numbers = {each: number for number, each in enumerate([combined[0], *distinct])}
     which = np.array([numbers[each] for each in combined], np.int64)
-    items, chosen = list[Layout](), list[dict[str, str]]()
-    for at, *picked in numbers:
-        pairs = zip(choices, picked, strict=True)
-        chosen.append({n: found[pick] for group, pick in pairs for n in group.names if (found := available[at][n])})
-        items.append(structures.narrow(stored.items[at], chosen[-1]))
-    is_mixed = any(item.named.keys() != items[0].named.keys() for item in items)
-    narrowed, base = Layouts(request.rows, items, which, is_mixed), request
+    items, chosen = list[Layout](), list[dict[str, str | None]]()
+    for at, *picks in numbers:
+        items.append(stored.items[at])
+        chosen.append({name: names[picks[n]] if (names := available[at][name]) else None for name, n in tensors})
+    is_mixed = stored.is_mixed and any(others != contents[0][1] for _, others in contents)
+    fixed = tuple(name for name in request.fixed if not alternatives.covers(name))
+    picked_layouts = Layouts(request.rows, items, which, is_mixed, chosen)
     return ChosenRequest(
-        base.store, base.rows, structures, tuple(fixed),
-        base, alternatives, chooser, choices, all_counts, narrowed, chosen, values,
+        request.store, request.rows, rest, fixed,
+        request, alternatives, chooser, choices, all_counts, picked_layouts, values,
     )  # fmt: skip
+
+
+def _check_patterns(request: Request, alternatives: Alternatives, stored: Layouts) -> None:
+    """Raise BatchError if a pattern matches no tensor of any sample, but others of the same name do: it is misspelled."""
+    try:
+        alternatives.check_patterns(list({name for layout in stored.items for name in layout.named}))
+    except BatchError:  # this costs the index of every shard
+        alternatives.check_patterns(list(whole_schema(request.store)))
 
 
 def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Sequence[str]]) -> int:
@@ -479,108 +494,67 @@ def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Seque
 _EQUAL = "names that are chosen together need equal numbers of alternatives"
 
 
-def nest_chosen(request: ChosenRequest, tensors: Mapping[str, Any]) -> Any:
-    """Return a batch with `tensors` by their names in the batch; see `Cache.nest`."""
-    kept = request.keeping(tuple(tensors))
-    layouts = kept.layouts()
-    structure = kept.structures.structure_for(layouts, tuple(name for name in kept.fixed if name in tensors))
-    for name in tensors:
-        if name not in structure.names:
-            known = list_names(structure.names, name)
-            raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {known}")
-    return nest_batch(kept, tensors, layouts, structure=structure)
+class _Rest(Structures):
+    """The structures of samples without the alternatives.
 
+    Attributes:
+        is_checked: True after the patterns of the alternatives were compared with the names of tensors.
+    """
 
-class _ChosenStructures(Structures):
-    """The structures of samples with chosen alternatives. `kept` limits the tensors of the batch; None for all."""
+    def __init__(self, base: Structures, alternatives: Alternatives) -> None:
+        is_selected, covers = base.wanted, alternatives.covers
+        super().__init__(lambda name: not covers(name) and (is_selected is None or is_selected(name)), base.optional)
+        self.is_checked = False
+        self._is_selected, self._alternatives = is_selected, alternatives
+        # the value refers to the form whose id is in the key, so the id is not reused
+        self._contents: dict[Any, tuple[Form, _Contents]] = {}
 
-    def __init__(self, base: Structures, alternatives: Alternatives, kept: tuple[str, ...] | None) -> None:
-        is_selected, covers, names = base.wanted, alternatives.covers, alternatives.patterns
-        super().__init__(
-            lambda name: (
-                (name in names or (not covers(name) and (is_selected is None or is_selected(name))))
-                and (kept is None or name in kept)
-            )
-        )
-        self._base, self._alternatives = base, alternatives
-        # each value refers to the object whose id is in the key, so the id is not reused
-        self._available: dict[Any, tuple[Form, dict[str, list[str]]]] = {}
-        self._narrowed: dict[Any, tuple[Layout, Layout]] = {}
+    @classmethod
+    def of(cls, base: Structures, alternatives: Alternatives) -> _Rest:
+        rest: Any = base.views.get(alternatives)
+        if rest is None:
+            rest = cls(base, alternatives)
+            keep_known(base.views, alternatives, rest)
+        return rest  # type: ignore[no-any-return]
 
-    def available(self, layout: Layout) -> dict[str, list[str]]:
-        """Return the alternatives of a sample with this layout, by name in the batch."""
-        key = id(layout.form), layout.texts, layout.further
-        kept = self._available.get(key)
-        if kept is None:
-            names = list(filter(self._base.wanted, layout.named))
-            found = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
-            kept = layout.form, found
-            keep_known(self._available, key, kept)
-        return kept[1]
-
-    def narrow(self, layout: Layout, chosen: Mapping[str, str]) -> Layout:
-        """Return a layout that has the chosen tensors under their names in the batch."""
-        key = (id(layout), *chosen.items())
-        kept = self._narrowed.get(key)
-        if kept is None:
-            covers = self._alternatives.covers
-            for name in chosen:
-                if name in layout.named and not covers(name) and (self._base.wanted or bool)(name):
-                    raise _other_tensor(name)
-            further: Further = tuple((name, layout.named[each].name) for name, each in chosen.items())
-            parts = layout.tensors, layout.data_begin, layout.nbytes, layout.form, layout.texts
-            kept = layout, Layout(*parts, (*layout.further, *further), layout.references)
-            keep_known(self._narrowed, key, kept)
-        return kept[1]
-
-    def whole(self, sample: Any, layout: Layout) -> Any:
-        """Return a sample with the chosen alternatives, and with all tensors that are not alternatives.
+    def contents(self, layout: Layout) -> _Contents:
+        """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.
 
         Raises:
-            BatchError: There is no place in the sample for a chosen tensor.
+            BatchError: Another tensor has the name of a chosen one.
         """
-        names, covers = self._alternatives.patterns, self._alternatives.covers
-        sample = super().whole(sample, layout)
-        lazies, further = flatten(sample), dict(layout.further)
-        renamed = {name: lazies[further[name]]._renamed(name) for name in names if name in further}
-        # drops containers that held only alternatives, and keeps all other containers
-        kept = project(sample, lambda name: name in renamed or not covers(name), prunes=True)
+        key = id(layout.form), layout.texts, layout.further
+        kept = self._contents.get(key)
+        if kept is None:
+            names, covers = list(filter(self._is_selected, layout.named)), self._alternatives.covers
+            found = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
+            others = {name for name in names if not covers(name)}
+            for name in others & found.keys():
+                raise _other_tensor(name)
+            kept = layout.form, (found, others)
+            keep_known(self._contents, key, kept)
+        return kept[1]
+
+    def whole(self, sample: Any) -> Any:
+        """Return a sample without its alternatives, without None in their places, and without containers of nothing else."""
+        kept = project(super().whole(sample), lambda name: not self._alternatives.covers(name), prunes=True)
         if kept is None and type(sample) is dict:
             kept = {}
-        kept = rebuild(kept, lambda lazy: renamed.get(lazy.name, lazy), Lazy)
-        for patterns in names.values():
-            for pattern in patterns:
-                _remove_none(kept, pattern.removesuffix(".*"), names)  # in place of an alternative
-        for name in renamed.keys() - lazies.keys():
-            try:
-                kept, _ = insert(kept, name, renamed[name])
-            except ValueError as exc:
-                raise _no_place(name) from exc
+        for pattern in chain.from_iterable(self._alternatives.patterns.values()):
+            *path, last = map(unquote, pattern.removesuffix(".*").split("."))
+            place = kept
+            for part in path:
+                place = place.get(part) if type(place) is dict else None
+            if type(place) is dict and last in place and place[last] is None:
+                del place[last]
         return kept
 
-
-def _structures_for(
-    base: Structures, alternatives: Alternatives, kept: tuple[str, ...] | None = None
-) -> _ChosenStructures:
-    key = alternatives, kept
-    structures: Any = base.chosen.get(key)
-    if structures is None:
-        structures = _ChosenStructures(base, alternatives, kept)
-        keep_known(base.chosen, key, structures)
-    return structures  # type: ignore[no-any-return]
+    def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
+        missing = super()._missing(layouts, base, fixed)
+        return tuple(name for name in missing if not self._alternatives.covers(name))
 
 
-def _remove_none(sample: Any, name: str, kept: Mapping[str, Any]) -> None:
-    """Remove None at the path `name` from its dict, unless the name is one of `kept`."""
-    *path, last = map(unquote, name.split("."))
-    for part in path:
-        sample = sample.get(part) if type(sample) is dict else None
-    if type(sample) is dict and name not in kept and last in sample and sample[last] is None:
-        del sample[last]
-
-
-def _no_place(name: str) -> BatchError:
-    return BatchError(f"choose={{{name!r}: …}}: samples have another value at this place; choose a new name")
+_Contents: TypeAlias = "tuple[dict[str, list[str]], set[str]]"
 
 
 def split(
@@ -596,34 +570,40 @@ def split(
     Raises:
         ValueError: The alternatives of a name are in several caches, or the name is not one of the same cache.
     """
+    whole = [[prefix + name for name in own] for prefix, own in zip(prefixes, names, strict=True)]
+    alternatives.check_patterns(list(chain.from_iterable(whole)))
     parts: list[dict[Group, Group]] = [{} for _ in prefixes]
     for group in alternatives.groups:
-        inner: list[list[tuple[str, tuple[str, ...]]]] = [[] for _ in prefixes]
-        for name, patterns in zip(group.names, group.patterns, strict=True):
-            wheres = [
-                _expand(patterns, [prefix + each for each in known])
-                for prefix, known in zip(prefixes, names, strict=True)
-            ]
-            homes = [number for number, found in enumerate(wheres) if found]
-            if len(homes) > 1:
-                raise ValueError(
-                    f"choose={{{name!r}: …}}: {wheres[homes[0]][0]!r} and {wheres[homes[1]][0]!r} are tensors of different "
-                    "caches; write all alternatives into one cache and join that, or read both and choose in a transform"
-                )
-            for number in homes:
-                prefix = prefixes[number]
-                if not name.startswith(prefix):
-                    raise ValueError(
-                        f"choose={{{name!r}: …}}: {wheres[number][0]!r} is an alternative; expected a name that begins with "
-                        f"{prefix!r}, because the batch has the chosen tensor among those of its cache"
-                    )
-                inner[number].append(
-                    (name[len(prefix) :], tuple(glob.escape(each[len(prefix) :]) for each in wheres[number]))
-                )
-        for part, pairs in zip(parts, inner, strict=True):
-            if pairs:
-                part[Group(tuple(name for name, _ in pairs), tuple(each for _, each in pairs))] = group
+        places = [
+            (name, *_find_cache(name, patterns, prefixes, whole))
+            for name, patterns in zip(group.names, group.patterns, strict=True)
+        ]
+        for number, prefix in enumerate(prefixes):
+            mine = [(name, found) for name, at, found in places if at == number]
+            if mine:
+                own_names = tuple(name.removeprefix(prefix) for name, _ in mine)
+                patterns = tuple(tuple(glob.escape(each.removeprefix(prefix)) for each in found) for _, found in mine)
+                parts[number][Group(own_names, patterns)] = group
     return parts
+
+
+def _find_cache(
+    name: str, patterns: Sequence[str], prefixes: Sequence[str], names: Sequence[Sequence[str]]
+) -> tuple[int | None, list[str]]:
+    """Return the number of the cache that has the alternatives of a name, if they are tensors, and their names."""
+    found = [(number, each) for number, own in enumerate(names) if (each := _expand(patterns, own))]
+    if len(found) > 1:
+        raise ValueError(
+            f"choose={{{name!r}: …}}: {found[0][1][0]!r} and {found[1][1][0]!r} are tensors of different "
+            "caches; write all alternatives into one cache and join that, or read both and choose in a transform"
+        )
+    for number, each in found:
+        if not name.startswith(prefixes[number]):
+            raise ValueError(
+                f"choose={{{name!r}: …}}: {each[0]!r} is an alternative; expected a name that begins with "
+                f"{prefixes[number]!r}, because the batch has the chosen tensor among those of its cache"
+            )
+    return found[0] if found else (None, [])
 
 
 # --- values ---
@@ -647,7 +627,7 @@ class ChosenValue:
 _Source = tuple[str, Any, bool]  # name, value, and whether the value is a list of alternatives
 
 
-def find_values(batch: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any, list[_Source]]]:
+def _find_values(batch: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any, list[_Source]]]:
     """Yield each dict that has an alternative that is not a tensor, its key there, and the alternatives in the value."""
     for pattern in patterns:
         *path, last = map(unquote, pattern.split("."))
@@ -668,8 +648,22 @@ def find_values(batch: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any,
 
 
 def _count_values(sample: Any, patterns: Sequence[str]) -> int:
-    sources = [source for *_, found in find_values(sample, patterns) for source in found]
+    sources = [source for *_, found in _find_values(sample, patterns) for source in found]
     return sum(len(value) if is_list and isinstance(value, (list, tuple)) else 1 for _, value, is_list in sources)
+
+
+def _take(batch: Any, values: Sequence[ChosenValue]) -> list[list[_Source]]:
+    """Remove all alternatives from a batch or a sample, and return those of each name."""
+    places = [list(_find_values(batch, value.patterns)) for value in values]
+    for value, found in zip(values, places, strict=True):
+        if not found:
+            has = f"; they have {list_names(batch, value.patterns[0])}" if isinstance(batch, dict) else ""
+            raise BatchError(
+                f"the samples have none of the alternatives of {value.name!r:.100}: {list_names(value.patterns)}{has}"
+            )
+    for target, key, _ in chain.from_iterable(places):
+        target.pop(key, None)  # two names may have the same alternatives
+    return [[source for *_, sources in found for source in sources] for found in places]
 
 
 def place_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Any:
@@ -678,53 +672,55 @@ def place_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]
     Raises:
         BatchError: The batch has none of the alternatives, or another value at the place of the chosen one.
     """
-    counts = dict(request.counts)
-    for value in request.values:
-        chosen = Leaves(_Chosen(_take(batch, value), value, chooser, keys, counts), tuple(value.name.split(".")))
+    for name, chosen in _chosen_values(batch, request, chooser, keys).items():
+        leaves = Leaves(chosen, tuple(name.split(".")))
         if get_worker_info() is not None:
-            chosen.tolist()  # an error during pickling of the batch would not reach the caller
-        _put(batch, value.name, chosen)
+            leaves.tolist()  # an error during pickling of the batch would not reach the caller
+        put(batch, name, leaves)
     return batch
 
 
 def place_in_samples(samples: list[Any], request: Any, chooser: Chooser, keys: Sequence[str]) -> list[Any]:
     """Put the chosen values into samples in place of the alternatives, and return the samples."""
     counts = dict(request.counts)
-    for value in request.values:
-        sources = [_take(sample, value) for sample in samples]
-        for sample, (_, chosen) in zip(samples, _choose(sources, value, chooser, keys, counts)[1], strict=True):
-            _put(sample, value.name, chosen)
+    sources = [_take(sample, request.values) for sample in samples]
+    for number, value in enumerate(request.values):
+        _, chosen = _choose([each[number] for each in sources], value, chooser, keys, counts)
+        for sample, (_, item) in zip(samples, chosen, strict=True):
+            put(sample, value.name, item)
     return samples
 
 
 def choices_of_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Choices:
     """Return the choices among the values of a batch that has all alternatives. This decodes them."""
-    choices: dict[str, Array] = {}
-    chosen: dict[str, list[str]] = {}
+    found = {name: chosen.choose() for name, chosen in _chosen_values(batch, request, chooser, keys).items()}
+    return Choices(
+        {name: choices for name, (choices, _) in found.items()},
+        {name: [alternative for alternative, _ in pairs] for name, (_, pairs) in found.items()},
+    )
+
+
+def _chosen_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> dict[str, _Chosen]:
     counts = dict(request.counts)
-    for value in request.values:
-        found = _Chosen(_take(batch, value), value, chooser, keys, counts)
-        choices[value.name], pairs = found.choose()
-        chosen[value.name] = [name for name, _ in pairs]
-    return Choices(choices, chosen)
+    return {
+        value.name: _Chosen(sources, value, chooser, keys, counts)
+        for value, sources in zip(request.values, _take(batch, request.values), strict=True)
+    }
 
 
+@dataclass(slots=True)
 class _Chosen:
     """The chosen values of a batch, as `Leaves` reads them: they are decoded and chosen on first use."""
 
-    def __init__(
-        self,
-        sources: Sequence[_Source],
-        value: ChosenValue,
-        chooser: Chooser,
-        keys: Sequence[str],
-        counts: dict[Group, Array],
-    ) -> None:
-        self._sources, self._value, self._chooser, self._keys, self._counts = sources, value, chooser, keys, counts
-        self._found: tuple[Array, list[tuple[str, Any]]] | None = None
+    sources: Sequence[_Source]
+    value: ChosenValue
+    chooser: Chooser
+    keys: Sequence[str]
+    counts: dict[Group, Array]
+    result: tuple[Array, list[tuple[str, Any]]] | None = None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     def column(self, path: Path) -> list[Any]:
         """Return the chosen value of each sample."""
@@ -732,11 +728,11 @@ class _Chosen:
 
     def choose(self) -> tuple[Array, list[tuple[str, Any]]]:
         """Return the choice of each sample, int64 `[B]`, and names and values of the chosen alternatives."""
-        if self._found is None:
-            columns = [(name, list(value), is_list) for name, value, is_list in self._sources]
-            rows = [[(name, column[i], is_list) for name, column, is_list in columns] for i in range(len(self._keys))]
-            self._found = _choose(rows, self._value, self._chooser, self._keys, self._counts)
-        return self._found
+        if self.result is None:
+            columns = [(name, list(value), is_list) for name, value, is_list in self.sources]
+            rows = [[(name, column[i], is_list) for name, column, is_list in columns] for i in range(len(self.keys))]
+            self.result = _choose(rows, self.value, self.chooser, self.keys, self.counts)
+        return self.result
 
 
 def _choose(
@@ -772,26 +768,3 @@ def _alternatives(sources: Sequence[_Source], key: str) -> list[tuple[str, Any]]
     if not alternatives:
         raise BatchError(f"sample {key!r} has no alternatives: {sources[0][0]!r} is empty")
     return alternatives
-
-
-def _take(batch: Any, value: ChosenValue) -> list[_Source]:
-    """Remove the alternatives of a name from a batch or a sample, and return them."""
-    found = list(find_values(batch, value.patterns))
-    if not found:
-        has = f"; they have {list_names(batch, value.patterns[0])}" if isinstance(batch, dict) else ""
-        raise BatchError(
-            f"the samples have none of the alternatives of {value.name!r:.100}: {list_names(value.patterns)}{has}"
-        )
-    for target, key, _ in found:
-        target.pop(key, None)
-    return [source for *_, sources in found for source in sources]
-
-
-def _put(batch: Any, name: str, value: Any) -> None:
-    *path, last = map(unquote, name.split("."))
-    target = batch
-    for part in path:
-        target = target.setdefault(part, {}) if type(target) is dict else None
-    if type(target) is not dict or last in target:
-        raise _no_place(name)
-    target[last] = value

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.reference import Reference
-from wds_tensorcache.codec.skeleton.tensor_names import component
+from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
-from wds_tensorcache.reading.schema import TensorSchema, format_tensor, merge_schema, printable, schema_from
+from wds_tensorcache.reading.schema import Tensor, TensorSchema, format_tensor, merge_schema, merge_shapes, printable
 from wds_tensorcache.reading.structure import value_at
 
 __all__ = ["NUM_EXAMINED", "Contents", "Description", "TensorDescription", "ValueDescription", "shown_value"]
@@ -205,27 +204,18 @@ def _merged(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     return shapes[first], np.add.reduceat(counts, first)
 
 
-class _Value:
-    """The types of one value in the examined samples, and an example."""
-
-    def __init__(self) -> None:
-        self.example: object = None
-        self.num_samples = 0
-        self._types: dict[str, tuple[int, int, int]] = {}  # number of samples, shortest and longest length
-
-    def add(self, value: object) -> None:
-        self.num_samples += 1
-        if self.example is None or (isinstance(self.example, (str, *CONTAINERS)) and not self.example):
-            self.example = value
+def _describe_value(name: str, values: Sequence[Any]) -> ValueDescription:
+    """Return the description of a value from those of the examined samples that have it."""
+    lengths: dict[str, list[int]] = {}
+    for value in values:
         text, length = _type_of(value)
-        count, low, high = self._types.get(text, (0, length, length))
-        self._types[text] = count + 1, min(low, length), max(high, length)
-
-    def types(self) -> dict[str, int]:
-        return {
-            text.format(low if low == high else f"{low}..{high}"): count
-            for text, (count, low, high) in self._types.items()
-        }
+        lengths.setdefault(text, []).append(length)
+    types = {
+        text.format(low if (low := min(of_type)) == (high := max(of_type)) else f"{low}..{high}"): len(of_type)
+        for text, of_type in lengths.items()
+    }
+    with_contents = (v for v in values if v is not None and (v or not isinstance(v, (str, *CONTAINERS))))
+    return ValueDescription(name, types, next(with_contents, values[-1]), len(values))
 
 
 def _type_of(value: Any) -> tuple[str, int]:
@@ -252,15 +242,17 @@ class Contents:
         self.num_counted, self.num_examined = num_samples, 0
         self._schemas: dict[str, TensorSchema] = {}
         self._shapes: dict[str, _ShapeCounts] = {}
-        self._values: dict[str, _Value] = {}
+        self._values: dict[str, list[Any]] = {}
         self._nbytes = 0
 
-    def add_tensor(self, prefix: str, name: str, reference: Reference, shapes: Array, counts: Array) -> None:
-        """Add a tensor: its shapes, int64 `[n, ndim]`, and the number of samples of each."""
-        whole, schema = prefix + name, schema_from(name, reference, shapes, counts)
-        self._nbytes += schema.nbytes if name == reference.name else 0  # bytes under several names count once
-        self._schemas[whole] = merge_schema(self._schemas.get(whole), schema)
-        self._shapes.setdefault(whole, _ShapeCounts()).add(shapes, counts)
+    def add_tensors(self, prefix: str, tensors: Iterable[Tensor]) -> None:
+        """Add tensors; `prefix` is that of their names in a joined cache."""
+        for tensor in tensors:
+            name, reference, shapes, counts = tensor
+            whole, schema = prefix + name, merge_shapes([tensor])[name]
+            self._nbytes += schema.nbytes if name == reference.name else 0  # bytes under several names count once
+            self._schemas[whole] = merge_schema(self._schemas.get(whole), schema)
+            self._shapes.setdefault(whole, _ShapeCounts()).add(shapes, counts)
 
     def add_values(self, prefix: str, samples: Iterable[Any]) -> None:
         """Add the values of samples; `prefix` is the path of the samples in those of a joined cache."""
@@ -272,7 +264,7 @@ class Contents:
                 parts = (component(key, 0) if type(key) in (str, int) else shown_value(key) for key in path)
                 name = prefix + ".".join(parts) if path else prefix.removesuffix(".")
                 if name in self._values or len(self._values) < _MAX_VALUES:
-                    self._values.setdefault(name, _Value()).add(value_at(sample, path))
+                    self._values.setdefault(name, []).append(value_at(sample, path))
         self.num_examined = max(self.num_examined, count)
 
     def description(
@@ -284,10 +276,7 @@ class Contents:
             properties: dict[str, Any] = {field.name: getattr(schema, field.name) for field in fields(schema)}
             shapes, num_shapes = self._shapes[name].most_frequent()
             tensors[name] = TensorDescription(**properties | {"name": name}, shapes=shapes, num_shapes=num_shapes)
-        values = {
-            name: ValueDescription(name, value.types(), value.example, value.num_samples)
-            for name, value in self._values.items()
-        }
+        values = {name: _describe_value(name, examined) for name, examined in self._values.items()}
         return Description(
             num_samples,
             num_shards,

@@ -1,71 +1,108 @@
-"""Find the shards of a path, a pattern, a folder or a manifest."""
+"""Find the shards of a path, a url, a pattern, a folder or a manifest."""
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from shlex import quote
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from braceexpand import braceexpand
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.errors import FormatError, did_you_mean
-from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.packed import describe_packed, packed_names, shown_names
-from wds_tensorcache.reading.remote.find import find_remote
-from wds_tensorcache.shards.manifest import MANIFEST, Found, ListedCounts, locate_shards, parse_entry, read_manifest
-from wds_tensorcache.storage.locks import is_being_written
-from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
+from wds_tensorcache.errors import FormatError, RemoteError, did_you_mean
+from wds_tensorcache.shards.manifest import MANIFEST, FoundShard, locate_shards, read_manifest
+from wds_tensorcache.storage.folder import folder_of
+from wds_tensorcache.storage.urls import check_not_url, is_url, is_web, shown, split_url
 
-__all__ = ["CachePaths", "existing_folder", "expand_braces", "file_identity", "find_shards", "shard_names"]
+__all__ = [
+    "CachePaths",
+    "Found",
+    "existing_folder",
+    "expand_braces",
+    "file_identity",
+    "find_shards",
+    "shard_names",
+]
 
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
+_Listed: TypeAlias = "Callable[[str], list[FoundShard] | None]"
+_NUM_SHOWN = 3
+_IS_TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)", re.IGNORECASE | re.DOTALL).fullmatch
+
+
+class Found(NamedTuple):
+    """The shards of a source, and a message about those that are left out; None if none is."""
+
+    shards: list[FoundShard]
+    left_out: str | None
 
 
 def find_shards(
     source: Any,
-    listed: Callable[[str], list[Found]] | None = None,
+    listed: _Listed | None = None,
     *,
     local_for: str | None = None,
     copies: bool = False,
-) -> list[Found]:
-    """Return the shards of a `source` as in `open`. Warn if a local folder contains shards that its manifest does not list.
+) -> Found:
+    """Return the shards of a `source` as in `open`. Warn if a folder contains shards that are left out.
 
     Args:
-        listed: Replaces the function that returns the shards of a local manifest.
+        listed: Replaces the function that returns the shards of a manifest, or None if there is no such file.
         local_for: Past participle of an action that needs local shards, such as `"verified"`. Urls then raise ValueError.
         copies: A new cache is made of the shards: raise FormatError instead of the warning.
+
+    Raises:
+        FileNotFoundError: There is no such file or object, or no shard; or the folder has no manifest, and the server has no
+            listings.
+        FormatError: A manifest is damaged, or lists a shard that is not in its folder.
+        RemoteError: A request failed.
+        TypeError, ValueError: The source is not valid.
+
+    Cost: one request for each manifest or listing at a url; none for the url of a shard.
     """
-    listed = listed or _from_manifest
-    if isinstance(source, (str, os.PathLike)):
-        path = os.fspath(source)
-        if local_for is not None and is_url(path):
-            what = f"{shown(path)}: only local shards can be {local_for}"
+    shards: list[FoundShard] = []
+    messages: list[str] = []
+    for text in _texts(source):
+        if local_for is not None and is_url(text):
+            what = f"{shown(text)}: only local shards can be {local_for}"
             raise ValueError(f"{what}; copy them to a disk first, with a tool of the store")
-        return _find_one(path, listed, copies)
-    if isinstance(source, (bytes, Cache)) or not isinstance(source, Sequence):
-        raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
-    found = [shard for part in source for shard in find_shards(part, listed, local_for=local_for, copies=copies)]
-    if not found:
+        for path in _expand(text):
+            shards += _find(path, listed or _read_listed, messages)
+    for message in messages:
+        if copies:
+            raise FormatError(message, kind="index")
+        warnings.warn(message, stacklevel=user_level())
+    if not shards:
         raise FileNotFoundError("no shards: the list is empty")
-    return found
+    return Found(shards, next(iter(messages), None))
 
 
-def _find_one(source: str, listed: Callable[[str], list[Found]], copies: bool) -> list[Found]:
-    """Return the shards of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
+def _texts(source: Any) -> Iterator[str]:
+    if isinstance(source, (str, os.PathLike)):
+        yield os.fspath(source)
+        return
+    is_cache = hasattr(source, "read_batch")
+    if isinstance(source, bytes) or is_cache or not isinstance(source, Sequence):
+        raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
+    for part in source:
+        yield from _texts(part)
+
+
+def _expand(source: str) -> Iterator[str]:
+    """Yield the paths of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
     if is_url(source):
-        shards = find_remote(source)
-        left_out = {counts.left_out for _, counts, _ in shards if counts is not None}
-        for message in sorted(filter(None, left_out)):
-            _report(message, copies)
-        return shards
+        from wds_tensorcache.reading.url_patterns import expand_url
+
+        yield from expand_url(source)
+        return
     if os.path.exists(source):
-        return _find_path(source, listed, copies)
+        yield source
+        return
     check_not_url(source)
-    found: list[Found] = []
     for path in expand_braces(source):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
         if not matches:
@@ -75,8 +112,7 @@ def _find_one(source: str, listed: Callable[[str], list[Found]], copies: bool) -
         for match in matches:
             if not os.path.exists(match):
                 raise FileNotFoundError(f"{match} is a link to a file that does not exist")
-            found += _find_path(match, listed, copies)
-    return found
+            yield match
 
 
 def _near(path: str) -> str:
@@ -89,34 +125,51 @@ def _near(path: str) -> str:
         return f"; there is no folder {folder} that can be read"
 
 
-def _find_path(path: str, listed: Callable[[str], list[Found]], copies: bool) -> list[Found]:
-    """Return the shards of a path to a folder, a manifest or a shard. Braces and wildcards in the path are literal."""
-    if os.path.isdir(path):
-        manifest = os.path.join(path, MANIFEST)
-        if os.path.exists(manifest):
-            found = listed(manifest)
-            paths = [shard for shard, *_ in found]
-            reasons = [_unlisted(path, paths), _packed(path, paths)]
-        else:
-            shards, packed = shard_names(os.listdir(path)), _packed(path, [])
-            if not shards:
-                end = "" if packed is None else f"; {packed}"
-                raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar{end}")
-            found, reasons = [(os.path.join(path, file), None, None) for file in shards], [packed]
-        text = "; ".join(filter(None, reasons))
-        if not text:
-            return found
-        left_out = f"{path}: {text}"
-        _report(left_out, copies)
-        return [(shard, (counts or ListedCounts())._replace(left_out=left_out), made) for shard, counts, made in found]
-    return listed(path) if path.endswith(".json") else [(path, None, None)]
+def _find(path: str, listed: _Listed, messages: list[str]) -> list[FoundShard]:
+    """Return the shards of a folder, a manifest or a shard. Braces and wildcards in the path are literal."""
+    name = split_url(path)[1] if is_url(path) else path
+    if os.path.isdir(path) or (is_url(path) and not name.endswith((".json", ".tar"))):
+        return _find_in_folder(path, listed, messages)
+    if not name.endswith(".json"):
+        return [FoundShard(path)]
+    shards = listed(path)
+    if shards is None:
+        raise FileNotFoundError(f"{path} does not exist{_hint(name)}")
+    return shards
 
 
-def _report(left_out: str, copies: bool) -> None:
-    """Warn of shards that are left out; raise FormatError if a new cache would lack them."""
-    if copies:
-        raise FormatError(left_out, kind="index")
-    warnings.warn(left_out, stacklevel=user_level())
+def _hint(path: str) -> str:
+    name = path.rstrip("/").rpartition("/")[2]
+    return "" if name == MANIFEST else did_you_mean(name, [MANIFEST])
+
+
+def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[FoundShard]:
+    folder = folder_of(path)
+    manifest = os.path.join(path, MANIFEST) if not folder.is_remote else folder.locate(MANIFEST)
+    kinds = hint = ""
+    if folder.is_remote:
+        kinds, hint = "; a url that ends in neither .json nor .tar is that of a folder", _hint(split_url(path)[1])
+    shards = listed(manifest)
+    if shards is not None:
+        paths = [shard.path for shard in shards]
+        reasons = [] if folder.is_remote else [_unlisted(path, paths), _packed(path, paths)]
+    else:
+        try:
+            names = folder.names()
+        except RemoteError as exc:
+            why = "web servers have no listings" if is_web(path) else str(exc)
+            what = f"{path} has no {MANIFEST}, and its server cannot list the folder ({why})"
+            remedy = f"check the url; upload the {MANIFEST} of the cache, or pass the urls of the shards"
+            example = "such as '…/train-{000000..000099}.tar'"
+            raise FileNotFoundError(f"{what}{kinds}; {remedy}, {example}{hint}") from exc
+        reasons = [_describe_packed(_packed_names(names)) if folder.is_remote else _packed(path, [])]
+        shards = [FoundShard(folder.locate(name)) for name in shard_names(names)]
+        if not shards:
+            end = kinds + hint if reasons[0] is None else f"; {reasons[0]}"
+            raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar{end}")
+    if text := "; ".join(filter(None, reasons)):
+        messages.append(f"{path}: {text}")
+    return shards
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
@@ -133,18 +186,21 @@ def _unlisted(folder: str, listed: list[str]) -> str | None:
         return None
     paths = [os.path.normpath(os.path.join(folder, name)) for name in names]
     unlisted = [path for path in paths if path not in listed_paths]
-    # Hazard: a writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
-    # the manifest, read again, lists them; unless they were killed.
-    if not unlisted or is_being_written(folder):
-        return None
-    manifest = os.path.join(folder, MANIFEST)
-    located = [each.path for each in locate_shards(manifest, read_manifest(manifest)[0]) if each.error is None]
-    are_listed = set(map(file_identity, located))  # links have other names
-    unlisted = [path for path in unlisted if os.path.isfile(path) and file_identity(path) not in are_listed]
     if not unlisted:
         return None
-    shown = shown_names([os.path.basename(path) for path in unlisted])
-    what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({shown})"
+    from wds_tensorcache.storage.locks import is_being_written
+
+    # Hazard: a writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
+    # the manifest, read again, lists them; unless they were killed.
+    if is_being_written(folder):
+        return None
+    manifest = os.path.join(folder, MANIFEST)
+    located = [shard.path for shard in locate_shards(manifest, read_manifest(manifest)[0]) if shard.error is None]
+    identities = set(map(file_identity, located))  # links have other names
+    unlisted = [path for path in unlisted if os.path.isfile(path) and file_identity(path) not in identities]
+    if not unlisted:
+        return None
+    what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({_list_first(unlisted)})"
     command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
     remedy = f"add them with {command}, or move them to another folder"
     return f"{what}, so their samples are left out; {remedy}"
@@ -153,15 +209,33 @@ def _unlisted(folder: str, listed: list[str]) -> str | None:
 def _packed(folder: str, listed: list[str]) -> str | None:
     """Return the end of a message if a folder contains tars that are neither `listed` nor end in `.tar`."""
     try:
-        names = packed_names(os.listdir(folder))
+        names = _packed_names(os.listdir(folder))
     except OSError:  # a folder may permit reading files by name, but no listing
         return None
     if not names:
         return None
-    are_listed = {file_identity(path) for path in listed if os.path.exists(path)}
+    identities = {file_identity(path) for path in listed if os.path.exists(path)}
     paths = [os.path.join(folder, name) for name in names]
-    left_out = [path for path in paths if os.path.isfile(path) and file_identity(path) not in are_listed]
-    return describe_packed([os.path.basename(path) for path in left_out]) if left_out else None
+    return _describe_packed([path for path in paths if os.path.isfile(path) and file_identity(path) not in identities])
+
+
+def _packed_names(names: Iterable[str]) -> list[str]:
+    """Return the sorted names of compressed tars, and of tars such as `A.TAR`, among the names of files."""
+    return sorted(name for name in names if _IS_TAR(name) and not name.endswith(".tar"))
+
+
+def _describe_packed(paths: Sequence[str]) -> str | None:
+    if not paths:
+        return None
+    what = f"{len(paths):,} other tar{' is' if len(paths) == 1 else 's are'} left out ({_list_first(paths)})"
+    remedy = "unpack or rename them, or pass them to tc.ResumablePipeline by a pattern"
+    return f"{what} because the names of shards end in .tar: {remedy}"
+
+
+def _list_first(paths: Sequence[str]) -> str:
+    """Return the names of the first of some paths for a message."""
+    names = [os.path.basename(path) for path in paths[:_NUM_SHOWN]]
+    return ", ".join(map(repr, names)) + ", …" * (len(paths) > _NUM_SHOWN)
 
 
 def file_identity(path: str) -> tuple[int, int]:
@@ -199,20 +273,22 @@ def existing_folder(pattern: str) -> str:
     return pattern[:end] if os.path.isdir(folder) else ""
 
 
-def _from_manifest(path: str) -> list[Found]:
-    """Return the shards that a manifest lists. Shards that are not listed are unfinished, and so left out."""
-    entries, extra = read_manifest(path)
-    found: list[Found] = []
-    for located in locate_shards(path, entries):
-        entry, shard = located.entry, located.path
-        if located.error is not None:
-            raise located.error
-        if located.nbytes != entry.nbytes:
-            what = f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: one of the two is stale"
-            remedy = f"run `tensorcache index {quote(shard)}` (tc.write_index) if another tool changed the shard"
+def _read_listed(path: str) -> list[FoundShard] | None:
+    """Return the shards that a manifest lists; None if it does not exist. Unlisted shards are unfinished, and so left out."""
+    try:
+        entries, extra = read_manifest(path)
+    except FileNotFoundError:
+        return None
+    shards: list[FoundShard] = []
+    for shard in locate_shards(path, entries, extra):
+        if shard.error is not None:
+            raise shard.error
+        if shard.status is not None and shard.entry is not None and shard.status.st_size != shard.entry.nbytes:
+            what = f"{shard.path} has {shard.status.st_size} bytes, but {path} says {shard.entry.nbytes}"
+            remedy = f"run `tensorcache index {quote(shard.path)}` (tc.write_index) if another tool changed the shard"
             checks = "`tensorcache verify` (tc.verify) tells what is intact"
-            raise FormatError(f"{what}; {remedy}; {checks}", kind="index")
-        found.append(parse_entry(shard, entry, extra, manifest=path, status=located.status))
-    if not found:
+            raise FormatError(f"{what}: one of the two is stale; {remedy}; {checks}", kind="index")
+        shards.append(shard)
+    if not shards:
         raise FileNotFoundError(f"{path} lists no shards")
-    return found
+    return shards

@@ -13,16 +13,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.skeleton.tensor_names import component
+from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
-from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
+from wds_tensorcache.reading.cache import Cache, _Sample
 from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, ChosenValue, Group, split
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
-from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.positions import KeysView
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
@@ -33,7 +33,7 @@ from wds_tensorcache.reading.schema import (
     with_trees,
 )
 from wds_tensorcache.shards.fingerprint import common_fields
-from wds_tensorcache.storage.remote.urls import shown as shown_url
+from wds_tensorcache.storage.urls import shown as shown_url
 
 __all__ = ["JoinedCache", "join"]
 
@@ -90,26 +90,30 @@ def join(
             raise ValueError(f"keys has an entry for {name!r:.100}, expected names of caches after the first: {shown}")
     opened: list[Any] = []
     try:
-        given = caches.values() if isinstance(caches, Mapping) else caches
-        parts = [each if isinstance(each, Cache) else opened.append(open(each)) or opened[-1] for each in given]  # type: ignore[func-returns-value]
-        matched = _matched(parts, names, how, maps)
+        parts = []
+        for cache in caches.values() if isinstance(caches, Mapping) else caches:
+            if not isinstance(cache, Cache):
+                cache = open(cache)
+                opened.append(cache)
+            parts.append(cache)
+        views = _match(parts, names, how, maps)
     except BaseException:
         for cache in opened:
             cache.close()
         raise
-    return JoinedCache(matched, tuple(names) if isinstance(caches, Mapping) else None)
+    return JoinedCache(views, tuple(names) if isinstance(caches, Mapping) else None)
 
 
-def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
+def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
     """Return a view of each cache, such that the samples to join have the same index in all views."""
-    first, found = _with_keys(parts[0]), []
+    first, rows_of_parts = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
-        rows, more = match_some(first, _with_keys(other), maps.get(name))
+        rows, others_keys = match_some(first, _with_keys(other), maps.get(name))
         missing = np.flatnonzero(rows < 0) if rows is not None else ()
-        found.append(rows)
-        if how == "exact" and (len(missing) or more):
-            keys = [first.keys()[number] for number in missing[:_NUM_SHOWN]] if len(missing) else sorted(more)
-            lacking, count = (name, len(missing)) if len(missing) else (names[0], len(more))
+        rows_of_parts.append(rows)
+        if how == "exact" and (len(missing) or others_keys):
+            keys = [first.keys()[number] for number in missing[:_NUM_SHOWN]] if len(missing) else sorted(others_keys)
+            where, count = (name, len(missing)) if len(missing) else (names[0], len(others_keys))
             hint = f"keys= maps none of them to a key of {name!r}" if name in maps else "keys= maps different keys"
             hint += ", and how='inner' keeps only the samples that all caches have"
             built = [at for at, cache in ((names[0], first), (name, other)) if list(cache.keys()[:1]) == [_FIRST_BUILT]]
@@ -120,17 +124,15 @@ def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any
                 )
             shown = list_names(keys[:_NUM_SHOWN], count=count)
             raise KeyError(
-                f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {lacking!r} lacks "
+                f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {where!r} lacks "
                 f"{count} key{'s' * (count > 1)}: {shown}; {hint}"
             )
-    lacking_any = [rows < 0 for rows in found if rows is not None and (rows < 0).any()]
-    if not lacking_any:
-        return [
-            parts[0],
-            *(part if rows is None else part._take(rows) for part, rows in zip(parts[1:], found, strict=True)),
-        ]
-    kept = np.flatnonzero(~np.logical_or.reduce(lacking_any))
-    return [part._take(kept if rows is None else rows[kept]) for part, rows in zip(parts, [None, *found], strict=True)]
+    lacking = [rows < 0 for rows in rows_of_parts if rows is not None and (rows < 0).any()]
+    kept: Any = np.flatnonzero(~np.logical_or.reduce(lacking)) if lacking else slice(None)
+    return [
+        part._take(kept if rows is None else rows[kept])
+        for part, rows in zip(parts, [None, *rows_of_parts], strict=True)
+    ]
 
 
 def _with_keys(cache: Any) -> Any:
@@ -153,19 +155,17 @@ class _JoinedRequest:
         return len(self.parts[0])
 
     def key(self, i: int) -> str:
-        """Return the key of sample `i` of the batch."""
         return self.parts[0].key(i)  # type: ignore[no-any-return]
 
     def named_choices(self) -> Choices:
         """Return the choices of all parts by name."""
-        found = Choices({}, {})
+        choices = Choices({}, {})
         for prefix, part in zip(self.prefixes, self.parts, strict=True):
             if isinstance(part, (ChosenRequest, _JoinedRequest)):
-                found = found._with_more(part.named_choices(), prefix)
-        return found
+                choices = choices._with_more(part.named_choices(), prefix)
+        return choices
 
     def chosen_names(self) -> list[str]:
-        """Return the names of the chosen tensors."""
         return [
             prefix + name
             for prefix, part in zip(self.prefixes, self.parts, strict=True)
@@ -234,15 +234,10 @@ class JoinedCache(Cache[_Sample]):
         request = self._request(indices)
         parts, rest = [], dict(tensors)
         for (prefix, cache), names, part in zip(self._prefixed(), self._tensor_names, request.parts, strict=True):
-            mine = {prefix + name: name for name in [*names, *_chosen_names(part)] if prefix + name in rest}
-            parts.append(cache.nest(part, {name: rest.pop(whole) for whole, name in mine.items()}))
+            own = {prefix + name: name for name in [*names, *_chosen_names(part)] if prefix + name in rest}
+            parts.append(cache.nest(part, {name: rest.pop(whole) for whole, name in own.items()}))
         if rest:
-            known = [
-                prefix + name
-                for prefix, names in zip(self._prefixes, self._tensor_names, strict=True)
-                for name in names
-            ]
-            raise KeyError(unknown_name("tensor", next(iter(rest)), known))
+            raise KeyError(unknown_name("tensor", next(iter(rest)), self._batch_names()))
         return self._merge(parts)
 
     def close(self) -> None:
@@ -338,12 +333,10 @@ class JoinedCache(Cache[_Sample]):
             value.check(self._batch_names())
         return _JoinedRequest(parts, self._prefixes, values, all_counts)
 
-    def _request_shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor]:
+    def _shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor | None]:
         named = zip(self._prefixed(), request.parts, strict=True)
         return {
-            prefix + name: shapes
-            for (prefix, cache), part in named
-            for name, shapes in cache._request_shapes(part).items()
+            prefix + name: shapes for (prefix, cache), part in named for name, shapes in cache._shapes(part).items()
         }
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
@@ -396,9 +389,6 @@ class JoinedCache(Cache[_Sample]):
     def _stored_name(self, number: int) -> str | None:
         names = (cache._stored_name(number) for cache in self._caches)
         return next((name for name in names if name is not None), None)
-
-    def _neighbors(self, key: str) -> list[str]:
-        return self._caches[0]._neighbors(key)  # type: ignore[no-any-return]
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.lookup.positions import by_shard, in_order
+from wds_tensorcache.reading.positions import by_shard, in_order
 from wds_tensorcache.shards.key_table import match_unique_keys
 
 __all__ = ["KeyMap", "are_equal", "match", "match_some"]

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
-from wds_tensorcache.reading.remote.load_indexes import load_indexes
-from wds_tensorcache.reading.store import Store
+from wds_tensorcache.reading.store import Store, load_indexes
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
-from wds_tensorcache.shards.manifest import ListedCounts
+from wds_tensorcache.shards.manifest import FoundShard
 from wds_tensorcache.shards.names import cache_name
-from wds_tensorcache.shards.remote.find_index import FindIndex
-from wds_tensorcache.shards.remote.kept_indexes import KeptIndexes, default_folder
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files, default_max_open
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.node_cache.cache import NodeCache, open_node_cache
-from wds_tensorcache.storage.remote.urls import conceal, is_url
 from wds_tensorcache.storage.system import num_cores
+from wds_tensorcache.storage.urls import conceal, is_url
+
+if TYPE_CHECKING:
+    from wds_tensorcache.shards.remote_indexes import RemoteIndexes
+    from wds_tensorcache.storage.node_cache.cache import NodeCache
 
 __all__ = ["open"]
 
@@ -91,85 +93,75 @@ def open(
         raise ValueError(f"io={io!r}, expected 'auto' or 'pread'")
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads={num_threads}, expected at least 1")
-    find_index = FindIndex(_as_folder(index_folder), _kept(keep_indexes))
+    if cache_dir is None and cache_nbytes is not None:
+        raise ValueError(f"cache_nbytes={cache_nbytes} needs cache_dir=, the folder whose length it limits")
     found = find_shards(source)
-    node_cache = _node_cache(cache_dir, cache_nbytes, any(is_url(path) for path, *_ in found), max_open_files)
+    places = {shard.path: shard for shard in found.shards}  # a shard may be there twice
+    remote_indexes = node_cache = None
+    if any(map(is_url, places)):
+        remote_indexes = _remote_indexes(index_folder, keep_indexes)
+        node_cache = None if cache_dir is None else _node_cache(cache_dir, cache_nbytes, max_open_files)
     files, pool = Files(may_map=io == "auto", max_open=max_open_files, node_cache=node_cache), Pool(pool_nbytes)
-    table = allow_table(allow)
-    lists = {path: listed or ListedCounts() for path, listed, _ in found}
+    make = partial(Shard, files=files, pool=pool, allow=allow_table(allow), remote_indexes=remote_indexes)
     try:
-        for path, listed in lists.items():
-            if listed.nbytes is not None:
-                files.expect_remote(path, listed.nbytes, listed.manifest)
+        for path, place in places.items():
+            if place.entry is not None and is_url(path):
+                files.expect(path, place.manifest, nbytes=place.entry.nbytes)
         # the manifest lists the caches; without one, the indexes do
-        known = {
-            path: Shard(path, "", files, pool, table, listed=listed, find_index=find_index)
-            for path, listed in lists.items()
-            if listed.caches is None
-        }
-        load_indexes(known.values())
+        loaded = {path: make(path, "", entry=shard.entry) for path, shard in places.items() if _caches(shard) is None}
+        load_indexes(loaded.values())
         name = _choose_name(
-            cache,
-            {
-                path: known[path].index.caches if listed.caches is None else listed.caches
-                for path, listed in lists.items()
-            },
+            cache, {path: _caches(shard) or loaded[path].index.caches for path, shard in places.items()}
         )
-        made = {path: known[path].index.fingerprint if path in known else listed for path, _, listed in found}
-        for path, fingerprint in made.items():
-            if expect is not None:
+        fingerprints = {
+            path: loaded[path].index.fingerprint if path in loaded else shard.fingerprint
+            for path, shard in places.items()
+        }
+        if expect is not None:
+            for path, fingerprint in fingerprints.items():
                 check_fingerprint(path, fingerprint, as_fingerprint(expect))
         shards = []
-        for path, *_ in found:
-            listed = lists[path]
-            count = listed.caches.get(name, 0) if listed.caches is not None else None
-            status = listed.status
-            # objects that a shard does not need take memory
-            listed = listed._replace(caches=None, left_out=None, status=None)
-            shards.append(Shard(path, name, files, pool, table, count, None, listed, find_index=find_index))
-            if path in known:
-                shards[-1].take_index(known[path])
-            if not shards[-1].is_remote:
-                files.expect(shards[-1].path, listed.manifest, status)
+        for place in found.shards:
+            caches, entry = _caches(place), place.entry
+            if entry is not None:
+                # objects that a shard does not need take memory
+                entry = replace(entry, caches=None, fingerprint=None)
+            shard = make(place.path, name, count=None if caches is None else caches.get(name, 0), entry=entry)
+            if place.path in loaded:
+                shard.take_index(loaded[place.path])
+            if not shard.is_remote:
+                files.expect(shard.path, place.manifest, place.status)
+            shards.append(shard)
+        num_threads = num_threads or min(4, num_cores())
         return TensorCache(
-            Store(
-                shards,
-                files,
-                pool,
-                num_threads or min(4, num_cores()),
-                common_fields(made.values()),
-                next((listed.left_out for listed in lists.values() if listed.left_out is not None), None),
-            )
+            Store(shards, files, pool, num_threads, common_fields(fingerprints.values()), found.left_out)
         )
     except BaseException:
         files.close()
         raise
 
 
-def _as_folder(folder: str | os.PathLike[str] | None) -> str | None:
-    """Return the argument `index_folder`: a concealed url, or an absolute path."""
-    if folder is None:
-        return None
-    path = os.fspath(folder)
-    return conceal(path) if is_url(path) else os.path.abspath(path)
+def _caches(shard: FoundShard) -> Mapping[str, int] | None:
+    """Return the caches of a shard that a manifest lists; None if it does not."""
+    return None if shard.entry is None else shard.entry.caches
 
 
-def _kept(keep_indexes: bool | str | os.PathLike[str]) -> KeptIndexes | None:
-    """Return the folder of kept indexes for the argument `keep_indexes`."""
-    if keep_indexes is False:
-        return None
-    folder = default_folder() if keep_indexes is True else os.path.abspath(os.fspath(keep_indexes))
-    return None if folder is None else KeptIndexes(folder)
+def _remote_indexes(folder: str | os.PathLike[str] | None, keep: bool | str | os.PathLike[str]) -> RemoteIndexes:
+    """Return the places for the arguments `index_folder` and `keep_indexes`."""
+    from wds_tensorcache.shards.kept_indexes import KeptIndexes, default_folder
+    from wds_tensorcache.shards.remote_indexes import RemoteIndexes
+
+    if folder is not None:
+        path = os.fspath(folder)
+        folder = conceal(path) if is_url(path) else os.path.abspath(path)
+    kept = None if keep is False else default_folder() if keep is True else os.path.abspath(os.fspath(keep))
+    return RemoteIndexes(folder, None if kept is None else KeptIndexes(kept))
 
 
-def _node_cache(
-    path: str | os.PathLike[str] | None, max_nbytes: int | None, has_remote: bool, max_open: int | None
-) -> NodeCache | None:
-    """Return the cache for the arguments `cache_dir` and `cache_nbytes`, if there are remote shards."""
-    if path is None and max_nbytes is not None:
-        raise ValueError(f"cache_nbytes={max_nbytes} needs cache_dir=, the folder whose length it limits")
-    if path is None or not has_remote:
-        return None
+def _node_cache(path: str | os.PathLike[str], max_nbytes: int | None, max_open: int | None) -> NodeCache:
+    """Return the cache for the arguments `cache_dir` and `cache_nbytes`."""
+    from wds_tensorcache.storage.node_cache.cache import open_node_cache
+
     max_nbytes = None if max_nbytes is None else as_int("cache_nbytes", max_nbytes)
     return open_node_cache(path, max_nbytes, max_open=max_open or default_max_open())
 

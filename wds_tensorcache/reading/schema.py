@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -17,12 +17,13 @@ from wds_tensorcache.codec.header import Form, Further
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.lookup.positions import Positions, by_shard, in_order
+from wds_tensorcache.reading.positions import Positions, by_shard, in_order
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 
 __all__ = [
     "Entry",
+    "Tensor",
     "TensorSchema",
     "as_patterns",
     "entries",
@@ -31,9 +32,9 @@ __all__ = [
     "make_entry",
     "members_of",
     "merge_schema",
+    "merge_shapes",
     "name_matcher",
     "printable",
-    "schema_from",
     "schema_of",
     "shapes_of",
     "stored_shapes",
@@ -43,6 +44,8 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 DType: TypeAlias = "torch.dtype | np.dtype[np.generic]"
+# a tensor's name, its reference in a sample, distinct shapes, int64 `[n, ndim]`, and the number of samples of each
+Tensor: TypeAlias = "tuple[str, Reference, Array, Array]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +94,12 @@ class Entry:
     nbytes: int
     shapes: dict[str, tuple[int, ...]]
 
-    if not TYPE_CHECKING:  # a type checker must not accept every name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            what = "it has key, nbytes and shapes; small values are in the samples, not in the index"
-            raise AttributeError(f"an entry has no {name!r:.100}; {what}", name=name, obj=self)
-
 
 def make_entry(key: str, nbytes: int, shapes: dict[str, tuple[int, ...]]) -> Entry:
     """Return the entry of a sample from the shapes of its tensors."""
-    found = _Shapes(shapes)
-    found.key = key
-    return Entry(key, nbytes, found)
+    shapes = _Shapes(shapes)
+    shapes.key = key
+    return Entry(key, nbytes, shapes)
 
 
 class _Forms:
@@ -126,13 +123,27 @@ class _Forms:
             self._known[key] = layout.form, references
         return self._known[key][1]
 
+    def shape(self, shard: Shard, row: int, name: str) -> tuple[int, ...]:
+        """Return the shape of one of the tensors that a sample has."""
+        stored, reference = shard.layout(row).named[name].shape, self.references(shard, row).get(name)
+        return stored if reference is None else stored[: len(reference.shape)]
+
 
 def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
     """Return the schema of the samples at `positions`. Cost: a few numpy operations per shard and form."""
-    result: dict[str, TensorSchema] = {}
-    for name, reference, shapes, counts in stored_shapes(store, positions):
-        result[name] = merge_schema(result.get(name), schema_from(name, reference, shapes, counts))
-    return result
+    return merge_shapes(stored_shapes(store, positions))
+
+
+def merge_shapes(tensors: Iterable[Tensor]) -> dict[str, TensorSchema]:
+    """Return the schema of tensors."""
+    schema: dict[str, TensorSchema] = {}
+    for name, reference, shapes, counts in tensors:
+        low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
+        shape = tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True))
+        nbytes = int((shapes.prod(1) * counts).sum()) * int(reference.dtype.itemsize)
+        new = TensorSchema(name, reference.kind, reference.dtype, shape, nbytes, int(counts.sum()))
+        schema[name] = merge_schema(schema.get(name), new)
+    return schema
 
 
 def whole_schema(store: Store) -> Mapping[str, TensorSchema]:
@@ -143,25 +154,10 @@ def whole_schema(store: Store) -> Mapping[str, TensorSchema]:
     return store.schema
 
 
-def schema_from(name: str, reference: Reference, shapes: Array, counts: Array) -> TensorSchema:
-    """Return the schema of one tensor from its distinct shapes, int64 `[n, ndim]`, and the number of samples of each."""
-    low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
-    return TensorSchema(
-        name,
-        reference.kind,
-        reference.dtype,
-        tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
-        int((shapes.prod(1) * counts).sum()) * int(reference.dtype.itemsize),
-        int(counts.sum()),
-    )
+def stored_shapes(store: Store, positions: Positions) -> Iterator[Tensor]:
+    """Yield the tensors of the samples at `positions`, for each shard and form.
 
-
-def stored_shapes(store: Store, positions: Positions) -> Iterator[tuple[str, Reference, Array, Array]]:
-    """Yield the shapes of each tensor of the samples at `positions`, for each shard and form.
-
-    Yields:
-        The name of the tensor, its reference in one of the samples, shapes, int64 `[n, ndim]`, and the number of samples of
-        each. A shape may occur several times. Cost: a few numpy operations per tensor, shard and form.
+    A shape may occur several times. Cost: a few numpy operations per tensor, shard and form.
     """
     forms = _Forms()
     for shard, _, rows in by_shard(store, positions):
@@ -229,16 +225,12 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | None = None) -> Iterator[Entry]:
     """Yield an `Entry` for each sample at `positions`, with shapes of the tensors that `wanted` accepts; None accepts all."""
     forms = _Forms()
-    located = ((shard, row) for shard, rows in in_order(store, positions) for row in rows.tolist())
-    for shard, row in located:
-        layout = shard.layout(row)
-        references = forms.references(shard, row)
-        shapes = {
-            name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
-            for name, tensor in layout.named.items()
-            if wanted is None or wanted(name)
-        }
-        yield make_entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+    for shard, rows in in_order(store, positions):
+        for row in rows.tolist():
+            layout = shard.layout(row)
+            names = filter(wanted, layout.named) if wanted is not None else layout.named
+            shapes = {name: forms.shape(shard, row, name) for name in names}
+            yield make_entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
 def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
@@ -252,16 +244,15 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
     result = np.empty(len(positions), np.int64)
     for shard, which, rows in by_shard(store, positions):
         _, some, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
-        found = []
+        shapes = []
         for row in rows[some].tolist():
-            references = forms.references(shard, row)
-            stored = shard.layout(row).named.get(name)
-            if stored is None:
-                has = list_names(shard.layout(row).named, name)
-                raise KeyError(f"sample {shard.key(row)!r} has no tensor {name!r:.100}; it has {has}")
-            shape = stored.shape[: len(references[name].shape)] if name in references else stored.shape
-            found.append(numbers.setdefault(tuple(shape), len(numbers)))
-        result[which] = np.array(found)[inverse]
+            named = shard.layout(row).named
+            if name not in named:
+                raise KeyError(
+                    f"sample {shard.key(row)!r} has no tensor {name!r:.100}; it has {list_names(named, name)}"
+                )
+            shapes.append(numbers.setdefault(forms.shape(shard, row, name), len(numbers)))
+        result[which] = np.array(shapes)[inverse]
     return list(numbers), result
 
 
@@ -278,12 +269,12 @@ def members_of(store: Store, positions: Positions) -> dict[str, Array]:
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
     """Return the argument of `select` as a tuple of patterns; raise TypeError if a pattern is not a string."""
-    found = (patterns,) if isinstance(patterns, (str, int)) else tuple(patterns)
-    if not all(isinstance(pattern, str) for pattern in found):
+    names = (patterns,) if isinstance(patterns, (str, int)) else tuple(patterns)
+    if not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"select takes names of tensors, got {patterns!r:.100}; for samples, cache[…] takes indices, keys or a mask"
         )
-    return found
+    return names
 
 
 def with_trees(patterns: Iterable[str]) -> tuple[str, ...]:

@@ -6,23 +6,25 @@ import contextlib
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wds_tensorcache.codec.header import Form
-from wds_tensorcache.codec.sample import names_in
 from wds_tensorcache.codec.skeleton.template import Template
+from wds_tensorcache.codec.tree import further_names
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.reading.remote.load_indexes import load_indexes
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.node_cache.block_file import BlockFile
 from wds_tensorcache.storage.threads import Threads, per_process
 
-__all__ = ["Store"]
+if TYPE_CHECKING:
+    from wds_tensorcache.storage.node_cache.block_file import BlockFile
+
+__all__ = ["Store", "load_indexes"]
 
 Array = np.ndarray[Any, Any]
 _PIECE = 1 << 16
@@ -126,7 +128,7 @@ class Store:
             for form, row in shard.forms() if shard.index.layouts.further is None else ():
                 if form not in self._has_names:
                     with contextlib.suppress(FormatError):  # reading the sample raises it
-                        self._has_names[form] = bool(names_in(shard.sample(row)))
+                        self._has_names[form] = bool(further_names(shard.sample(row)))
                 if self._has_names.get(form):
                     self.shards[number] = shard.with_names()
                     self.schema, has_new_names = None, True
@@ -164,12 +166,6 @@ class Store:
             self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
         return self._table.find(key)
 
-    def neighbors(self, key: str, count: int) -> list[int]:
-        """Return up to `count` positions of samples whose keys are next to `key`; see `KeyTable.neighbors`."""
-        self.find(key)  # makes the table
-        assert self._table is not None
-        return self._table.neighbors(key, count)
-
     def executor(self) -> Threads | None:
         """Return the threads that read alongside the caller's thread; None if `num_threads` is 1."""
         return self._executor()
@@ -181,6 +177,22 @@ class Store:
             executor.shutdown()
         self.files.close()
         self.pool.close()
+
+
+def load_indexes(shards: Iterable[Shard]) -> None:
+    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load theirs on first use.
+
+    Raises:
+        MissingShardError, FormatError, RemoteError: The first error in the order of the shards.
+    """
+    waiting = [shard for shard in shards if shard.is_remote and not shard.is_loaded]
+    if len(waiting) > 1:
+        from wds_tensorcache.storage.remote.fetch import run_all
+
+        # Hazard: a scan has its own threads, which need threads of the pool. If all of those ran scans, none would end.
+        run_all([partial(shard.load, may_scan=False) for shard in waiting])
+    for shard in waiting:
+        shard.load()
 
 
 def _threads(num_threads: int) -> Callable[[], Threads | None]:

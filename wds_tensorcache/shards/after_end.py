@@ -1,4 +1,8 @@
-"""Check the bytes after the end of an archive: tools index or copy a shard only if they are zeros, an index, or both."""
+"""Check the bytes after the end of an archive: tools index or copy a shard only if they are zeros, an index, or both.
+
+Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
+after the zeros. A copy of the part before them, or an index of it, would lose these members.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,51 @@ import contextlib
 import os
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
+from wds_tensorcache.shards.dali_index import listed_after
 from wds_tensorcache.shards.footer import read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.load_index import load_index, parse_both
 from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
-from wds_tensorcache.shards.tar.headers import BLOCK
-from wds_tensorcache.shards.tar.hidden import HIDDEN_REMEDY, find_header, lost_members
+from wds_tensorcache.shards.tar import BLOCK, HIDDEN_REMEDY, find_header, hidden_members
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["check_end", "load_whole"]
+__all__ = ["check_end", "find_unseen", "load_whole"]
 
 _CHUNK_NBYTES = 1 << 20
+# a lost header and the end-of-archive marker; an undamaged index begins within this distance
+_MIN_LOST_NBYTES = 3 * BLOCK
 _REMEDY = (
     "`tensorcache verify` (tc.verify) describes the damage, `tensorcache repair` (tc.repair) saves all other samples"
 )
+
+
+def find_unseen(index: ShardIndex, path: str, nbytes: int) -> TarFormatError | None:
+    """Return the error for members that a scan, with this result, did not see; None if nothing shows any.
+
+    Args:
+        index: Index of the shard; only a scan finds such members.
+        path: Path or url of the shard.
+        nbytes: Length of a local shard; 0 for a remote one.
+    """
+    if index.hidden is not None:
+        return hidden_members(index.end, index.hidden).at(path)
+    # if zeros have overwritten members, and the footer with them, only DALI's index lists these members
+    if index.digest is None and nbytes - index.end >= _MIN_LOST_NBYTES:
+        with contextlib.suppress(OSError):
+            return _find_lost(path, index.end, nbytes)
+    return None
+
+
+def _find_lost(path: str, end: int, nbytes: int) -> TarFormatError | None:
+    """Return the error for zeros from byte `end` of a shard, if DALI's index lists a member after them; otherwise None."""
+    idx = dali_index_path(path)
+    listed = listed_after(idx, end, nbytes)
+    if listed is None:
+        return None
+    what = f"zeros, although {os.path.basename(idx)} lists a member at byte {listed}: readers stop there, and see no member"
+    remedy = f"from here on; {_REMEDY}; delete {idx} if it is stale"
+    return TarFormatError(f"{what} {remedy}", offset=end, kind="lost").at(path)
 
 
 def load_whole(path: str) -> ShardIndex:
@@ -34,8 +67,8 @@ def load_whole(path: str) -> ShardIndex:
     try:
         index = load_index(file)
     except FormatError as exc:
-        found = type(exc)(f"{exc.reason}; {_REMEDY}", offset=exc.offset, kind=exc.kind)
-        raise (found if exc.where is None else found.at(exc.where)) from exc
+        error = type(exc)(f"{exc.reason}; {_REMEDY}", offset=exc.offset, kind=exc.kind)
+        raise (error if exc.where is None else error.at(exc.where)) from exc
     check_end(file, index.end, len(index.keys))
     return index
 
@@ -47,39 +80,47 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         file: The shard.
         end: Offset of the end-of-archive marker that the scan found.
         num_samples: Number of samples that the scan found.
-
-    Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
-    after the zeros. A copy of the part before them, or an index of it, would lose these members.
     """
-    place = read_trailer(file.read, file.nbytes, file.nbytes)
+
+    def refuse(what: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
+        raise TarFormatError(f"{what}; {remedy}", offset=offset, kind=kind).at(file.path)
+
+    trailer = read_trailer(file.read, file.nbytes, file.nbytes)
     # another tool may have appended to the archive, over a part of a stale index
-    stop = file.nbytes if place is None else max(end, place.begin)
-    for begin in range(end, stop, _CHUNK_NBYTES):
-        chunk = file.read(begin, min(begin + _CHUNK_NBYTES, stop))
-        if chunk.strip(b"\0"):
-            at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
-            what = f"unknown bytes after the end of the archive at byte {end}, expected an index"
-            hidden = find_header(file.read, at - at % BLOCK, file.nbytes)
-            if hidden is None:
-                raise _refused(file, what, at)
-            raise _refused(file, f"{what}; a tar header follows at byte {hidden}", at, remedy=HIDDEN_REMEDY)
+    stop = file.nbytes if trailer is None else max(end, trailer.begin)
+    unknown = _first_nonzero(file, end, stop)
+    if unknown is not None:
+        what = f"unknown bytes after the end of the archive at byte {end}, expected an index"
+        header = find_header(file.read, unknown - unknown % BLOCK, file.nbytes)
+        if header is None:
+            refuse(what, unknown)
+        refuse(f"{what}; a tar header follows at byte {header}", unknown, remedy=HIDDEN_REMEDY)
     if stop < file.nbytes and read_footer(file.read, file.nbytes) is None:
         # Hazard: `tar -r` overwrites the beginning of an index, but not its trailer. New members may precede the trailer.
-        hidden = find_header(file.read, stop - stop % BLOCK, file.nbytes)
-        if hidden is not None:
-            raise _refused(file, "a tar header, in the remains of an index that other members overwrote", hidden)
-    declared = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
-    later = max((trailer.end for trailer in declared), default=0)
+        header = find_header(file.read, stop - stop % BLOCK, file.nbytes)
+        if header is not None:
+            refuse("a tar header, in the remains of an index that other members overwrote", header)
+    trailers = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
+    later = max((trailer.end for trailer in trailers), default=0)
     if later > end:
-        raise _refused(file, f"zeros, although an index says that the archive ends at byte {later}", end)
-    # Hazard: if zeros have overwritten members, only DALI's index and the manifest list them, and a tool replaces both.
-    if stop - end >= MIN_LOST_NBYTES:
-        idx = dali_index_path(file.path)
-        if (listed := listed_after(idx, end, file.nbytes)) is not None:
-            raise lost_members(idx, end, listed).at(file.path)
+        refuse(f"zeros, although an index says that the archive ends at byte {later}", end)
+    # if zeros have overwritten members, only DALI's index and the manifest list them, and a tool replaces both
+    if stop - end >= _MIN_LOST_NBYTES:
+        if (lost := _find_lost(file.path, end, file.nbytes)) is not None:
+            raise lost
         if (count := _listed_samples(file)) > num_samples:
             what = f"zeros after {num_samples} samples, although {MANIFEST} lists {count} for a file of this length"
-            raise _refused(file, what, end, "lost")
+            refuse(what, end, "lost")
+
+
+def _first_nonzero(file: ShardFile, begin: int, end: int) -> int | None:
+    """Return the offset of the first byte of `[begin, end)` that is not zero; None if all are."""
+    for at in range(begin, end, _CHUNK_NBYTES):
+        chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
+        rest = chunk.lstrip(b"\0")
+        if rest:
+            return at + len(chunk) - len(rest)
+    return None
 
 
 def _listed_samples(file: ShardFile) -> int:
@@ -87,10 +128,6 @@ def _listed_samples(file: ShardFile) -> int:
     folder, name = os.path.split(os.path.abspath(file.path))
     with contextlib.suppress(FileNotFoundError, FormatError):
         entries, _ = read_manifest(os.path.join(folder, MANIFEST))
-        same = [each for each in entries if os.path.normpath(each.url) == name and each.nbytes == file.nbytes]
-        return max((each.num_samples for each in same), default=0)
+        same = [entry for entry in entries if os.path.normpath(entry.url) == name and entry.nbytes == file.nbytes]
+        return max((entry.num_samples for entry in same), default=0)
     return 0
-
-
-def _refused(file: ShardFile, what: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> TarFormatError:
-    return TarFormatError(f"{what}; {remedy}", offset=offset, kind=kind).at(file.path)

@@ -14,12 +14,10 @@ from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path
 from wds_tensorcache.shards.names import TENSORS, member_suffix
-from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder
 
 __all__ = [
-    "MIN_LOST_NBYTES",
     "ListedMember",
     "build_dali_index",
     "list_members",
@@ -31,8 +29,6 @@ __all__ = [
     "write_dali_index",
 ]
 
-# a lost header and the end-of-archive marker; an undamaged index begins within this distance
-MIN_LOST_NBYTES = 3 * BLOCK
 # a member: its extension, the offset and length of its content in bytes, and its name ("" in version 1.1)
 ListedMember = tuple[str, int, int, str]
 _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member

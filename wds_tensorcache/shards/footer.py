@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from wds_tensorcache.codec.binding import sign_header, tensors_digest
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import Form, Further, build_safetensors_header, form_of, parse_header, parse_json
-from wds_tensorcache.codec.preamble import sign_header, tensors_digest
 from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import is_cache_name
-from wds_tensorcache.shards.tar.headers import padding
+from wds_tensorcache.shards.tar import padding
 
 __all__ = ["TRAILER_NBYTES", "Trailer", "build_footer", "parse_index", "read_footer", "read_index", "read_trailer"]
 
@@ -28,6 +28,8 @@ MAGIC = b"tcindex1"
 _TRAILER = Struct("<QQQQ8s")
 TRAILER_NBYTES = _TRAILER.size
 _TAIL_NBYTES = 1 << 16  # the length of the first read, at the end of the shard
+_LONG_NBYTES = 1 << 26  # an index up to this length may be more than a quarter of its shard
+_MARKER_NBYTES = 2048  # the end-of-archive marker and the zeros after it
 _STORED = {"u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64"}
 _CACHE = ("rows", "skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 _MEMBER = ("rows", "begin", "nbytes")
@@ -112,26 +114,35 @@ def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
     return Trailer(begin, end, declared_nbytes, f"{digest:016x}")
 
 
-def read_footer(
-    read: Callable[[int, int], bytes], shard_nbytes: int, tail_nbytes: int = _TAIL_NBYTES
-) -> ShardIndex | None:
+def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: bytes | None = None) -> ShardIndex | None:
     """Return the index at the end of a shard; None if there is no index, or a stale or damaged one.
 
-    `tail_nbytes` is the length of the first read.
+    Args:
+        read: `read(begin, end)` returns bytes of the shard.
+        tail: The last bytes of the shard, if they were read already.
 
     Raises:
         FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
     """
-    tail_begin = max(0, shard_nbytes - tail_nbytes)
-    tail = read(tail_begin, shard_nbytes)
-    trailer = read_trailer(lambda begin, end: tail[begin - tail_begin :], shard_nbytes, shard_nbytes)
+    end = read(max(0, shard_nbytes - _TAIL_NBYTES), shard_nbytes) if tail is None else tail
+    end_begin = shard_nbytes - len(end)
+    trailer = read_trailer(lambda begin, _: end[begin - end_begin :], shard_nbytes, shard_nbytes)
     if trailer is None or trailer.begin < trailer.end + 1024:
         return None
-    if read(trailer.end, trailer.end + 1024).strip(b"\0"):
+    index_nbytes = shard_nbytes - trailer.begin
+    if index_nbytes > max(_LONG_NBYTES, shard_nbytes // 4):
+        # Hazard: a hostile shard of many gigabytes could make a reader fetch and hold all of it.
+        what = f"the index has {index_nbytes:,} of the shard's {shard_nbytes:,} bytes, expected at most a quarter"
+        raise FormatError(what, offset=trailer.begin, kind="index")
+    # the marker and the rest of the index, in one read unless they are far apart
+    first = trailer.end if trailer.begin - trailer.end <= _MARKER_NBYTES else trailer.begin
+    if first < end_begin:
+        end, end_begin = read(first, end_begin) + end, first
+    at = trailer.end - end_begin
+    marker = end[at : at + 1024] if at >= 0 else read(trailer.end, trailer.end + 1024)
+    if marker.strip(b"\0"):
         return None  # another tool has appended to the archive since, over the marker
-    begin = trailer.begin
-    footer = read(begin, tail_begin) + tail if begin < tail_begin else tail[begin - tail_begin :]
-    return parse_index(footer, shard_nbytes)
+    return parse_index(end[trailer.begin - end_begin :], shard_nbytes)
 
 
 def read_index(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:

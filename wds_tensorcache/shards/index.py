@@ -300,8 +300,6 @@ class ShardIndex:
         lengths = self.keys.lengths()
         _refuse((lengths == 0).any(), "empty keys")
         _refuse((lengths < 0).any(), "keys that overlap")
-        # done now, while the keys are in the processor's cache; at the first look-up it would take ten times as long
-        _ = self.keys.is_ascending(False) or self.keys.is_ascending(True)
         total = 0.0
         for columns in self.caches.values():
             self._check_rows(columns.rows, columns.layout, num_samples)

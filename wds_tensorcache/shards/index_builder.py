@@ -16,8 +16,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex, narrow
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import APART, find_half, split_member
-from wds_tensorcache.shards.tar.headers import Scanner
-from wds_tensorcache.shards.tar.hidden import find_header
+from wds_tensorcache.shards.tar import Scanner, find_header
 
 __all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
 

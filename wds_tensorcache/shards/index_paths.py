@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from wds_tensorcache.shards.tar.fields import adds_up
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar import BLOCK, is_header
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["DALI_SUFFIX", "SIDECAR_SUFFIX", "check_replaceable", "dali_index_path", "sidecar_path"]
@@ -30,6 +29,6 @@ def check_replaceable(*paths: str) -> None:
         if not os.path.isfile(path):
             raise FileExistsError(f"{path} is not a file, but the index of a shard needs this name; move it away")
         file = ShardFile(path)
-        if adds_up(file.read(0, min(BLOCK, file.nbytes))):
+        if is_header(file.read(0, min(BLOCK, file.nbytes))):
             what = f"{path} is a tar, but the index of another shard needs this name"
             raise FileExistsError(f"{what}; rename the tar so that its name ends in .tar")

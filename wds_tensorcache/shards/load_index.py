@@ -1,4 +1,4 @@
-"""Load the index of a local shard: from its footer, otherwise from its sidecar `PATH.index`, otherwise by a scan."""
+"""Load the index of a shard: from its footer, otherwise from its sidecar `PATH.index`, otherwise by a scan."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import TypeVar
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.names import TENSORS, member_suffix
-from wds_tensorcache.shards.tar.fields import parse_number
-from wds_tensorcache.shards.tar.headers import BLOCK, names_of
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import File, ShardFile
 
-__all__ = ["check_sidecar", "load_index", "open_sidecar", "parse_both"]
+__all__ = ["check_sidecar", "find_index", "load_index", "open_if_there", "open_sidecar", "parse_both", "scan"]
 
 _NAME_NBYTES = 100  # the width of a tar header's name field
 _SIZE = slice(124, 136)  # a tar header's size field
@@ -25,31 +22,67 @@ _MAX_OCTAL = 1 << 33  # a pax record may declare a length from here on
 _Parsed = TypeVar("_Parsed")
 
 
-def load_index(file: ShardFile) -> ShardIndex:
+def load_index(file: File) -> ShardIndex:
     """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan. All three are equal.
 
     Raises:
         FormatError: The file is not a shard, or is damaged.
     """
+    index = find_index(file, lambda: _read_sidecar(file.path))
+    return scan(file) if index is None else index
+
+
+def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: bytes | None = None) -> ShardIndex | None:
+    """Return the index of a shard from its footer, otherwise from its sidecar; None if it has neither.
+
+    Args:
+        file: The shard.
+        read_sidecar: Returns the sidecar; None if there is none.
+        tail: The last bytes of the shard, if they were read already.
+
+    Raises:
+        FormatError: The index is malformed, or the sidecar does not match the shard.
+    """
     try:
-        index = read_footer(file.read, file.nbytes)
-        if index is None and (sidecar := open_sidecar(file.path)) is not None:
-            index = parse_index(sidecar.read(0, sidecar.nbytes), file.nbytes)
+        index = read_footer(file.read, file.nbytes, tail)
+        if index is None and (sidecar := read_sidecar()) is not None:
+            index = parse_index(sidecar, file.nbytes)
             if index is not None:
-                check_sidecar(index, file.read, file.nbytes)
-        return scan_shard(file.read, file.nbytes) if index is None else index
+                check_sidecar(index, file)
+    except FormatError as exc:
+        raise exc.at(file.path) from exc
+    return index
+
+
+def scan(file: File) -> ShardIndex:
+    """Return the index of a shard from its tar headers. Cost: a remote shard is read as a whole."""
+    from wds_tensorcache.shards.index_builder import scan_shard
+
+    try:
+        with file.read_through() as read:
+            return scan_shard(read, file.nbytes)
     except TensorCacheError as exc:
         raise exc.at(file.path) from exc
 
 
 def open_sidecar(path: str) -> ShardFile | None:
     """Return the opened sidecar of the shard at `path`; None if there is none."""
+    return open_if_there(sidecar_path(path))
+
+
+def open_if_there(path: str) -> ShardFile | None:
+    """Return the opened file at `path`; None if there is none."""
     try:
-        return ShardFile(sidecar_path(path))
+        return ShardFile(path)
     except OSError as exc:
         if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
             return None
         raise
+
+
+def _read_sidecar(path: str) -> bytes | None:
+    sidecar = open_sidecar(path)
+    return None if sidecar is None else sidecar.read(0, sidecar.nbytes)
 
 
 def parse_both(
@@ -71,36 +104,28 @@ def parse_both(
             yield parsed
 
 
-def check_sidecar(
-    index: ShardIndex,
-    read: Callable[[int, int], bytes],
-    shard_nbytes: int,
-    read_blocks: Callable[[list[int]], list[bytes]] | None = None,
-) -> None:
+def check_sidecar(index: ShardIndex, file: File) -> None:
     """Raise FormatError unless the tar headers of the first, middle and last sample match a sidecar.
 
     Hazard: a shard may be replaced by one of the same length, and keep the old sidecar.
-
-    Args:
-        index: Index in the sidecar.
-        read: `read(begin, end)` returns bytes of the shard.
-        shard_nbytes: Length of the shard.
-        read_blocks: Returns the blocks of the shard at several offsets; by default `read` is called for each.
     """
+    from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
+
     places = list(_places(index))
-    begins = [begin - BLOCK for *_, begin, _ in places]
-    headers = [read(at, at + BLOCK) for at in begins] if read_blocks is None else read_blocks(begins)
+    begins = [begin for *_, begin, _ in places]
+    headers = file.read_many([begin - BLOCK for begin in begins], begins)
     for (row, suffix, begin, nbytes), header in zip(places, headers, strict=True):
-        key, there = index.keys.raw(row), header[:_NAME_NBYTES].partition(b"\0")[0]
+        key, stored_name = index.keys.raw(row), header[:_NAME_NBYTES].partition(b"\0")[0]
         is_same = parse_number(header[_SIZE]) == nbytes or nbytes >= _MAX_OCTAL
         # extended headers of other writers may contain the name
-        names = names_of(read, begin, shard_nbytes)
-        if not is_same or not (_is_member(there, key, suffix) or any(_is_member(name, key, suffix) for name in names)):
-            listed, name = f"{key.decode(errors='replace')}.{suffix}", there.decode(errors="replace")
-            what = f"the sidecar lists {listed!r:.200} of {nbytes} bytes where the shard has {name!r:.120}"
-            remedy = "the sidecar is stale, and `tensorcache index` writes it anew, or the shard is damaged"
-            what = f"{what}: {remedy}; `tensorcache verify` (tc.verify) reports which"
-            raise FormatError(what, offset=begin - BLOCK, kind="index")
+        names = names_of(file.read, begin, file.nbytes)
+        if is_same and (_is_member(stored_name, key, suffix) or any(_is_member(name, key, suffix) for name in names)):
+            continue
+        listed, name = f"{key.decode(errors='replace')}.{suffix}", stored_name.decode(errors="replace")
+        what = f"the sidecar lists {listed!r:.200} of {nbytes} bytes where the shard has {name!r:.120}"
+        remedy = "the sidecar is stale, and `tensorcache index` writes it anew, or the shard is damaged"
+        what = f"{what}: {remedy}; `tensorcache verify` (tc.verify) reports which"
+        raise FormatError(what, offset=begin - BLOCK, kind="index")
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[int, str, int, int]]:

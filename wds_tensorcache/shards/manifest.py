@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 from wds_tensorcache.codec.header import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError
@@ -20,14 +20,12 @@ from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder
-from wds_tensorcache.storage.remote.urls import is_url, shown
+from wds_tensorcache.storage.urls import is_url, is_web, join_url, keep_secrets, shown
 
 __all__ = [
     "MANIFEST",
     "MAX_NBYTES",
-    "Found",
-    "ListedCounts",
-    "Located",
+    "FoundShard",
     "Manifest",
     "ShardEntry",
     "are_counts",
@@ -37,9 +35,9 @@ __all__ = [
     "entry_of",
     "locate_shards",
     "other_count",
-    "parse_entry",
     "parse_manifest",
     "read_manifest",
+    "shard_url",
     "stored_digest",
     "write_manifest",
 ]
@@ -52,20 +50,30 @@ _OURS, _OUR_VERSION = "tensorcache", 1
 _NO_NAME = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
 _NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # no file name contains these, even with surrogateescape
 _DIGEST = re.compile("[0-9a-f]{16}").fullmatch
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*\Z").match
+_COMMAND = re.compile(r"(?i:pipe|file|data):")
 _MIN_VALUE_NBYTES, _NUM_SHORT = 6, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One shard in a manifest. `digest` is that of its index, as of `stored_digest`.
+    """One shard in a manifest.
 
-    The url is relative to the manifest's folder; `nbytes` is the length of the whole file.
+    Attributes:
+        url: Path relative to the manifest's folder.
+        num_samples: Number of samples, also of those without a cache.
+        nbytes: Length of the whole file.
+        digest: Digest of the index, as of `stored_digest`; None if the manifest lists none.
+        caches: Number of samples by name of the cache; None if it is not listed. Only `locate_shards` sets it.
+        fingerprint: Fingerprint of the shard; None as for `caches`.
     """
 
     url: str
     num_samples: int
     nbytes: int
     digest: str | None = None
+    caches: Mapping[str, int] | None = None
+    fingerprint: Mapping[str, Any] | None = None
 
     def is_listed(self, listed: ShardEntry | None) -> bool:
         """Return whether a manifest has this entry, perhaps with another digest, since earlier writers list none."""
@@ -73,36 +81,29 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
-    """A shard that a manifest lists: the path of its file, and the error if the file cannot be read."""
+class FoundShard:
+    """A shard that was found: by its own name, in a folder, or in a manifest.
 
-    entry: ShardEntry
-    path: str
-    nbytes: int  # length of the file; 0 if there is an error
-    status: os.stat_result | None  # None if there is an error
-    same_as: str | None  # the url of an earlier entry for the same file
-    error: FormatError | OSError | None  # why it cannot be read
-
-
-class ListedCounts(NamedTuple):
-    """Numbers in a manifest about a shard: all samples, and those of each cache; path of the manifest; bytes of the shard.
-
-    None if unknown. `nbytes` is set only for remote shards, whose lengths are not known otherwise. `digest` is that of
-    the shard's index. `left_out` is a message about shards in the folder of the manifest that it does not list. `status` is
-    that of the file of a local shard.
+    Attributes:
+        path: Path or url.
+        entry: Entry in the manifest; None without a manifest.
+        manifest: Path or url of the manifest, for messages.
+        status: Status of a local file that a manifest lists; None if there is an error.
+        same_as: The url of an earlier entry for the same file, which is an error.
+        error: The reason why a listed shard cannot be read.
     """
 
-    num_samples: int | None = None
-    caches: Mapping[str, int] | None = None
+    path: str
+    entry: ShardEntry | None = None
     manifest: str | None = None
-    nbytes: int | None = None
-    digest: str | None = None
-    left_out: str | None = None
     status: os.stat_result | None = None
+    same_as: str | None = None
+    error: FormatError | OSError | None = None
 
-
-# path or url of a shard; if a manifest lists it, also its numbers and its fingerprint
-Found = tuple[str, "ListedCounts | None", "Mapping[str, Any] | None"]
+    @property
+    def fingerprint(self) -> Mapping[str, Any] | None:
+        """Fingerprint that the manifest lists, if any."""
+        return None if self.entry is None else self.entry.fingerprint
 
 
 def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any], *, fsync: bool = True) -> None:
@@ -138,12 +139,20 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
 
     Manifests from wids's own tool are also accepted, except those that use `base` or `datasets`.
 
+    Args:
+        path: Path or url of the manifest. A url takes one request.
+
     Raises:
         FormatError: The file is not a manifest, uses `base` or `datasets`, or lists a file outside its folder.
-        OSError: The file cannot be read.
+        OSError: The file cannot be read, or the request failed.
     """
-    file = ShardFile(path)
     try:
+        if is_url(path):
+            from wds_tensorcache.storage.remote.clients import client_for
+            from wds_tensorcache.storage.remote.fetch import run
+
+            return parse_manifest(run(lambda: client_for(path).read_whole(path, MAX_NBYTES))[1])
+        file = ShardFile(path)
         if file.nbytes > MAX_NBYTES:
             raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_NBYTES:,}")
         return parse_manifest(file.read(0, file.nbytes))
@@ -151,22 +160,36 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
         raise exc.at(path) from exc
 
 
-def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]:
-    """Yield the location of each of `entries`, in order; urls start from the folder of the manifest at `path`."""
-    urls: dict[Any, str] = {}  # the first url of each file
-    folder = os.path.dirname(path)
+def locate_shards(
+    path: str, entries: Iterable[ShardEntry], extra: Mapping[str, Any] | None = None
+) -> Iterator[FoundShard]:
+    """Yield the location of each of `entries`, in order; urls start from the folder of the manifest at `path`.
+
+    Args:
+        extra: Value of the manifest's key `tensorcache`, to add its caches and fingerprints to the entries.
+    """
+    firsts: dict[Any, str] = {}  # the first url of each file
+    is_remote = is_url(path)
+    manifest = path if is_remote else os.path.abspath(path)
+    folder = keep_secrets(path, path.rpartition("/")[0]) if is_remote else os.path.dirname(path)
     for entry in entries:
-        shard, same_as, nbytes, status = os.path.join(folder, entry.url), None, 0, None
+        shard, status, same_as = os.path.join(folder, entry.url), None, None
+        identity: Any = None
         error: FormatError | OSError | None = None
         try:
-            status = _status(entry, shard)
-            # `./a.tar` and links may all name the same file
-            nbytes, identity = status.st_size, (status.st_dev, status.st_ino)
-            first = urls.setdefault(identity if status.st_ino else os.path.realpath(shard), entry.url)
+            if is_remote:
+                identity = shard = shard_url(folder, entry.url)
+            else:
+                status = _status(entry, shard)
+                # `./a.tar` and links may all name the same file
+                identity = (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(shard)
+            first = firsts.setdefault(identity, entry.url)
             if first != entry.url:
                 same_as = first
-                what = f"{entry.url!r:.200} is the same file as {first!r:.200}; list it once"
-                error = FormatError(what).at(path)
+                raise FormatError(
+                    f"{entry.url!r:.200} is the same file as {first!r:.200}; list it once", kind="duplicate"
+                )
+            entry = entry if extra is None else _parse_details(entry, extra, shard)
         except FormatError as exc:
             error = exc.at(path)
         except FileNotFoundError:
@@ -176,7 +199,42 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
             error = MissingShardError(f"{entry.url!r:.200} is listed but does not exist; {remedy}").at(path)
         except OSError as exc:
             error = exc
-        yield Located(entry, shard, nbytes, status, same_as, error)
+        yield FoundShard(shard, entry, manifest, status, same_as, error)
+
+
+def shard_url(folder: str, listed: str) -> str:
+    """Return the url of a shard that a manifest in the folder at url `folder` lists.
+
+    Hazard: the manifest may be hostile. It must not make readers send requests, perhaps with credentials, to another host or to
+    another folder, run a command, or open local files.
+
+    Args:
+        listed: Path of the shard relative to the folder, as a local manifest has it, not percent-encoded; or the url of an
+            object in the folder.
+
+    Raises:
+        FormatError: `listed` names anything else.
+    """
+    if _PLAIN(listed):  # most shards of large manifests
+        return keep_secrets(folder, f"{folder}/{listed}")
+    check_inside(listed)
+    name = listed
+    if "://" in listed:
+        if not listed.startswith(f"{folder}/"):
+            what = f"lists {shown(listed)!r:.200}, which is not in the folder of the manifest"
+            raise FormatError(f"{what}; pass the urls of such shards to tc.open, in a list", kind="index")
+        name = listed[len(folder) + 1 :]
+    parts = [part for part in name.split("/") if part != "."]
+    if (
+        _COMMAND.match(name)
+        or "\\" in name
+        or not (parts and all(parts))
+        or (name != listed and is_web(folder) and re.search("[?#]|%2[eEfF]|%5[cC]", name))
+    ):
+        what = f"lists {shown(listed)!r:.200}, expected the path of a shard in the folder of the manifest"
+        raise FormatError(f"{what}: relative, with '/' between names and without '..'", kind="index")
+    path = "/".join(parts)
+    return keep_secrets(folder, f"{folder}/{path}") if name != listed else join_url(folder, path)
 
 
 def _status(entry: ShardEntry, shard: str) -> os.stat_result:
@@ -195,38 +253,17 @@ def _status(entry: ShardEntry, shard: str) -> os.stat_result:
     return status
 
 
-def parse_entry(
-    path: str,
-    entry: ShardEntry,
-    extra: Mapping[str, Any],
-    *,
-    manifest: str,
-    is_remote: bool = False,
-    status: os.stat_result | None = None,
-) -> Found:
-    """Parse the counts and the fingerprint that a manifest lists for the shard at `path`.
-
-    Args:
-        entry, extra: The shard's entry, and the value of the key `tensorcache`, as `read_manifest` returns them.
-        manifest: Path of the manifest, for messages.
-        is_remote: `path` is a url.
-        status: Status of the file of a local shard.
-
-    Raises:
-        FormatError: The manifest's counts or fingerprint of this shard have a wrong type.
-    """
+def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> ShardEntry:
+    """Return an entry with the caches and the fingerprint that the manifest lists for the shard at `path`."""
     caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     counts = caches.get(entry.url) if isinstance(caches, dict) else None
     if counts is not None and not are_counts(counts):
-        what = f"{manifest}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
+        what = f"{entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
         raise FormatError(f"{what}, each at least 1; run `tensorcache index {quote(path)}` (tc.write_index)")
     fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
     if fingerprint is not None and not isinstance(fingerprint, dict):
-        raise FormatError(f"{manifest}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
-    nbytes = entry.nbytes if is_remote else None
-    manifest = manifest if is_remote else os.path.abspath(manifest)
-    listed = ListedCounts(entry.num_samples, counts, manifest, nbytes, entry.digest, status=status)
-    return path, listed, fingerprint
+        raise FormatError(f"{entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
+    return ShardEntry(entry.url, entry.num_samples, entry.nbytes, entry.digest, counts, fingerprint)
 
 
 def stored_digest(path: str) -> str | None:
@@ -236,22 +273,25 @@ def stored_digest(path: str) -> str | None:
     return next((trailer.digest for trailer in trailers), None)
 
 
-def check_listed(path: str, listed: ListedCounts, *, num_samples: int | None = None, digest: str | None = None) -> None:
-    """Compare the shard at `path` with what the manifest lists about it.
+def check_listed(
+    path: str, entry: ShardEntry, manifest: str | None, *, num_samples: int | None = None, digest: str | None = None
+) -> None:
+    """Compare the shard at `path` with its entry in a manifest.
 
     Args:
         path: Path or url of the shard.
-        listed: Numbers in the manifest.
+        entry: Entry of the shard.
+        manifest: Path or url of the manifest, for messages.
         num_samples: Number of samples in the shard; None if unknown.
         digest: Digest of the shard's index; None if unknown.
 
     Raises:
         FormatError: They have different numbers of samples, or different digests.
     """
-    if None not in (listed.num_samples, num_samples) and listed.num_samples != num_samples:
-        raise other_count(path, f"{num_samples} samples in all", listed.num_samples)
-    if None not in (listed.digest, digest) and listed.digest != digest:
-        what = f"its index has the digest {digest}, but {listed.manifest} lists {listed.digest}"
+    if num_samples not in (None, entry.num_samples):
+        raise other_count(path, f"{num_samples} samples in all", entry.num_samples)
+    if None not in (entry.digest, digest) and entry.digest != digest:
+        what = f"its index has the digest {digest}, but {manifest} lists {entry.digest}"
         command = f"`tensorcache index {quote(os.path.dirname(path) or os.curdir)}`"
         remedy = "upload its own manifest again" if is_url(path) else f"list its folder anew with {command}"
         remedy = f"copy the right shard again, or, if this is the right one and another tool has indexed it, {remedy}"

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from struct import Struct
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from wds_tensorcache.arguments import user_level
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.header import Form, Layout
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
-from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
-from wds_tensorcache.shards.dali_index import MIN_LOST_NBYTES, listed_after
+from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
-from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.index_paths import dali_index_path
-from wds_tensorcache.shards.load_index import load_index
-from wds_tensorcache.shards.manifest import ListedCounts, check_listed, other_count
+from wds_tensorcache.shards.load_index import load_index, scan
+from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
-from wds_tensorcache.shards.remote.find_index import FindIndex, scan_remote
-from wds_tensorcache.shards.tar.hidden import hidden_members, lost_members
-from wds_tensorcache.storage.files import Files, Identity, ShardFile
+from wds_tensorcache.storage.files import File, Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.urls import is_url
+
+if TYPE_CHECKING:
+    from wds_tensorcache.shards.remote_indexes import RemoteIndexes
 
 __all__ = ["FileRange", "Shard"]
 
@@ -40,6 +36,7 @@ Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
+_MAX_REOPENED = 1024  # files of unpickled lazy tensors
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
 _BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, as in a preamble
 
@@ -52,7 +49,7 @@ class _Loaded(Generic[_T]):
 
     def __get__(self, shard: Any, owner: Any = None) -> _T:
         # called only before the index is loaded: instance attributes take precedence over this descriptor
-        shard._load()
+        shard.load()
         return getattr(shard, self._name)  # type: ignore[no-any-return]
 
 
@@ -81,9 +78,9 @@ class Shard:
         allow: Mapping[tuple[str, str], type],
         count: int | None = None,
         index: ShardIndex | None = None,
-        listed: ListedCounts = ListedCounts(),  # noqa: B008  # immutable
+        entry: ShardEntry | None = None,
         *,
-        find_index: FindIndex | None = None,
+        remote_indexes: RemoteIndexes | None = None,
     ) -> None:
         self.is_remote = is_url(path)
         # also valid in other processes and after os.chdir; pickled once
@@ -91,17 +88,17 @@ class Shard:
         self.name = name
         self.files = files
         self.pool = pool
-        self._listed = listed  # the numbers include samples without this cache
+        self._entry = entry  # in the manifest; its numbers include samples without this cache
         self._allow = allow
         self._count = count
         self._index = index
-        self._find_index = find_index
+        self._remote_indexes = remote_indexes
         self._layouts: dict[int, Layout] = {}
         self._templates: list[Template] = []
 
     def __reduce__(self) -> Any:
-        known = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._listed)
-        return partial(Shard, find_index=self._find_index), known
+        known = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._entry)
+        return partial(Shard, remote_indexes=self._remote_indexes), known
 
     def __len__(self) -> int:
         if self._count is None:
@@ -119,8 +116,7 @@ class Shard:
         Raises:
             FormatError: The shard does not match its index.
         """
-        file = self.files.remote(self.path) if self.is_remote else self.file
-        scanned = scan_remote(file) if isinstance(file, RemoteFile) else scan_shard(file.read, file.nbytes)
+        scanned = scan(self.file)
         names = scanned.caches.get(self.name, _NONE)
         if not np.array_equal(names.digest, self.columns.digest):
             what = "the index does not match the shard; `tensorcache verify` (tc.verify) reports what was changed or damaged"
@@ -128,8 +124,8 @@ class Shard:
         caches = {**self.index.caches, self.name: replace(self.columns, layout=names.layout)}
         index = replace(self.index, caches=caches, layouts=scanned.layouts)
         return Shard(
-            self.path, self.name, self.files, self.pool, self._allow, len(self), index, self._listed,
-            find_index=self._find_index,
+            self.path, self.name, self.files, self.pool, self._allow, len(self), index, self._entry,
+            remote_indexes=self._remote_indexes,
         )  # fmt: skip
 
     def take_index(self, other: Shard) -> None:
@@ -142,20 +138,20 @@ class Shard:
         Without `may_scan`, return False for a remote shard that has no index, and so must be read as a whole.
         """
         if not self.is_loaded:
-            if self._index is None and not may_scan:
-                self._index = self._read_remote_index(may_scan=False)
-                if self._index is None:
-                    return False
-            self._load()
+            index = self._index or self._read_index(may_scan)
+            if index is None:
+                return False
+            self._set_index(index)
         return True
 
-    def _load(self) -> None:
-        index = self._index or self._read_index()
+    def _set_index(self, index: ShardIndex) -> None:
         columns = index.caches.get(self.name, _NONE)
         if self._count not in (None, len(columns)):
             counted = f"{len(columns)} samples with cache {self.name!r}"
             raise other_count(self.path, counted, self._count)
-        check_listed(self.path, self._listed, num_samples=len(index.keys), digest=index.digest)
+        if self._entry is not None:
+            manifest = self.files.manifest_of(self.path)
+            check_listed(self.path, self._entry, manifest, num_samples=len(index.keys), digest=index.digest)
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
@@ -163,31 +159,23 @@ class Shard:
         for name, value in loaded.items():
             setattr(self, name, value)
 
-    def _read_index(self) -> ShardIndex:
-        index = self._read_remote_index(may_scan=True) if self.is_remote else load_index(self.file)
-        assert index is not None
-        if (unseen := self.find_unseen(index)) is not None:
-            warnings.warn(str(unseen), stacklevel=user_level())
+    def _read_index(self, may_scan: bool) -> ShardIndex | None:
+        index: ShardIndex | None
+        if not self.is_remote:
+            index = load_index(self.file)
+        else:
+            from wds_tensorcache.shards.remote_indexes import RemoteIndexes
+
+            places = self._remote_indexes or RemoteIndexes()
+            num_samples = None if self._entry is None else self._entry.num_samples
+            index = places.load(self.file, num_samples, may_scan=may_scan)
+        # an index with a digest was written by a tool that saw all members
+        if index is not None and (index.hidden is not None or (index.digest is None and not self.is_remote)):
+            from wds_tensorcache.shards.after_end import find_unseen
+
+            if (unseen := find_unseen(index, self.path, 0 if self.is_remote else self.file.nbytes)) is not None:
+                warnings.warn(str(unseen), stacklevel=user_level())
         return index
-
-    def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that a scan, with this result, did not see; None if nothing shows any."""
-        if index.hidden is not None:
-            return hidden_members(index.end, index.hidden).at(self.path)
-        # Hazard: if zeros have overwritten members, and the footer with them, only DALI's index lists these members.
-        if index.digest is None and not self.is_remote and self.file.nbytes - index.end >= MIN_LOST_NBYTES:
-            idx = dali_index_path(self.path)
-            with contextlib.suppress(OSError):
-                if (listed := listed_after(idx, index.end, self.file.nbytes)) is not None:
-                    return lost_members(idx, index.end, listed).at(self.path)
-        return None
-
-    def _read_remote_index(self, *, may_scan: bool) -> ShardIndex | None:
-        find_index = self._find_index or FindIndex()
-        try:
-            return find_index.load(self.path, self.files, self._listed.num_samples, may_scan=may_scan)
-        except FormatError as exc:  # the messages of other errors have the url
-            raise exc.at(self.path) from exc
 
     @property
     def is_loaded(self) -> bool:
@@ -195,7 +183,7 @@ class Shard:
         return "index" in self.__dict__
 
     @property
-    def file(self) -> ShardFile:
+    def file(self) -> File:
         """The open file of the shard, opened again if needed."""
         return self.files.get(self.path)
 
@@ -344,7 +332,7 @@ class Shard:
         """
         file = self.file
         if fetched is None:
-            fetched = file.read_many(*self.skeleton_extents(rows))
+            fetched = file.read_many(*(ends.tolist() for ends in self.skeleton_extents(rows)))
         nbytes = self.index.layouts.nbytes[self.columns.layout[rows]].astype("<u8")
         # lengths and digests of the tensors, as preambles store them
         bound = np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).tobytes()
@@ -373,7 +361,7 @@ class _OpenFile(Protocol):
     @property
     def pool(self) -> Pool: ...
     @property
-    def file(self) -> ShardFile: ...
+    def file(self) -> File: ...
 
 
 class FileRange:
@@ -404,8 +392,7 @@ class FileRange:
         file.check_unchanged()
 
     def view(self, begin: int, end: int) -> Array:
-        file = self._owner.file
-        view = None if isinstance(file, RemoteFile) else file.view(self._begin + begin, self._begin + end)
+        view = self._owner.file.view(self._begin + begin, self._begin + end)
         return np.frombuffer(self.read(begin, end), np.uint8) if view is None else view
 
     def cut(self, begin: int, end: int) -> tuple[FileRange, int]:
@@ -416,33 +403,22 @@ class FileRange:
         return _reopened, (owner.path, owner.file.identity, self._begin)
 
 
-# files and memory for lazy tensors that were unpickled, which belong to no open cache
-_FILES = Files(fixed=False)
-_POOL = Pool(1 << 28)
-
-
 class _UnpickledFile:
-    """The file of unpickled lazy tensors, which must be the one that they were pickled with."""
+    """The file of unpickled lazy tensors, which belong to no open cache. It must be the one that they were pickled with."""
 
-    __slots__ = ("_identity", "path")
-    pool = _POOL
+    pool = Pool(1 << 28)
 
-    def __init__(self, path: str, identity: Identity | RemoteIdentity) -> None:
+    def __init__(self, path: str, identity: Any) -> None:
         self.path = path
-        self._identity = identity
+        self._files = Files(identities={path: identity})
 
     @property
-    def file(self) -> ShardFile:
-        if is_url(self.path):
-            nbytes, tag = cast(RemoteIdentity, self._identity)
-            return cast(ShardFile, RemoteFile(self.path, nbytes, tag))
-        file = _FILES.get(self.path)
-        if file.identity != self._identity:
-            file = _FILES.reopen(self.path)  # the open file may have been replaced on disk
-        if file.identity != self._identity:
-            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)
-        return file
+    def file(self) -> File:
+        return self._files.get(self.path)
 
 
-def _reopened(path: str, identity: Identity | RemoteIdentity, begin: int) -> FileRange:
-    return FileRange(_UnpickledFile(path, identity), begin)
+_reopen_file = lru_cache(_MAX_REOPENED)(_UnpickledFile)
+
+
+def _reopened(path: str, identity: Any, begin: int) -> FileRange:
+    return FileRange(_reopen_file(path, identity), begin)

@@ -7,7 +7,7 @@ import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,23 +15,20 @@ import numpy as np
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.codec.tree import flatten, project, realize
-from wds_tensorcache.errors import TensorCacheError, list_names, unknown_name
-from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
-from wds_tensorcache.reading.batch.columns import layouts_of
-from wds_tensorcache.reading.batch.request import Request, Structures
-from wds_tensorcache.reading.choose import ChosenRequest, nest_chosen
+from wds_tensorcache.errors import TensorCacheError, unknown_name
+from wds_tensorcache.reading.batch.request import Request
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
-from wds_tensorcache.reading.lookup.keys import KeysView
-from wds_tensorcache.reading.lookup.positions import numbers_of, spread
+from wds_tensorcache.reading.positions import KeysView, numbers_of, spread
 from wds_tensorcache.reading.schema import (
     Entry,
+    Tensor,
     TensorSchema,
     as_patterns,
     find_unknown,
     format_tensor,
     make_entry,
-    merge_schema,
+    merge_shapes,
     name_matcher,
     with_trees,
 )
@@ -162,8 +159,7 @@ class SharedDataset(Cache[Any]):
         """Make this object a view of samples, by index in the dataset, int64 `[n]`, with the tensors of all `selections`."""
         self._indices, self._selections = indices, selections
         matchers = list(map(name_matcher, selections))
-        self._wanted = (lambda name: all(matches(name) for matches in matchers)) if matchers else None
-        self._structures = Structures(self._wanted)
+        self._narrow_to((lambda name: all(matches(name) for matches in matchers)) if matchers else None)
 
     def _view(self, indices: Array, selections: Selections, store: Store) -> Self:
         view = object.__new__(type(self))
@@ -207,12 +203,7 @@ class SharedDataset(Cache[Any]):
         return np.flatnonzero(is_mine & present)
 
     def _schema_of(self, indices: Array) -> dict[str, TensorSchema]:
-        result: dict[str, TensorSchema] = {}
-        for number in indices.tolist():
-            for name, lazy in self._tensors_of(number).items():
-                each = TensorSchema(name, lazy._reference.kind, lazy.dtype, tuple(lazy.shape), lazy.nbytes, 1)
-                result[name] = merge_schema(result.get(name), each)
-        return result
+        return merge_shapes(chain.from_iterable(map(_shapes_in, map(self._tensors_of, indices.tolist()))))
 
     def _tensors_of(self, number: int) -> dict[str, Any]:
         """Return the selected tensors of a sample by name, none if the sample cannot be encoded. Load it if it is absent."""
@@ -288,21 +279,6 @@ class SharedDataset(Cache[Any]):
                 raise KeyError(unknown_name("tensor", unknown[0], list(names)))
         return self._view(self._indices, (*self._selections, with_trees(patterns)), self._store)
 
-    _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
-
-    def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        request = self._request(indices)
-        if isinstance(request, ChosenRequest):
-            return nest_chosen(request, tensors)
-        request = self._view(self._indices, (tuple(tensors),), self._store)._request(request)
-        layouts = layouts_of(request.rows)
-        structure = request.structures.structure_for(layouts)
-        for name in tensors:
-            if name not in structure.names:
-                has = list(flatten(self._request(indices).sample(0)))
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
-        return nest_batch(request, tensors, layouts, structure=structure)
-
     def close(self) -> None:
         """Stop holding the shared memory. Without another holder it is freed, except under tensors that are in use.
 
@@ -363,11 +339,9 @@ class SharedDataset(Cache[Any]):
         # a sample may have been evicted meanwhile
         samples = [sample for sample in map(self._samples.peek, numbers) if sample is not None]
         contents.num_counted = min(contents.num_counted, len(samples))
+        wanted = self._wanted or (lambda name: True)
         for sample in samples:
-            for name, lazy in flatten(sample).items():
-                if self._wanted is None or self._wanted(name):
-                    shapes = np.array([lazy.shape], np.int64).reshape(1, -1)
-                    contents.add_tensor(prefix, name, lazy._reference, shapes, np.ones(1, np.int64))
+            contents.add_tensors(prefix, (each for each in _shapes_in(flatten(sample)) if wanted(each[0])))
         contents.add_values(prefix, (samples[at] for at in spread(len(samples), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:
@@ -392,6 +366,12 @@ class _Indices(KeysView):
 
     def __iter__(self) -> Iterator[str]:
         return map(str, self._cache._indices.tolist())
+
+
+def _shapes_in(tensors: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors of a sample for a schema."""
+    for name, lazy in tensors.items():
+        yield name, lazy._reference, np.array([lazy.shape], np.int64).reshape(1, -1), np.ones(1, np.int64)
 
 
 _ATTRIBUTES = frozenset(

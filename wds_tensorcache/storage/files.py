@@ -1,4 +1,4 @@
-"""Local files: positioned reads, memory maps, and one limit on the descriptors of the process; remote files by their urls."""
+"""Files of shards: positioned reads, memory maps, and one limit on the descriptors of the process."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from wds_tensorcache.codec.views import view_address
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
-from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity, missing_shard
-from wds_tensorcache.storage.remote.urls import is_url
 from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, device_kind, memory_nbytes, skip_bytes
 from wds_tensorcache.storage.threads import per_process
+from wds_tensorcache.storage.urls import is_url
 
-__all__ = ["Descriptor", "Files", "Identity", "ShardFile", "announce", "are_resident", "default_max_open"]
+if TYPE_CHECKING:
+    from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
+
+__all__ = ["Descriptor", "File", "Files", "Identity", "ShardFile", "announce", "are_resident", "default_max_open"]
 
 Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
 _COPIED_NBYTES = 1 << 16  # from this size on, a copy out of a map takes as little as half the time of a read
@@ -133,6 +134,8 @@ class ShardFile:
 
     Threads/fork: any thread; a forked child shares descriptors and maps.
     """
+
+    is_remote = False
 
     def __init__(self, path: str, may_map: bool = True, manifest: str | None = None) -> None:
         self.path = path
@@ -277,13 +280,17 @@ class ShardFile:
         address = self.address()
         return view_address(address + begin, end - begin, self._map) if address else None
 
-    def read_many(self, begins: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterable[bytes]:
+    def read_many(self, begins: Iterable[int], ends: Iterable[int]) -> Iterable[bytes]:
         """Return the bytes of small ranges, out of the map if there is one. The caller calls `check_unchanged` afterwards."""
         view = self.view(0, self.nbytes)
         if view is None:
-            return map(self.read, begins.tolist(), ends.tolist())
+            return map(self.read, begins, ends)
         stored = view.data
-        return [stored[begin:end].tobytes() for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        return [stored[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
+
+    def read_through(self) -> AbstractContextManager[Callable[[int, int], bytes]]:
+        """Return a context with a function as `read`, for one pass over the file."""
+        return nullcontext(self.read)
 
     def is_resident(self, begin: int) -> bool:
         """Return whether the byte at offset `begin` is in memory; without system support, True only on tmpfs and ramfs."""
@@ -306,6 +313,24 @@ class ShardFile:
             os.posix_fadvise(descriptor.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
 
+class File(Protocol):
+    """An open file of a shard: a `ShardFile`, or a `RemoteFile`, whose reads are requests."""
+
+    path: str
+    is_remote: bool
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def identity(self) -> Any: ...
+    def read(self, begin: int, end: int) -> bytes: ...
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None: ...
+    def read_many(self, begins: Iterable[int], ends: Iterable[int]) -> Iterable[bytes]: ...
+    def read_through(self) -> AbstractContextManager[Callable[[int, int], bytes]]: ...
+    def view(self, begin: int, end: int) -> np.ndarray[Any, Any] | None: ...
+    def check_unchanged(self) -> None: ...
+
+
 class _NodeCache(Protocol):
     """See `node_cache.cache.NodeCache`, which imports this module."""
 
@@ -314,164 +339,102 @@ class _NodeCache(Protocol):
 
 
 class Files:
-    """The files of an open cache, by path.
-
-    With `fixed`, a file must not change: if `get` opens a file for the first time that differs from the expected one, it raises
-    FormatError. `manifests` contains the manifest that lists a file, by path, for messages about missing files.
-
-    A url stands for a remote file, which must never change. `remote` contains what is known about them, by url. `node_cache` is
-    the cache through which they are read.
+    """The files of an open cache, by path or url. No file may change: `get` refuses one that differs from the expected one.
 
     Args:
         may_map: False if batches must not be copied out of memory maps.
         max_open: The most descriptors of local shards that the process keeps, for all caches; None leaves the limit as it is.
+        node_cache: The cache through which remote files are read.
+        identities: Identities of the expected files, by path or url.
+        manifests: The manifest that lists a file, by path or url, for messages.
 
-    Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and with `fixed` expects them
-        unchanged.
+    Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and expects them unchanged.
     """
 
     def __init__(
         self,
         may_map: bool = True,
         max_open: int | None = None,
-        fixed: bool = True,
-        identities: Mapping[str, Identity] | None = None,
-        manifests: Mapping[str, str] | None = None,
-        remote: Mapping[str, RemoteIdentity] | None = None,
         node_cache: _NodeCache | None = None,
+        identities: Mapping[str, Identity | RemoteIdentity] | None = None,
+        manifests: Mapping[str, str] | None = None,
     ) -> None:
         global _max_open
         if max_open is not None:
             _max_open = max_open
-        self._may_map = may_map
-        self._max_open = max_open
-        self._fixed = fixed
-        self._files: dict[str, ShardFile] = {}
-        self._identities = dict(identities or {})
+        self._may_map, self._max_open, self._node_cache = may_map, max_open, node_cache
+        self._identities: dict[str, Any] = dict(identities or {})
         self._manifests = dict(manifests or {})
-        self._expected: dict[str, RemoteIdentity] = dict(remote or {})  # of remote files that are not in `_remote` yet
-        self._remote: dict[str, RemoteFile] = {}
+        self._files: dict[str, File] = {}
         self._closed = False
-        self._node_cache = node_cache
 
-    def get(self, path: str) -> ShardFile:
-        """Return the file at a path or url.
+    def get(self, path: str) -> File:
+        """Return the file at a path or url. No request.
 
         Raises:
             OSError: The file cannot be opened; MissingShardError if it does not exist.
-            FormatError: The path is not an ordinary file or, with `fixed`, has changed since it was expected.
+            FormatError: The path is not an ordinary file, or has changed since it was expected.
             ValueError: `close` was called.
         """
         file = self._files.get(path)
         if file is not None:
             return file
+        if self._closed:
+            raise ValueError(f"{path}: the cache is closed; load all tensors before closing it, or keep it open")
+        return self._files.setdefault(path, self._open(path, self._manifests.get(path)))
+
+    def _open(self, path: str, manifest: str | None) -> File:
         if is_url(path):
-            # it has the part of a ShardFile's surface that positioned reads need
-            return cast(ShardFile, self.remote(path))
-        if self._closed:
-            raise self._is_closed(path)
+            from wds_tensorcache.storage.remote.remote_file import RemoteFile
+
+            make = RemoteFile if self._node_cache is None else self._node_cache.file
+            nbytes, tag = self._identities.get(path, (None, None))
+            return make(path, nbytes, tag, manifest)
         try:
-            file = ShardFile(path, self._may_map, self._manifests.get(path))
+            file = ShardFile(path, self._may_map, manifest)
         except FileNotFoundError as exc:
-            raise self.missing(path) from exc
-        if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
+            raise _missing_file(path, manifest) from exc
+        if self._identities.setdefault(path, file.identity) != file.identity:
             raise FormatError("the shard was changed since it was opened; open it again").at(path)
-        return self._files.setdefault(path, file)
-
-    def _is_closed(self, path: str) -> ValueError:
-        return ValueError(f"{path}: the cache is closed; load all tensors before closing it, or keep it open")
-
-    def remote(self, url: str) -> RemoteFile:
-        """Return the remote file at `url`. Cost: one request if its length is unknown.
-
-        Raises:
-            MissingShardError: The request found no such object.
-            RemoteError: The request failed.
-            ValueError: `close` was called.
-        """
-        if self._closed:
-            raise self._is_closed(url)
-        file = self._remote.get(url)
-        if file is None:
-            try:
-                make = RemoteFile if self._node_cache is None else self._node_cache.file
-                nbytes, tag = self._expected.get(url, (None, None))
-                file = make(url, nbytes, tag, self._manifests.get(url))
-            except FileNotFoundError as exc:
-                raise self.missing(url) from exc
-            file = self._remote.setdefault(url, file)
         return file
 
-    def expected_nbytes(self, url: str) -> int | None:
-        """Return the length of a remote file; None if it is unknown."""
-        file = self._remote.get(url)
-        return file.nbytes if file is not None else self._expected.get(url, (None,))[0]
+    def expect(
+        self, path: str, manifest: str | None = None, status: os.stat_result | None = None, nbytes: int | None = None
+    ) -> None:
+        """Record the file now at `path`, so that `get` refuses any other.
 
-    def known_state(self, url: str) -> ObjectInfo | None:
-        """Return the state of a remote file; None if its length or tag is unknown."""
-        file = self._remote.get(url)
-        nbytes, tag = file.identity if file is not None else self._expected.get(url, (0, None))
-        return None if tag is None else ObjectInfo(nbytes, tag)
-
-    def fix(self, url: str, found: ObjectInfo) -> RemoteFile:
-        """Return the remote file at `url`, whose state was `found` by a request.
-
-        Raises:
-            FormatError: The file has another length than the manifest lists, or was changed since this cache was opened.
-        """
-        nbytes = self.expected_nbytes(url)
-        if nbytes not in (None, found.nbytes) and url in self._manifests and self.known_state(url) is None:
-            what = (
-                f"the shard has {found.nbytes} bytes, but {self._manifests[url]} says {nbytes}: one of the two is stale"
-            )
-            raise FormatError(f"{what}; upload both again", kind="index").at(url)
-        self._expected.setdefault(url, (found.nbytes, found.tag))
-        file = self.remote(url)
-        file.fix(found)
-        return file
-
-    def missing(self, path: str) -> MissingShardError:
-        """Return the error for a shard that does not exist."""
-        return (missing_shard if is_url(path) else _missing_file)(path, self._manifests.get(path))
-
-    def expect(self, path: str, manifest: str | None = None, status: os.stat_result | None = None) -> None:
-        """Record the file now at `path`, so that `get` with `fixed` refuses any other.
-
-        `manifest` is the manifest that lists the file; `status` is that of the file, if it is known.
+        Args:
+            manifest: The manifest that lists the file.
+            status: Status of a local file, if it is known.
+            nbytes: Length of a remote file, if it is known.
 
         Raises:
             OSError: The file cannot be found; MissingShardError if it does not exist.
         """
         if manifest is not None:
             self._manifests[path] = manifest
+        if is_url(path):
+            self._identities.setdefault(path, (nbytes, None))
+            return
         try:
             self._identities.setdefault(path, _identity(status or os.stat(path)))
         except FileNotFoundError as exc:
-            raise self.missing(path) from exc
+            raise _missing_file(path, manifest) from exc
 
-    def expect_remote(self, url: str, nbytes: int, manifest: str | None = None) -> None:
-        """Record the length of the remote file at `url`, and the manifest that lists it. No request."""
-        if manifest is not None:
-            self._manifests[url] = manifest
-        self._expected.setdefault(url, (nbytes, None))
-
-    def reopen(self, path: str) -> ShardFile:
-        """Open and return the file that is now at `path`, even if an earlier file is still open."""
-        self._files.pop(path, None)
-        return self.get(path)
+    def manifest_of(self, path: str) -> str | None:
+        """Return the manifest that lists the file at a path or url."""
+        return self._manifests.get(path)
 
     def close(self) -> None:
         """Close each file as soon as no read uses it; `get` then raises ValueError. Views of maps stay valid."""
         self._closed = True
         self._files.clear()
-        self._remote.clear()
         if self._node_cache is not None:
             self._node_cache.close()
 
     def __reduce__(self) -> Any:
-        remote = self._expected | {url: file.identity for url, file in list(self._remote.items())}
-        known = self._identities, self._manifests, remote, self._node_cache
-        return Files, (self._may_map, self._max_open, self._fixed, *known)
+        identities = self._identities | {path: file.identity for path, file in list(self._files.items())}
+        return Files, (self._may_map, self._max_open, self._node_cache, identities, self._manifests)
 
 
 def _missing_file(path: str, manifest: str | None) -> MissingShardError:

@@ -14,7 +14,7 @@ from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_a
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import locked_folder
 from wds_tensorcache.storage.output import Output
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
     from wds_tensorcache.storage.remote.remote_file import RemoteFile

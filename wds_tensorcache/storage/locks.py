@@ -6,20 +6,15 @@ Without such locks, as on some network file systems, nothing is locked.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import time
 import weakref
 from collections.abc import Iterator
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 __all__ = ["Flock", "OwnedFile", "is_being_written", "is_held", "locked_folder"]
 
-_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 # names of files that a writer, and a write by Ray, lock in their folder
 _LOCK = re.compile(r"\..+\.lock|\.ray-[0-9a-f]{8}\.writing", re.DOTALL).fullmatch
 _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an instant
@@ -43,7 +38,7 @@ class OwnedFile:
 
     def __init__(self, path: str, flags: int) -> None:
         self.path = path
-        self.fd = os.open(path, flags | _FLAGS, 0o666)
+        self.fd = os.open(path, flags, 0o666)
         self._closing = weakref.finalize(self, os.close, self.fd)
         _OPEN.add(self)
 
@@ -62,13 +57,13 @@ class Flock(OwnedFile):
         wait_s: Maximum time to wait while another process holds the lock.
 
     Attributes:
-        is_locked: False if the lock is held elsewhere, None if the system or the file system has no locks.
+        is_locked: False if the lock is held elsewhere, None if the file system has no locks.
     """
 
     def __init__(self, path: str, flags: int = os.O_RDONLY, wait_s: float = 0.0) -> None:
         super().__init__(path, flags)
         until, pause_s = time.monotonic() + wait_s, 0.0005
-        while (is_locked := _flock(self.fd, "LOCK_EX")) is False and time.monotonic() < until:
+        while (is_locked := _flock(self.fd, fcntl.LOCK_EX)) is False and time.monotonic() < until:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         self.is_locked = is_locked
@@ -87,12 +82,10 @@ class Flock(OwnedFile):
         self.close()
 
 
-def _flock(fd: int, kind: str) -> bool | None:
+def _flock(fd: int, kind: int) -> bool | None:
     """Take a lock if it is free. Return False if it is held elsewhere, None if there are no locks."""
-    if fcntl is None:
-        return None
     try:
-        fcntl.flock(fd, getattr(fcntl, kind) | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -104,14 +97,11 @@ def _flock(fd: int, kind: str) -> bool | None:
 def locked_folder(folder: str) -> Iterator[bool]:
     """Hold the lock of a folder during the `with` block, so that one process at a time changes shared files in the folder.
 
-    Yields False, and has no effect, if the system or the file system has no locks. NFS has none for folders.
+    Yields False, and has no effect, if the file system has no locks. NFS has none for folders.
 
     Raises:
         FileExistsError: The lock was still held elsewhere after 60 s.
     """
-    if fcntl is None:
-        yield False
-        return
     with Flock(folder, wait_s=_FOLDER_WAIT_S) as lock:
         if lock.is_locked is False:
             what = f"another process has locked the folder for {_FOLDER_WAIT_S:.0f} s"
@@ -130,11 +120,11 @@ def is_being_written(folder: str) -> bool:
 def is_held(path: str) -> bool:
     """Return whether a process may hold the lock of a file. `Flock` waits for this look if its `wait_s` is not 0."""
     try:
-        file = OwnedFile(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+        file = OwnedFile(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as exc:
         return not isinstance(exc, FileNotFoundError)
     with contextlib.closing(file):
-        return _flock(file.fd, "LOCK_SH") is not True
+        return _flock(file.fd, fcntl.LOCK_SH) is not True
 
 
 _OPEN: weakref.WeakSet[OwnedFile] = weakref.WeakSet()
@@ -147,5 +137,4 @@ def _close_in_child() -> None:
 
 
 # A comparison of process ids cannot do this: the child may never use the file, and would keep its lock all the same.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

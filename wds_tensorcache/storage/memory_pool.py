@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 import weakref
 from collections import deque
 from functools import lru_cache, partial
@@ -17,7 +16,6 @@ import numpy as np
 
 __all__ = ["Pool"]
 
-_PRIVATE = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 _MIN_NBYTES = 1 << 16
 _HUGE_NBYTES = 1 << 22  # at least two huge pages
 
@@ -118,7 +116,7 @@ def _size_class(nbytes: int) -> int:
 
 def _allocate(nbytes: int) -> mmap.mmap:
     # private: a forked child would write into its parent's memory through a shared map
-    arena = mmap.mmap(-1, nbytes, **_PRIVATE)
+    arena = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             arena.madvise(mmap.MADV_HUGEPAGE)

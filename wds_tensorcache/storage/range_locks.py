@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,6 @@ from contextlib import contextmanager
 from struct import Struct
 
 from wds_tensorcache.storage.locks import OwnedFile
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["CAN_LOCK_RANGES", "RangeLocks"]
 
@@ -82,7 +78,7 @@ class RangeLocks(OwnedFile):
 
     def locked_by_others(self, begin: int, length: int) -> list[int]:
         """Return the first byte of each range in `[begin, begin + length)` that other holders have locked, ascending."""
-        found, todo = [], [(begin, begin + length)]
+        locked, todo = [], [(begin, begin + length)]
         while todo:
             begin, end = todo.pop()
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0)
@@ -90,6 +86,6 @@ class RangeLocks(OwnedFile):
             kind, _, first, nbytes, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))
             if kind != fcntl.F_UNLCK:
                 first, last = max(first, begin), first + nbytes if nbytes else end
-                found.append(first)
+                locked.append(first)
                 todo += [part for part in ((begin, first), (last, end)) if part[0] < part[1]]
-        return sorted(found)
+        return sorted(locked)

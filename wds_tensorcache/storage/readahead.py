@@ -27,8 +27,8 @@ _HELD_NBYTES = 1 << 16
 class Readable(Protocol):
     """A file that `ReadAhead` reads; see `ShardFile` and `RemoteFile`."""
 
-    nbytes: int
-
+    @property
+    def nbytes(self) -> int: ...
     def read(self, begin: int, end: int, /) -> bytes: ...
     def read_into(self, buffers: Sequence[Any], begin: int, /) -> None: ...
 

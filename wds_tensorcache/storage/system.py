@@ -59,13 +59,13 @@ def file_system(path: str) -> tuple[str, bool]:
     path = os.path.realpath(path).translate(_ESCAPES)
     ends = [at for at, character in enumerate(path) if character == "/"]
     parents = {"/", path, *(path[:end] for end in ends)}
-    found, kind = "", ""
+    mount, kind = "", ""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
             for line in mounts:
                 point = line.split(" ", 5)[4]
-                if point in parents and len(point) >= len(found):
-                    found, kind = point, line.partition(" - ")[2].split(" ")[0]
+                if point in parents and len(point) >= len(mount):
+                    mount, kind = point, line.partition(" - ")[2].split(" ")[0]
     except OSError:
         return "", False
     return kind, kind.startswith(_NETWORK)

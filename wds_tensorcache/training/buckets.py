@@ -15,7 +15,7 @@ from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
-from wds_tensorcache.reading.lookup.positions import shard_runs, take
+from wds_tensorcache.reading.positions import shard_runs, take
 from wds_tensorcache.reading.schema import Entry, shapes_of
 
 __all__ = ["ByLength", "block_sizes", "buckets_of", "by_length"]
@@ -67,10 +67,10 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
     Raises:
         ValueError: `bounds` is empty, negative or not ascending.
     """
-    found = tuple(as_int("bounds", bound) for bound in (bounds if isinstance(bounds, Iterable) else ()))
-    if not found or found[0] < 0 or any(a >= b for a, b in pairwise(found)):
+    lengths = tuple(as_int("bounds", bound) for bound in (bounds if isinstance(bounds, Iterable) else ()))
+    if not lengths or lengths[0] < 0 or any(a >= b for a, b in pairwise(lengths)):
         raise ValueError(f"bounds={bounds!r:.200}, expected ascending lengths, for example [64, 128, 256]")
-    return ByLength(name, found)
+    return ByLength(name, lengths)
 
 
 def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]:
@@ -81,21 +81,21 @@ def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]
             raise KeyError(unknown_name("tensor", name, cache.schema))
         if isinstance(cache, TensorCache):
             return _buckets_of_shapes(*shapes_of(cache._store, cache._where, name), by)
-    found: dict[Any, list[int]] = {}
+    buckets: dict[Any, list[int]] = {}
     for index, entry in enumerate(cache._entries()):
         label = tuple(entry.shapes[by]) if isinstance(by, str) else by(entry)
         try:
             hash(label)
         except TypeError as exc:
-            what = f"bucket_by returned {label!r:.100} for sample {entry.key!r}"
-            raise TypeError(f"{what}, expected a value that can be a key of a dict, for example a tuple") from exc
+            result = f"bucket_by returned {label!r:.100} for sample {entry.key!r}"
+            raise TypeError(f"{result}, expected a value that can be a key of a dict, for example a tuple") from exc
         if label != label:
             raise ValueError(
                 f"bucket_by returned {label!r} for sample {entry.key!r}, expected a value that equals itself"
             )
-        found.setdefault(label, []).append(index)
-    labels = sorted(found) if isinstance(by, ByLength) else found
-    return {label: np.array(found[label], np.int64) for label in labels}
+        buckets.setdefault(label, []).append(index)
+    labels = sorted(buckets) if isinstance(by, ByLength) else buckets
+    return {label: np.array(buckets[label], np.int64) for label in labels}
 
 
 def _buckets_of_shapes(shapes: list[Shape], which: Array, by: Any) -> dict[Any, Array]:

@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from threading import current_thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,9 +20,9 @@ import torch
 
 from wds_tensorcache.arguments import as_int, check_options
 from wds_tensorcache.codec.lazy import check_device
-from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.batch.batch_memory import SPENT, to_device
 from wds_tensorcache.reading.batch.collate import collate_for
+from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.choose import Choose
 from wds_tensorcache.reading.remote.batches_ahead import NUM_THREADS, BatchesAhead, remote_url
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
@@ -82,14 +83,13 @@ class BaseLoader(ABC):
     _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
     _reader: StepReader
     _stats: LoaderStats
-    _num_iterations = 0
-    _is_open = False  # the last iteration was not closed
+    _current: object = None  # identity of the last iteration; None if it was closed
     _reads: Generator[Read, None, None] | None = None
-    # steps whose batches were not returned yet
-    _scheduled: deque[tuple[Step, Position, Future[Any] | None]] | None = None
+    # steps whose batches were not returned yet, each with the position after it
+    _scheduled: deque[tuple[Step, Position]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_is_open": False, "_reads": None, "_scheduled": None}  # a copy has no iteration
+        return vars(self) | {"_current": None, "_reads": None, "_scheduled": None}  # a copy has no iteration
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, which is equal on all ranks."""
@@ -140,11 +140,10 @@ class BaseLoader(ABC):
 
     def _begin(self, *, with_info: bool) -> Iterator[Any]:
         BaseLoader.close(self)  # a TorchLoader keeps its persistent workers
-        self._num_iterations += 1
-        self._is_open = True
-        return self._iterate(self._num_iterations, os.getpid(), with_info=with_info)
+        self._current = iteration = object()
+        return self._iterate(iteration, os.getpid(), with_info=with_info)
 
-    def _iterate(self, iteration: int, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
+    def _iterate(self, iteration: object, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
         """Yield the rest of an epoch, which begins when the first batch is requested: Lightning calls `set_epoch` after `iter`.
 
         Any thread may close the iteration, also while another thread waits here.
@@ -154,13 +153,15 @@ class BaseLoader(ABC):
         try:
             while True:
                 asked_at = perf_counter()
-                if self._num_iterations != iteration:
+                if self._current is None:
+                    return
+                if self._current is not iteration:
                     raise RuntimeError("another iteration of this loader has begun, which ended this iteration")
                 if os.getpid() != pid:
                     raise RuntimeError(
                         "this iteration's threads are in the process that began it; begin an iteration here"
                     )
-                if not self._is_open or (reads is not None and num_moves != sampler._num_moves):
+                if reads is not None and num_moves != sampler._num_moves:
                     return
                 if reads is None:
                     # until a batch is returned, another iteration would also begin here
@@ -174,10 +175,10 @@ class BaseLoader(ABC):
                         read.batch[0] = read.batch[0], info
                         del info
                 except Exception:
-                    if self._is_open and self._num_iterations == iteration:
+                    if self._current is iteration:
                         raise
                     return  # another thread has closed the iteration, in which reading fails
-                if read is None or not self._is_open or self._num_iterations != iteration:
+                if read is None or self._current is not iteration:
                     return
                 given_at = self._stats._count(asked_at, given_at, read.timing)
                 # the state counts exactly the batches that the caller received
@@ -200,8 +201,10 @@ class BaseLoader(ABC):
 
         `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with such weights.
 
-        A step is scheduled when the loader reads its batch ahead. A state has the weights at the time of `state_dict`, so a
-        run that resumes before the first step with new weights uses them at once.
+        In an iteration, `prefetch_batches` steps are scheduled after the last batch returned (32 by default if shards are at
+        urls, however many of them are read ahead; none without threads), but none of the next epoch. So ranks that change the
+        weights at the same step also use them from the same step on. A state has the weights at the time of `state_dict`, so
+        a run that resumes before the first step with new weights uses them at once.
 
         Returns:
             Number of the first step with the new weights.
@@ -242,7 +245,7 @@ class BaseLoader(ABC):
 
     def close(self) -> None:
         """End the iteration and its threads. The position is kept, and the caches stay open."""
-        self._is_open = False
+        self._current = None
         reads, self._reads = self._reads, None
         if reads is not None:
             # of a generator that is executing: `next` in another thread ends it, or the code from which this was called
@@ -295,7 +298,9 @@ class Loader(BaseLoader):
     """
 
     batch_sampler = None  # Lightning asks for it
-    _pool: Threads | None = None  # of the current iteration
+    # of the current iteration
+    _pool: Threads | None = None
+    _jobs: Iterable[Future[Any]] = ()  # of the first steps of `_scheduled`
 
     def __init__(
         self,
@@ -340,32 +345,37 @@ class Loader(BaseLoader):
             # they may use tensors that were made before the loop
             copying_stream(device).wait_stream(torch.cuda.current_stream(device))
         pool = self._pool = Threads(self._num_threads, _THREAD_NAME) if self._num_threads else None
-        scheduled = self._scheduled = deque()
+        # Hazard: ranks read different numbers of batches ahead, but must use new weights from the same step on
+        num_scheduled = 0 if pool is None else self._ahead.most
+        scheduled, jobs = deque[tuple[Step, Position]](), deque[Future[Any]]()
+        self._scheduled, self._jobs = scheduled, jobs
         _STARTED.add(self)
         epoch = planned.epoch
         try:
             while True:
-                num_ahead = 0 if pool is None else self._ahead.count
-                while len(scheduled) <= num_ahead and planned.epoch == epoch:
+                while len(scheduled) <= num_scheduled and planned.epoch == epoch:
                     step, after = plan.step(planned)
                     planned = plan.settle(after)
-                    job = None if pool is None else pool.submit(self._read, step, device, with_info)
-                    scheduled.append((step, planned, job))
+                    scheduled.append((step, planned))
                 if not scheduled:
                     return
-                step, after, job = scheduled.popleft()
-                has_waited = job is not None and not job.done()
+                has_waited = False
+                if pool is not None:
+                    for step, _ in islice(scheduled, len(jobs), self._ahead.count + 1):
+                        jobs.append(pool.submit(self._read, step, device, with_info))
+                    has_waited = not jobs[0].done()
+                step, after = scheduled.popleft()
                 transfer, batch, is_padding, edits, timing = (
-                    self._read(step, device, with_info) if job is None else job.result()
+                    self._read(step, device, with_info) if pool is None else jobs.popleft().result()
                 )
-                del job
                 transfer.hand_over()
                 self._ahead.note(timing.nbytes, has_waited=has_waited, has_requested=timing.num_requests > 0)
                 yield Read(batch, is_padding, edits, timing, step, after)
         finally:
             if pool is not None and os.getpid() == pid:
-                _end(pool, [job for *_, job in scheduled if job is not None])
+                _end(pool, jobs)
             scheduled.clear()
+            jobs.clear()
 
     def _read(
         self, step: Step, device: torch.device | None, with_info: bool
@@ -401,11 +411,11 @@ class Loader(BaseLoader):
 
         Call this before work that other threads disturb, such as the capture of a CUDA graph.
         """
-        wait([job for *_, job in self._scheduled or () if job is not None])
+        wait(self._jobs)
 
     def close(self) -> None:
         """End the iteration and its threads. The position is kept, and the caches stay open."""
-        self._is_open = False  # before reading fails in another thread
+        self._current = None  # before reading fails in another thread
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=not _is_reader(), cancel_futures=True)
@@ -423,7 +433,7 @@ class Loader(BaseLoader):
         self.close()
 
 
-def _end(pool: Threads, jobs: Sequence[Future[Any]]) -> None:
+def _end(pool: Threads, jobs: Iterable[Future[Any]]) -> None:
     """End the threads of an iteration; wait for those that read a batch, but not long."""
     running = [job for job in jobs if not job.cancel()]
     pool.shutdown(wait=False)

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.buckets import block_sizes, buckets_of
 from wds_tensorcache.training.order import BlockOrder, EpochOrder

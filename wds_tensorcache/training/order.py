@@ -80,11 +80,11 @@ class BlockOrder:
     def __call__(self, epoch: int, positions: Any) -> Array:
         """Return the sample indices, int64, at positions of an epoch; see `EpochOrder`."""
         places = _places(positions, self.count)
-        known = self._blocks  # once, because another thread may replace it
-        if known is None or known[0] != epoch:
+        kept = self._blocks  # once, because another thread may replace it
+        if kept is None or kept[0] != epoch:
             blocks = EpochOrder(len(self._sizes), seed=self.seed)(epoch, range(len(self._sizes)))
-            known = self._blocks = epoch, blocks, np.cumsum(self._sizes[blocks])
-        _, blocks, ends = known
+            kept = self._blocks = epoch, blocks, np.cumsum(self._sizes[blocks])
+        _, blocks, ends = kept
         windows, inside = places // self.window, places % self.window
         for window in np.unique(windows).tolist():
             which = windows == window

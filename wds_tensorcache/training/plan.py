@@ -68,10 +68,6 @@ class Step:
     source: int = 0
     epochs: Array | None = None
 
-    def cache_of(self, caches: Sequence[Any]) -> Any:
-        """Return the cache of the samples."""
-        return caches[self.source]
-
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
@@ -117,6 +113,7 @@ class Stream:
         name: Name of the stream, as in `info.source`.
         source: Number of the cache.
         repeats: Number of passes in an epoch.
+        count: Number of samples in a pass.
     """
 
     def __init__(
@@ -124,17 +121,15 @@ class Stream:
     ) -> None:
         self._order = order
         self.members, self.name, self.source, self.repeats = members, name, source, repeats
+        self.count = int(order.count)
         self._window: tuple[int, int, Array] = -1, -1, np.empty(0, np.int64)  # pass, number and sample indices
-
-    def __len__(self) -> int:
-        return int(self._order.count)
 
     def indices(self, epoch: int, positions: Array) -> Array:
         """Return the sample indices at positions of an epoch; positions after its end belong to the passes that follow."""
         first, highest = epoch * self.repeats, positions.max()
-        if highest < len(self):
+        if highest < self.count:
             return self._indices_in(first, positions, highest)
-        passes, positions = np.divmod(positions, len(self))
+        passes, positions = np.divmod(positions, self.count)
         indices = np.empty_like(positions)
         for number in np.unique(passes).tolist():
             part = positions[passes == number]
@@ -144,7 +139,7 @@ class Stream:
     def _indices_in(self, number: int, positions: Array, highest: int) -> Array:
         """Return the sample indices at positions of a pass. The whole window around them is computed at once, and kept."""
         window = positions.item(0) // _WINDOW
-        begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, len(self))
+        begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, self.count)
         if positions.min() < begin or highest >= end:
             return self._compute(number, positions)
         kept = self._window  # once, because another thread may replace it
@@ -199,10 +194,10 @@ class Plan:
     ) -> None:
         self.caches, self.streams, self.weights = list(caches), list(streams), weights
         self.batch_size, self.seed = batch_size, seed
-        self._last_batch = last_batch
+        self.last_batch = last_batch
         self._draws_seed = stream_seed(seed, "streams")
         self._is_shuffled = bool(settings["shuffle"])
-        self._lengths = [len(stream) * stream.repeats for stream in streams]  # in samples of an epoch
+        self._lengths = [stream.count * stream.repeats for stream in streams]  # in samples of an epoch
         self._streams_of = [
             [number for number, stream in enumerate(streams) if stream.source == source]
             for source in range(len(caches))
@@ -219,7 +214,7 @@ class Plan:
     @property
     def num_samples(self) -> int:
         """Number of samples of all caches, not counting repeats."""
-        return sum(map(len, self.streams))
+        return sum(stream.count for stream in self.streams)
 
     @cached_property
     def dataset(self) -> str:
@@ -261,7 +256,7 @@ class Plan:
 
     def num_steps(self, at: Position | None = None) -> int:
         """Return the number of steps in an epoch, or in the rest of a position's epoch."""
-        extra = 0 if self._last_batch == "drop" else self.step_size - 1
+        extra = 0 if self.last_batch == "drop" else self.step_size - 1
         return sum((count + extra) // self.step_size for count in self.remaining(self.start if at is None else at))
 
     def count_rows(self) -> RowCounts:
@@ -281,11 +276,11 @@ class Plan:
         """Return the numbers of rows in an epoch of a stream of `length` samples."""
         rest = length % self.step_size
         missing = self.step_size - rest if rest else 0
-        if self._last_batch == "short":
+        if self.last_batch == "short":
             missing = -rest % self.world_size
-        if self._last_batch == "drop":
+        if self.last_batch == "drop":
             return RowCounts(length, length - rest, num_dropped=rest)
-        if self._last_batch == "wrap":
+        if self.last_batch == "wrap":
             return RowCounts(length, length + missing, num_repeated=missing)
         return RowCounts(length, length + missing, num_padding=missing)
 
@@ -295,7 +290,7 @@ class Plan:
 
     def remaining(self, at: Position) -> list[int]:
         """Return the number of samples that remain in each stream, or with weights in all together; 0 if dropped."""
-        least = self.step_size if self._last_batch == "drop" else 1
+        least = self.step_size if self.last_batch == "drop" else 1
         if self.weights.are_used:
             counts = [sum(self._lengths) - at.used]
         else:
@@ -315,15 +310,15 @@ class Plan:
             indices = stream.indices(epoch, positions)
         else:
             count = remaining
-            if self._last_batch == "short":
+            if self.last_batch == "short":
                 rows = rows[: -(-count // self.world_size)]
-            filler = (rows - count) % self._lengths[number] if self._last_batch == "wrap" else begin + rows % count
+            filler = (rows - count) % self._lengths[number] if self.last_batch == "wrap" else begin + rows % count
             positions = np.where(rows < count, begin + rows, filler)
             indices = stream.indices(epoch, positions)
         # samples that occur in several passes of an epoch have other seeds and choices in each
         has_passes = is_mixed or (stream.repeats > 1 and weights is None)
-        epochs = epoch * stream.repeats + positions // len(stream) if has_passes else None
-        is_padding = (rows >= count) & (self._last_batch != "wrap")
+        epochs = epoch * stream.repeats + positions // stream.count if has_passes else None
+        is_padding = (rows >= count) & (self.last_batch != "wrap")
         counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
         after = Position(at.epoch, counts, at.used + count, at.step + 1, at.began)
         return Step(at.step, at.epoch, number, indices, is_padding, source=stream.source, epochs=epochs), after
@@ -341,7 +336,7 @@ class Plan:
         numbers = self._streams_of[source]
         if source in samples:
             return numbers[self._draw_stream(samples[source].sums, 1, at.step)]
-        counts, lengths = [at.counts[number] for number in numbers], [len(self.streams[number]) for number in numbers]
+        counts, lengths = [at.counts[number] for number in numbers], [self.streams[number].count for number in numbers]
         begun = 1 + min(count // length for count, length in zip(counts, lengths, strict=True))
         missing = [max(0, begun * length - count) for count, length in zip(counts, lengths, strict=True)]
         return numbers[self._draw_stream(missing, 1, at.step)]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from wds_tensorcache.errors import TensorCacheError, add_note
-from wds_tensorcache.reading.base_cache import BatchInfo
+from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.choose import Alternatives, Randomness
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema
 from wds_tensorcache.reading.seeds import stream_seed
@@ -24,7 +24,7 @@ class StepReader:
     """Reads the batches of steps, in any process.
 
     Args:
-        caches: Caches of the streams; see `Step.cache_of`.
+        caches: Caches of the streams, by `Step.source`.
         names: Name of each stream, by its number.
         seed: Seed of the loader.
         alternatives: Alternatives to choose from; None if there are none.
@@ -69,29 +69,23 @@ class StepReader:
         Raises:
             RuntimeError: A function of the caller raised StopIteration, which would silently end an epoch of torch or DALI.
         """
+        cache = self._caches[step.source]
         try:
-            return self._read(step, options)
+            if self.alternatives is None:
+                return cache.read_batch(step.indices, **options)
+            return cache._read_chosen(step.indices, self._randomness(step), **options)
         except StopIteration as exc:
             raise _stopped(step) from exc
-
-    def _read(self, step: Step, options: dict[str, Any]) -> Any:
-        cache = step.cache_of(self._caches)
-        if self.alternatives is None:
-            return cache.read_batch(step.indices, **options)
-        return cache._read_chosen(step.indices, self._randomness(step), **options)
 
     def request(self, step: Step) -> Any:
         """Return the request for the samples of a step; raises as `read` does."""
+        cache = self._caches[step.source]
         try:
-            return self._request(step)
+            if self.alternatives is None:
+                return cache._request(step.indices)
+            return cache._request_chosen(step.indices, self._randomness(step))
         except StopIteration as exc:
             raise _stopped(step) from exc
-
-    def _request(self, step: Step) -> Any:
-        cache = step.cache_of(self._caches)
-        if self.alternatives is None:
-            return cache._request(step.indices)
-        return cache._request_chosen(step.indices, self._randomness(step))
 
     def request_structure(self, indices: Any) -> Any:
         """Return a request for samples of the only cache, of which only the structure matters."""
@@ -108,9 +102,9 @@ class StepReader:
             edits: Transforms that have changed the shapes of the batch.
         """
         is_padding = torch.from_numpy(step.is_padding.copy()) if is_padding is None else is_padding
-        cache, source = step.cache_of(self._caches), self._names[step.stream]
+        cache, source = self._caches[step.source], self._names[step.stream]
         at, randomness = (step.epoch, step.number, source), self._randomness(step)
-        return BatchInfo(step.indices, is_padding, *at, cache, _collate=collate, randomness=randomness, edits=edits)
+        return BatchInfo(step.indices, is_padding, *at, cache, collate=collate, randomness=randomness, edits=edits)
 
     def _randomness(self, step: Step) -> Randomness:
         epochs = step.epoch if step.epochs is None else step.epochs

@@ -14,7 +14,6 @@ from torch.utils.data import DistributedSampler
 from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.choose import Alternatives
-from wds_tensorcache.training.buckets import ByLength
 from wds_tensorcache.training.make_plan import make_plan
 from wds_tensorcache.training.plan import MAX_EPOCHS, Position, RowCounts, Step
 from wds_tensorcache.training.state import build_state, load_state
@@ -113,19 +112,6 @@ class StepSampler(DistributedSampler[Step]):
             window=window,
         )
         self._check_steps()
-        settings, samples = self._plan.settings, self._plan.weights.samples
-        self._shown_options = f"shuffle={settings['shuffle']!r}, {seed=}, {last_batch=}"
-        if bucket_by is not None:
-            self._shown_options += f", {len(self._plan.streams):,} buckets by {_shown_key(bucket_by)}"
-        if samples:
-            self._shown_options += ", drawn by weights" + (
-                f" in {settings['weighted']!r:.200}" if mix is not None else ""
-            )
-        if "repeats" in settings:
-            passes = settings["repeats"]
-            self._shown_options += (
-                f", repeats={passes[0] if mix is None else dict(zip(mix, passes, strict=True))!r:.200}"
-            )
         self._position = self._plan.start
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
         self._requested_epoch: int | None = None  # the epoch that set_epoch requested since the last iteration began
@@ -172,18 +158,25 @@ class StepSampler(DistributedSampler[Step]):
         mix = f", {self._shown_mix()}" if self._plan.weights.caches is not None else ""
         return f"{type(self).__name__}({self._shown}{mix}, epoch={self.epoch}, step={self._position.step})"
 
+    @property
+    def _shown(self) -> str:
+        plan, settings = self._plan, self._plan.settings
+        shown = f"{plan.num_samples:,} samples, batch_size={plan.batch_size}, {plan.num_steps():,} steps per epoch"
+        shown += f", rank={plan.rank}, world_size={plan.world_size}, shuffle={settings['shuffle']!r}, seed={plan.seed}"
+        shown += f", last_batch={plan.last_batch!r}"
+        if "buckets" in settings["mode"]:
+            shown += f", {len(plan.streams):,} buckets"
+        if plan.weights.samples:
+            shown += ", drawn by weights" + (f" in {settings['weighted']!r:.200}" if "weighted" in settings else "")
+        if "repeats" in settings:
+            shown += f", repeats={settings['repeats']!r:.200}"
+        return shown + plan.count_rows()._costs()
+
     def _shown_mix(self) -> str:
         """Return the share of each cache of `mix` at the next step, for example `mix of 'a' (70%), 'b' (30%)`."""
         parts = [f"{name!r:.80} ({100 * share:.3g}%)" for name, share in self._plan.weights.shares().items()]
         shown, num_more = parts[:_NUM_SHOWN], len(parts) - _NUM_SHOWN
         return f"mix of {', '.join(shown)}" + f" and {num_more:,} more" * (num_more > 0)
-
-    @property
-    def _shown(self) -> str:
-        plan = self._plan
-        shown = f"{plan.num_samples:,} samples, batch_size={plan.batch_size}, {plan.num_steps():,} steps per epoch"
-        shown += f", rank={plan.rank}, world_size={plan.world_size}, {self._shown_options}"
-        return shown + plan.count_rows()._costs()
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -281,15 +274,6 @@ def _lightning_loop() -> Any:
     return loop if type(loop).__module__.startswith(("lightning.pytorch.loops.", "pytorch_lightning.loops.")) else None
 
 
-def _shown_key(bucket_by: Any) -> str:
-    """Return `bucket_by` as text for a repr: a tensor's shape or length, or a function."""
-    if isinstance(bucket_by, ByLength):
-        return f"the length of {bucket_by.name!r:.100}"
-    if isinstance(bucket_by, str):
-        return f"the shape of {bucket_by!r:.100}"
-    return f"{getattr(bucket_by, '__qualname__', type(bucket_by).__name__):.100}"
-
-
 class _StepIterator(Iterator[Step]):
     """Iterator over the rest of an epoch's steps; torchdata's `StatefulDataLoader` calls its state methods.
 
@@ -316,7 +300,7 @@ class _StepIterator(Iterator[Step]):
             raise StopIteration
         step, self._at = plan.step(self._at)
         if self._scheduled is not None:
-            self._scheduled.append((step, plan.settle(self._at), None))
+            self._scheduled.append((step, plan.settle(self._at)))
         self._num_steps += 1
         return step
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.batch.batch_memory import to_device
 from wds_tensorcache.reading.batch.leaves import Leaves
+from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of
 from wds_tensorcache.reading.transfer import current_stream
 from wds_tensorcache.training.normal import normal
@@ -131,7 +131,13 @@ class DropText:
         if not value.ndim:
             row.fill_(value)
             return
-        _check_shape(name, value, row)
+        is_alike = value.ndim == row.ndim and value.shape[1:] == row.shape[1:]
+        if not is_alike or len(value) > len(row):
+            # padded to the longest row of a batch, only some batches are too short
+            remedy = f"; use collate={{{name!r}: tc.pad(to={len(value)})}} or a greater length" if is_alike else ""
+            raise ValueError(
+                f"the replacement of {name!r} has shape {list(value.shape)}, but a row {list(row.shape)}{remedy}"
+            )
         row[: len(value)] = value
         row[len(value) :] = 0
 
@@ -157,17 +163,6 @@ class DropText:
         if moved is None:
             moved = self._moved[key] = to_device(value.detach().to(row.dtype).contiguous(), False, row.device)
         return moved
-
-
-def _check_shape(name: str, value: Any, row: Any) -> None:
-    """Raise ValueError unless the replacement has the shape of a row, or is shorter."""
-    if value.ndim != row.ndim or value.shape[1:] != row.shape[1:] or len(value) > len(row):
-        is_longer = value.shape[1:] == row.shape[1:] and value.ndim == row.ndim
-        # padded to the longest row of a batch, only some batches are too short
-        remedy = f"; use collate={{{name!r}: tc.pad(to={len(value)})}} or a greater length" if is_longer else ""
-        raise ValueError(
-            f"the replacement of {name!r} has shape {list(value.shape)}, but a row {list(row.shape)}{remedy}"
-        )
 
 
 def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, logvar: bool = False) -> SampleMoments:
@@ -297,8 +292,10 @@ def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
                 raise ValueError(f"the batch has {name!r:.100} already; choose a new name")
             break
         if not has_key:
-            known = f"there are {list_names(container, part)}" if is_dict else f"there is a {type(container).__name__}"
-            raise KeyError(f"the batch has no {name!r:.100}; {known}")
+            contents = (
+                f"there are {list_names(container, part)}" if is_dict else f"there is a {type(container).__name__}"
+            )
+            raise KeyError(f"the batch has no {name!r:.100}; {contents}")
         if number < len(parts):
             container = container[key]
     return container, key

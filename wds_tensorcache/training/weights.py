@@ -92,15 +92,13 @@ class Weights:
     ) -> None:
         """Make weights of the caches `names` of a mix, and of the samples in some caches."""
         self._names = list(names)
-        self.caches = None if caches is None else self._cache_weights(caches)
         self.samples: dict[int, SampleWeights] = {}
+        self.caches = None if caches is None else self._cache_weights(caches)
         for source, weights in samples.items():
             numbers = [number for number, stream in enumerate(streams) if stream.source == source]
-            buckets, seeds = [], []
-            for number in numbers:
-                buckets.append(streams[number].members)
-                seeds.append(stream_seed(seed, "draws", number))
-            count = sum(len(streams[number]) for number in numbers)
+            buckets = [streams[number].members for number in numbers]
+            seeds = [stream_seed(seed, "draws", number) for number in numbers]
+            count = sum(streams[number].count for number in numbers)
             self.samples[source] = SampleWeights(weights, count, buckets, seeds)
 
     @property
@@ -122,26 +120,20 @@ class Weights:
         """
         if not self.are_used:
             raise ValueError("the loader was made without weights= and without weights in mix=")
-        by_name = {self._names[source]: source for source in self.samples} if self.caches is not None else {}
-        if self.caches is None:
-            self._change_samples({0: weights})
-        elif (
-            isinstance(weights, Mapping)
-            and weights
-            and set(weights) <= set(by_name)
-            and all(map(_is_list, weights.values()))
-        ):
-            self._change_samples({by_name[name]: values for name, values in weights.items()})
-        else:
-            self.caches = self._cache_weights(weights)
-
-    def _change_samples(self, weights: Mapping[int, Any]) -> None:
-        self.samples |= {source: self.samples[source].changed(values) for source, values in weights.items()}
+        changed = {0: weights}
+        if self.caches is not None:
+            by_name = {self._names[source]: source for source in self.samples}
+            is_dict = isinstance(weights, Mapping) and weights and set(weights) <= set(by_name)
+            if not is_dict or not all(map(_is_list, weights.values())):
+                self.caches = self._cache_weights(weights)
+                return
+            changed = {by_name[name]: values for name, values in weights.items()}
+        self.samples |= {source: self.samples[source].changed(values) for source, values in changed.items()}
 
     def _cache_weights(self, weights: Any) -> Array:
         is_dict = isinstance(weights, Mapping) and set(weights) == set(self._names)
         if not is_dict or any(map(_is_list, weights.values())):
-            weighted = [self._names[source] for source in getattr(self, "samples", ())]
+            weighted = [self._names[source] for source in self.samples]
             lists = f", or lists of weights of samples for {list_names(weighted)}" if weighted else ""
             raise ValueError(f"weights={weights!r:.200}, expected a dict with {list_names(self._names)}{lists}")
         return as_weights([weights[name] for name in self._names], len(self._names))

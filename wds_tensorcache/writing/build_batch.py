@@ -23,7 +23,7 @@ from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.tar.packed_sample import PackedSample
+from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.build_items import Item, Items
 from wds_tensorcache.writing.pattern import ShardPattern

@@ -21,8 +21,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import InvalidKeyError, add_note
-from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.reading.cache import Cache
+from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.names import check_key
 
 __all__ = ["NO_ITEMS", "Item", "Items", "digest_item", "each_once", "number_in", "number_text"]

@@ -28,7 +28,7 @@ from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, stored_digest
 from wds_tensorcache.shards.names import check_key, check_suffixes
-from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_tar_header
+from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, build_tar_header
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, remove_stray, write_atomically
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.folder import folder_of

@@ -18,16 +18,15 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.load_index import load_index
+from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest, entry_of
-from wds_tensorcache.shards.remote.find_index import scan_remote
-from wds_tensorcache.shards.tar.hidden import hidden_members
+from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.locks import is_being_written, locked_folder
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.urls import is_url, is_web, name_of, shown
+from wds_tensorcache.storage.urls import is_url, is_web, name_of, shown
 
 __all__ = ["FolderReport", "index_folder", "index_shard", "write_index"]
 
@@ -131,9 +130,9 @@ def _index_url(url: str, dali_index: bool, index_folder: str | None) -> ShardInd
         what = "an index cannot be written to a web server"
         raise ValueError(f"{shown(index_folder)}: {what}; pass index_folder=, a local folder or one in an object store")
     folder = folder_of(index_folder)
-    file, _ = RemoteFile.of_tail(url, 0)
+    file = RemoteFile(url)
     try:
-        index = scan_remote(file)
+        index = scan(file)
         if index.hidden is not None:
             raise hidden_members(index.end, index.hidden)
     except TensorCacheError as exc:

@@ -18,7 +18,7 @@ from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.copy_shards import CopyReport, NewShard, OldShard, Run, write_cache
 from wds_tensorcache.writing.new_folder import check_new
@@ -123,9 +123,9 @@ def merge(
 
 
 def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
-    shards = find_shards(source, local_for="merged or resharded", copies=True)
-    indexes = load_finished({path: (listed, fingerprint) for path, listed, fingerprint in shards}, files).indexes
-    return [OldShard.of(path, indexes[path], files, prefix) for path, *_ in shards]
+    shards = find_shards(source, local_for="merged or resharded", copies=True).shards
+    indexes = load_finished({shard.path: (shard, shard.fingerprint) for shard in shards}, files).indexes
+    return [OldShard.of(shard.path, indexes[shard.path], files, prefix) for shard in shards]
 
 
 def _text(shard: OldShard) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace, temporary_path
 from wds_tensorcache.storage.locks import Flock
-from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
+from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
 __all__ = ["check_local", "check_new", "check_replaceable", "has_entries", "new_folder"]
 

@@ -10,7 +10,7 @@ from wds_tensorcache.shards.index_paths import DALI_SUFFIX, SIDECAR_SUFFIX, dali
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.remote.object_writer import WRITABLE, check_writable
-from wds_tensorcache.storage.remote.urls import check_not_url, is_url, join_url
+from wds_tensorcache.storage.urls import check_not_url, is_url, join_url
 
 __all__ = ["DEFAULT_NAME", "ShardPattern"]
 

@@ -23,7 +23,7 @@ from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
-    ListedCounts,
+    FoundShard,
     Manifest,
     ShardEntry,
     change_manifest,
@@ -33,7 +33,7 @@ from wds_tensorcache.shards.manifest import (
 from wds_tensorcache.shards.names import older_key
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import Folder, folder_of
-from wds_tensorcache.storage.remote.urls import is_url, name_of, shown
+from wds_tensorcache.storage.urls import is_url, name_of, shown
 from wds_tensorcache.writing.pattern import ShardPattern
 
 __all__ = ["FinishedShards", "list_new", "load_finished", "take_over"]
@@ -99,22 +99,19 @@ class FinishedShards:
         return self.files.get(path).read(begin, begin + member.nbytes.item(at))
 
     def _read_all(self, url: str, members: MemberColumns) -> list[bytes]:
-        from wds_tensorcache.storage.remote.fetch import fetch_many
-
-        file, contents = self.files.remote(url), [bytearray(nbytes) for nbytes in members.nbytes.tolist()]
-        fetch_many((file, begin, [into]) for begin, into in zip(members.begin.tolist(), contents, strict=True))
-        return list(map(bytes, contents))
+        begins = members.begin.astype(np.int64)
+        return list(self.files.get(url).read_many(begins.tolist(), (begins + members.nbytes).tolist()))
 
     def entry(self, path: str) -> ShardEntry:
         """Return the entry of a shard in the manifest of its folder."""
         index = self.indexes[path]
         if is_url(path):
-            return ShardEntry(name_of(path), len(index.keys), self.files.remote(path).nbytes, index.digest)
+            return ShardEntry(name_of(path), len(index.keys), self.files.get(path).nbytes, index.digest)
         return entry_of(path, index)
 
 
 def load_finished(
-    shards: Mapping[str, tuple[ListedCounts | None, Mapping[str, Any] | None]], files: Files | None = None
+    shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
     """Load the indexes of finished shards.
 
@@ -133,8 +130,8 @@ def load_finished(
             with contextlib.suppress(OSError):  # `load_whole` reports it
                 files.expect(path)
             index = load_whole(path)
-        if listed is not None:
-            check_listed(path, listed, num_samples=len(index.keys), digest=index.digest)
+        if listed is not None and listed.entry is not None:
+            check_listed(path, listed.entry, listed.manifest, num_samples=len(index.keys), digest=index.digest)
         indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=fingerprint)
     return FinishedShards(indexes, files)
 
@@ -142,12 +139,12 @@ def load_finished(
 def _load_remote(urls: list[str], files: Files) -> dict[str, ShardIndex]:
     if not urls:
         return {}
-    from wds_tensorcache.shards.remote.find_index import FindIndex
+    from wds_tensorcache.shards.remote_indexes import RemoteIndexes
     from wds_tensorcache.storage.remote.fetch import run_all
 
     def load(url: str) -> ShardIndex:
         try:
-            index = FindIndex().load(url, files, may_scan=False)
+            index = RemoteIndexes().load(files.get(url), may_scan=False)
         except FormatError as exc:
             raise exc.at(shown(url)) from exc
         if index is None:
@@ -186,9 +183,7 @@ def take_over(
         check_same(shown(path), index.fingerprint, fingerprint)
         entry, before = finished.entry(path), listed.entries.get(name)
         if before is not None and before.nbytes == entry.nbytes:  # an entry with another length is only stale
-            check_listed(
-                path, ListedCounts(manifest=folder.locate(MANIFEST), digest=before.digest), digest=index.digest
-            )
+            check_listed(path, before, folder.locate(MANIFEST), digest=index.digest)
         is_listed = manifest is None or entry.is_listed(before)
         if not is_listed:
             unlisted[entry] = index

@@ -12,8 +12,8 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import IndexBuilder
 from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.names import NamedKey
-from wds_tensorcache.shards.tar.headers import END_OF_ARCHIVE
-from wds_tensorcache.shards.tar.packed_sample import PackedSample
+from wds_tensorcache.shards.packed_sample import PackedSample
+from wds_tensorcache.shards.tar import END_OF_ARCHIVE
 from wds_tensorcache.storage.output import Output
 
 __all__ = ["UnfinishedShard"]

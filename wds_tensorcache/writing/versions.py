@@ -18,7 +18,7 @@ from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.find_shards import find_shards
-from wds_tensorcache.reading.lookup.keys import respelled
+from wds_tensorcache.reading.positions import respelled
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.files import Files
@@ -122,10 +122,10 @@ class OldCache:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         check_local(folder, "the old cache of a version")
         self.folder = os.fsdecode(folder)
-        shards = find_shards(self.folder, copies=True)
+        shards = find_shards(self.folder, copies=True).shards
         if not os.path.isdir(self.folder):
             raise ValueError(f"{self.folder!r} is not a folder; expected the folder of a cache")
-        self.shards = load_finished({path: (listed, fingerprint) for path, listed, fingerprint in shards})
+        self.shards = load_finished({shard.path: (shard, shard.fingerprint) for shard in shards})
         self.urls = {path: os.path.relpath(path, self.folder).replace(os.sep, "/") for path in self.shards.indexes}
 
     def next_urls(self, name: str | None) -> Iterator[str]:

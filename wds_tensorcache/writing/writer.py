@@ -30,10 +30,10 @@ from wds_tensorcache.shards.names import (
     is_plain_key,
     member_suffix,
 )
-from wds_tensorcache.shards.tar.packed_sample import PackedSample, pack
+from wds_tensorcache.shards.packed_sample import PackedSample, pack
 from wds_tensorcache.storage.folder import folder_of
-from wds_tensorcache.storage.remote.urls import shown
 from wds_tensorcache.storage.threads import Threads
+from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, take_over

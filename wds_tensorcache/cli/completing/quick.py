@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.names import SKELETON, split_member
-from wds_tensorcache.shards.tar.headers import Scanner
+from wds_tensorcache.shards.tar import Scanner
 
 __all__ = ["MAX_COMPLETIONS", "complete_quickly"]
 

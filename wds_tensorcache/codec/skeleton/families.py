@@ -18,7 +18,7 @@ from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype
 from wds_tensorcache.codec.header import Layout, plan_member
 from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.template import MAX_PARTS, Template, item_getter, learn
-from wds_tensorcache.codec.tensor_bytes import PLAIN, StorableTensor, describe_tensor, view_plain
+from wds_tensorcache.codec.storable import PLAIN, StorableTensor, describe_tensor, view_plain
 
 __all__ = ["Family", "Written", "family_of"]
 
@@ -147,7 +147,7 @@ def family_of(sample: Any) -> Family | None:
 def _learn_form(sample: Any, body: bytes, tensors: list[StorableTensor]) -> _Form | None:
     template = learn(body, 0)
     parts = None if template is None else template.take_apart(sample)
-    # Hazard: another thread may have changed the sample after `body` was written.
+    # Another thread may have changed the sample after `body` was written.
     if template is None or parts is None or template.fill(parts) != body:
         return None
     wide_first = sorted(
@@ -155,7 +155,7 @@ def _learn_form(sample: Any, body: bytes, tensors: list[StorableTensor]) -> _For
     )
     return _Form(
         template=template,
-        select_tensors=item_getter([number for number, _ in wide_first]),
+        select_tensors=item_getter([position for position, _ in wide_first]),
         tensors=tuple([(type(parts[n]), t.name, t.true, _plain_dtype(parts[n], t.true)) for n, t in wide_first]),
         references=tuple([tensor.reference for _, tensor in wide_first]),
     )

@@ -1,6 +1,6 @@
 """Limits on the work of a reader (FORMAT.md 2.6): nesting, bytes that calls copy, parts of dict keys and set elements.
 
-Hazard: a pickle can fetch an object from its memo again and again, so a short skeleton can pass one long string to many
+A pickle can fetch an object from its memo again and again, so a short skeleton can pass one long string to many
 calls, or one long key to many dicts. The author of a file can also choose keys other than str and bytes whose hashes collide,
 so that building a dict takes time quadratic in its length. Costs are therefore counted before anything is built.
 """
@@ -33,7 +33,7 @@ __all__ = [
 
 MAX_DEPTH = 200  # of containers in containers
 MAX_DEQUES = 1000  # of one skeleton
-# Hazard: for longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.
+# For longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.
 MAX_BITS = 4096
 MAX_KEY_PARTS = 10_000  # of one skeleton
 LONG_TEXT = 1000  # characters or bytes of a key that count as one part
@@ -97,7 +97,7 @@ def _count_parts(key: Any, limit: int) -> int:
     todo = [(key, 1)]
     while todo and count <= limit:
         value, depth = todo.pop()
-        if depth > MAX_DEPTH:  # Hazard: hash() overflows C's stack.
+        if depth > MAX_DEPTH:  # hash() would overflow C's stack
             raise FormatError(f"a dict key or set element nests more than {MAX_DEPTH} deep")
         if isinstance(value, (tuple, frozenset)):
             count += 1
@@ -113,7 +113,7 @@ def _count_parts(key: Any, limit: int) -> int:
             count += len(str(value)) // LONG_TEXT
         elif isinstance(value, (range, slice)):
             todo.extend((part, depth + 1) for part in (value.start, value.stop, value.step))
-        # Hazard: hashing takes time linear in a number's length, and converting an int to a Decimal quadratic time.
+        # Hashing takes time linear in a number's length, and converting an int to a Decimal quadratic time.
         elif (isinstance(value, int) and value.bit_length() > _MAX_KEY_BITS) or (
             isinstance(value, Decimal) and sys.getsizeof(value) > _MAX_DECIMAL_NBYTES
         ):

@@ -76,9 +76,9 @@ ATOM_WRITERS: dict[type, Callable[[Any], bytes]] = {
 }
 
 
-def write_get(number: int) -> bytes:
-    """Return the opcode that pushes object `number` of the memo, counted from 0."""
-    return pack("<BB", BINGET, number) if number < 256 else pack("<BI", LONG_BINGET, number)
+def write_get(index: int) -> bytes:
+    """Return the opcode that pushes object `index` of the memo."""
+    return pack("<BB", BINGET, index) if index < 256 else pack("<BI", LONG_BINGET, index)
 
 
-GETS = [write_get(number) for number in range(256)]
+GETS = [write_get(index) for index in range(256)]

@@ -3,7 +3,8 @@
 Python's own unpickler is unsafe even if `find_class` allows only listed names. It builds any object that its opcodes reach,
 allocates as much memory as the input claims to need, and lets callables escape as values. Here, no callable leaves this
 file: each fetched callable must be called. Builders check their arguments, and a length must not exceed the remaining bytes.
-To audit it, read this file, `types.py` and `limits.py`.
+To audit it, read this file, `types.py` and `limits.py`; and `template.py`, which reads only bodies that this file has accepted
+with other plain values.
 """
 
 from __future__ import annotations
@@ -306,7 +307,7 @@ _LENGTH_FIELDS = {code: (LENGTH_NBYTES[code], make) for make, codes in _MAKERS f
 
 
 def _refuse(op: int, pos: int) -> NoReturn:
-    names = {ord(known.code): known.name for known in pickletools.opcodes}
+    names = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
     hint = (
         "for classes that you trust, pass allow=[…]" if op in ALLOW_ONLY else "write the sample with tc.encode_sample"
     )

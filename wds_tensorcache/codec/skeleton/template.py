@@ -113,9 +113,9 @@ class Template:
             return MISS  # the interpreter raises the error of a truncated or damaged body
         return values if body[pos:] == self.segments[-1] else MISS
 
-    def build(self, made: list[Any]) -> Any:
-        """Return the object built from `made`, a list of all its values followed by all its tensors. The list is changed."""
-        return assemble(self.containers, made)
+    def build(self, parts: list[Any]) -> Any:
+        """Return the object built from `parts`, all of its values followed by all of its tensors. Changes the list."""
+        return assemble(self.containers, parts)
 
     def take_apart(self, sample: Any) -> list[Any] | None:
         """Return the parts of a sample; None if their containers do not match."""
@@ -128,7 +128,7 @@ class Template:
             if type(value) is not kind:
                 return None
             if kind is dict:
-                # Hazard: another thread may change the sample between two of these steps.
+                # another thread may change the sample between two of these steps
                 value = value.copy()
                 keys += value
                 parts += value.values()
@@ -162,23 +162,23 @@ class Template:
         return b"".join(written)
 
 
-def assemble(containers: Iterable[tuple[type, Any, Any]], made: list[Any]) -> Any:
-    """Build each container from items of `made`, append it to `made`, and return the last; for `containers`, see `Template`."""
-    for kind, keys, take in containers:
+def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> Any:
+    """Build each container from `parts`, append it to them, and return the last; for `containers`, see `Template`."""
+    for kind, keys, select in containers:
         if kind is dict:
-            made.append(dict(zip(keys, take(made), strict=True)))
+            parts.append(dict(zip(keys, select(parts), strict=True)))
         else:
-            made.append(kind(take(made)))
-    return made[-1]
+            parts.append(kind(select(parts)))
+    return parts[-1]
 
 
 def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
     """Return a function of a list that returns a tuple of its items at `indices`."""
     if not indices:
-        return lambda made: ()
+        return lambda items: ()
     if len(indices) == 1:
         (index,) = indices
-        return lambda made: (made[index],)
+        return lambda items: (items[index],)
     return itemgetter(*indices)
 
 

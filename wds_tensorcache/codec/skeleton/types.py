@@ -92,7 +92,7 @@ def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
         if not isinstance(cls, type):
             raise TypeError(f"allow= takes classes, got {cls!r}")
         key = cls.__module__, cls.__qualname__
-        # Hazard: a listed type in this table would be built without a check of its arguments.
+        # A listed type in this table would be built without a check of its arguments.
         if not (key in BUILDERS or cls in LISTED or cls in _NEVER_CALLED or issubclass(cls, np.dtype)):
             table[key] = cls
     return table
@@ -176,7 +176,7 @@ def _set_state(stack: list[Any], allow: Allowed, num_callables: int) -> int:
     target = stack[-1]
     refuse_callables(state, num_callables)
     name = type(target).__name__
-    # Hazard: the whole process shares classes and the members of Enums, so a state would change them for all of its code.
+    # The whole process shares classes and the members of Enums, so a state would change them for all of its code.
     if type(target) not in allow.values() or isinstance(target, Enum):
         raise UnsafeSkeletonError(f"BUILD on a {name}; expected an instance of a class in allow=, but not of an Enum")
     setstate = getattr(type(target), "__setstate__", None)
@@ -235,7 +235,7 @@ def _short(*numbers: int) -> tuple[int, ...]:
     return numbers
 
 
-# Hazard: C constructors trust the bytes of datetime's own pickles, so the fields are passed one by one, which checks them.
+# C constructors trust the bytes of datetime's own pickles, so the fields are passed one by one, which checks them.
 def _date(raw: bytes) -> date:
     high, low, month, day = raw
     return date(high << 8 | low, month, day)

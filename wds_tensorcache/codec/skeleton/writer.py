@@ -13,7 +13,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
-from itertools import count
+from itertools import chain, count
 from operator import itemgetter
 from typing import Any
 
@@ -34,7 +34,6 @@ from wds_tensorcache.codec.skeleton.limits import (
     call_cost,
 )
 from wds_tensorcache.codec.skeleton.opcodes import CODE
-from wds_tensorcache.codec.skeleton.tensor_names import RESERVED, component, join_path, place, short_component
 from wds_tensorcache.codec.skeleton.types import (
     FACTORIES,
     LISTED,
@@ -43,7 +42,8 @@ from wds_tensorcache.codec.skeleton.types import (
     Listed,
     reduction,
 )
-from wds_tensorcache.codec.tensor_bytes import StorableTensor, describe_tensor
+from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
+from wds_tensorcache.codec.tensor_names import RESERVED, component, join_path, place, short_component
 from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = ["SkeletonWriter"]
@@ -88,9 +88,9 @@ class SkeletonWriter:
         parts, gets = self._parts, self._gets
         if gets:
             memo = {}
-            for number, slot in enumerate(sorted(set(gets.values()))):
+            for index, slot in enumerate(sorted(set(gets.values()))):
                 parts[slot] = CODE[op.MEMOIZE]
-                memo[slot] = op.GETS[number] if number < len(op.GETS) else op.write_get(number)
+                memo[slot] = op.GETS[index] if index < len(op.GETS) else op.write_get(index)
             for index, slot in gets.items():
                 parts[index] = memo[slot]
         parts.append(CODE[op.STOP])
@@ -104,9 +104,9 @@ class SkeletonWriter:
         if (atom := op.ATOM_WRITERS.get(cls)) is not None:
             self._save_atom(value, cls, atom)
             return
-        known = self._slots.get(id(value))
-        if known is not None:
-            self._get(known[0])
+        slot = self._slots.get(id(value))
+        if slot is not None:
+            self._get(slot[0])
             self.shares_tensors |= id(value) in self._names
             return
         if depth > MAX_DEPTH and (cls in _NESTED or cls in self._classes):
@@ -142,11 +142,11 @@ class SkeletonWriter:
         self._parts.append(b"")
 
     def _save_atom(self, value: Any, cls: type, atom: Callable[[Any], bytes]) -> None:
-        parts, known = self._parts, self._texts.get(cls)
-        if known is None or len(value) < 2:  # a GET and its MEMOIZE would not be shorter
+        parts, texts = self._parts, self._texts.get(cls)
+        if texts is None or len(value) < 2:  # a GET and its MEMOIZE would not be shorter
             parts.append(atom(value))
             return
-        slot = known.setdefault(value, len(parts) + 1)
+        slot = texts.setdefault(value, len(parts) + 1)
         if slot < len(parts):
             self._get(slot)
         else:
@@ -222,10 +222,10 @@ class SkeletonWriter:
         if len(value) not in op.SHORT_TUPLES:
             self._parts.append(CODE[op.MARK])
         self._save_each(value, path, opaque, depth)
-        known = self._slots.get(id(value))
-        if known is not None:  # an item that contains this tuple has already written it
+        slot = self._slots.get(id(value))
+        if slot is not None:  # an item that contains this tuple has already written it
             self._parts.append(CODE[op.POP] * len(value) if len(value) in op.SHORT_TUPLES else CODE[op.POP_MARK])
-            self._get(known[0])
+            self._get(slot[0])
             return
         self._parts.append(CODE[op.SHORT_TUPLES.get(len(value), op.TUPLE)])
         if value:
@@ -251,19 +251,19 @@ class SkeletonWriter:
         atom = op.ATOM_WRITERS.get(type(value))
         if atom is not None:
             return atom(value), b""
-        known = self._canonicals.get(id(value))
-        if known is None:
+        canonical = self._canonicals.get(id(value))
+        if canonical is None:
             self._canonicals[id(value)] = (value, None)  # until its keys are known
             alone = SkeletonWriter(self._allow)
             alone._canonicals = self._canonicals
             alone.save(value, path, count(), depth)
             tensors = alone.tensors.values()
             content = alone.body() + b"".join(bytes(tensor.flat) for tensor in tensors)
-            known = value, (content, b"".join(f"{t.true.stored}{list(t.shape)}".encode() for t in tensors))
-            self._canonicals[id(value)] = known
-        if known[1] is None:
+            canonical = value, (content, b"".join(f"{t.true.stored}{list(t.shape)}".encode() for t in tensors))
+            self._canonicals[id(value)] = canonical
+        if canonical[1] is None:
             raise EncodeError(f"{place(path)}: a set is contained in one of its elements; use a list")
-        return known[1]
+        return canonical[1]
 
     def _save_defaultdict(self, factory: Any, path: str) -> None:
         if factory is not None and factory not in FACTORIES:
@@ -321,7 +321,8 @@ class SkeletonWriter:
             path = join_path(path, f"@{next(opaque or count())}")
         if path in self.tensors or path == RESERVED:
             base = "%5F_metadata__" if path == RESERVED else path
-            path = next(name for number in count(1) if (name := _numbered(base, number)) not in self.tensors)
+            names = chain([base], (f"{base}~{index}" for index in count(2)))
+            path = next(name for name in names if name not in self.tensors)
         stored.name, stored.reference = path, reference_text(stored.kind, path, stored.true.attribute)
         self.tensors[path] = stored
         self._global("builtins", "format")
@@ -362,10 +363,6 @@ class SkeletonWriter:
         if state is not None:
             self.save(state, path, inside, depth + 1)
             self._parts.append(CODE[op.BUILD])
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}~{number}"
 
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)

@@ -11,7 +11,7 @@ from typing import Any
 
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.skeleton.tensor_names import component
+from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.codec.tree import flatten, map_leaves
 from wds_tensorcache.inspecting.report.pictures import Planes, fit_png, planes_of
 from wds_tensorcache.inspecting.report.survey import READ_ERRORS, Mark, Survey, Values, load_planes

@@ -19,7 +19,7 @@ from wds_tensorcache.inspecting.report.texts import number, visible, words
 from wds_tensorcache.inspecting.tensors_ahead import NUM_AHEAD, pool_for
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.description import TensorDescription
-from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.storage.threads import run_in_order
 
 __all__ = ["cards_of", "file_limits", "overview"]

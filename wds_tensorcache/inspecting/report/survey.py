@@ -16,7 +16,7 @@ from wds_tensorcache.inspecting.report.pictures import Colors, Planes, fit_color
 from wds_tensorcache.inspecting.report.texts import visible
 from wds_tensorcache.inspecting.tensors_ahead import tensors_ahead
 from wds_tensorcache.inspecting.values import Moments, ValueStatistics, as_numbers, read_parts
-from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.description import Description
 
 __all__ = ["MAX_TENSORS", "READ_ERRORS", "Mark", "Survey", "Values", "load_planes"]

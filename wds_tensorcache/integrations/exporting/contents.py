@@ -17,13 +17,13 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import StoredTensor
 from wds_tensorcache.codec.lazy import Lazy, LazyTensor
-from wds_tensorcache.codec.preamble import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import EncodedSample, decode_body, encode_views
-from wds_tensorcache.codec.skeleton.tensor_names import component, join_path
+from wds_tensorcache.codec.tensor_names import component, join_path
 from wds_tensorcache.codec.tree import SEQUENCES
 from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.integrations.exporting.structure import STRUCTURE, build_structure, file_names

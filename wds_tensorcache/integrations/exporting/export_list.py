@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.storage.atomic import write_atomically
 
 __all__ = ["LIST", "ExportList", "ExportedSample", "identify", "parse_list", "write_list"]

@@ -20,10 +20,10 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.header import StoredTensor, parse_header
-from wds_tensorcache.codec.preamble import parse_preamble
 from wds_tensorcache.codec.sample import EncodedSample, decode_members
-from wds_tensorcache.codec.skeleton.tensor_names import RESERVED
+from wds_tensorcache.codec.tensor_names import RESERVED
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.exporting.widening import WIDENED, narrow_again
 

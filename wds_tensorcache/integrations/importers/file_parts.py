@@ -19,7 +19,7 @@ from wds_tensorcache.integrations.importers.crc import crc32
 from wds_tensorcache.integrations.importers.safe_files import REMEDY, dtype_of
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pickles.pth_index import TensorPart, index_pth
-from wds_tensorcache.shards.tar.expansion import max_expanded
+from wds_tensorcache.shards.expansion import max_expanded
 
 __all__ = ["index_torch", "list_zip", "read_parts", "read_row", "read_tensor", "view_zip_file"]
 

@@ -21,7 +21,7 @@ from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import NamedKey, hashed_key, safe_key
 from wds_tensorcache.storage.folder import folder_of
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 

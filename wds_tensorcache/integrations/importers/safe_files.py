@@ -28,7 +28,7 @@ from wds_tensorcache.integrations.pickles.arrays import ArrayReader, decode_pick
 from wds_tensorcache.integrations.pickles.pth import load_pth
 from wds_tensorcache.integrations.pickles.pth_plans import view_pth
 from wds_tensorcache.integrations.pickles.zip_list import ZippedFile, list_zipped
-from wds_tensorcache.shards.tar.expansion import max_expanded
+from wds_tensorcache.shards.expansion import max_expanded
 
 __all__ = [
     "REMEDY",

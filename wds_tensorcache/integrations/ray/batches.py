@@ -23,7 +23,7 @@ __all__ = ["ray_collate", "ray_from_torch", "ray_sample", "ray_table", "ray_to_t
 
 
 def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
-    """Return the nested sample of one row of a dataset that `tc.read_ray` made.
+    """Return the nested sample of one row of a dataset that `read_ray` made.
 
     Tensors have their own dtypes again, for example bfloat16, and small values their own types. A tensor is left out if its
     column is null or was dropped. Changed columns replace values of the sample, and new columns become new items of it. A row
@@ -63,7 +63,7 @@ def _owned(sample: Any) -> Any:
 def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
     """Return a collate function for `ds.iter_torch_batches`, which gives batches bfloat16 and other dtypes of torch.
 
-    Batches are those of `tc.ray_to_torch`. Ray moves them to a device only if all their columns are tensors: select such
+    Batches are those of `ray_to_torch`. Ray moves them to a device only if all their columns are tensors: select such
     columns first, or move the tensors yourself.
 
     Args:
@@ -82,7 +82,7 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
     """Return the columns of a batch as torch tensors, in functions of `ds.map_batches` for example.
 
     Args:
-        batch: Batch of a dataset that `tc.read_ray` made, in any of Ray's formats: numpy, pandas or pyarrow.
+        batch: Batch of a dataset that `read_ray` made, in any of Ray's formats: numpy, pandas or pyarrow.
         dtypes: Dtypes of tensors by column, for batches without the column `__tensorcache__`, which records them.
 
     Returns:
@@ -137,8 +137,8 @@ def ray_table(
 ) -> Any:
     """Return a block of a dataset, a `pyarrow.Table`, with one row for each nested sample.
 
-    Return it from a function of `ds.map_batches` to hand tensors of any dtype to `tc.write_ray`. The columns are those of
-    `tc.read_ray`.
+    Return it from a function of `ds.map_batches` to hand tensors of any dtype to `write_ray`. The columns are those of
+    `read_ray`.
 
     Args:
         keys: Key of each sample.

@@ -1,4 +1,4 @@
-"""`tc.build_ray`: a cache built by actors on a cluster, each with a model."""
+"""`build_ray`: a cache built by actors on a cluster, each with a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder
 from wds_tensorcache.integrations.ray.write import WRITER_OPTIONS, folder_of, open_written
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.fingerprint import as_fingerprint
-from wds_tensorcache.storage.remote.urls import shown
+from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 __all__ = ["build_ray"]
@@ -50,7 +50,7 @@ def build_ray(
     Args:
         ds: A `ray.data.Dataset` of the items.
         model: Class, or other callable, that makes the model. Each actor calls it once, with `model_args` and `model_kwargs`.
-            The model is called with a batch, as `tc.ray_to_torch` returns it: tensors `[B, …]` or lists of B values by column.
+            The model is called with a batch, as `ray_to_torch` returns it: tensors `[B, …]` or lists of B values by column.
             It returns nested dicts of tensors, arrays and lists `[B, …]`, or a list of B samples, as `fn` of `tc.build` does.
         out: A folder that the driver and all nodes share, or a url, as for `write_ray`.
         fingerprint: Description of how the model makes the samples, as for `tc.build`. A folder with another one is refused.

@@ -1,4 +1,4 @@
-"""`tc.read_ray`: a cache as a dataset of Ray."""
+"""`read_ray`: a cache as a dataset of Ray."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from wds_tensorcache.integrations.ray.rows.bits import to_bits
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
 from wds_tensorcache.reading.join import JoinedCache
-from wds_tensorcache.reading.lookup.positions import by_shard, spread
 from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.positions import by_shard, spread
 from wds_tensorcache.reading.schema import TensorSchema
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def read_ray(
     """Return a cache as a `ray.data.Dataset` with one row for each sample.
 
     A row has the column `__key__`, a column for each tensor, by its name in `tc.flatten`, and a column for each small value, by
-    its path, such as `cond.0.prompt`. `tc.ray_sample(row)` rebuilds the nested sample, from the column `__tensorcache__`.
+    its path, such as `cond.0.prompt`. `tc.ray.ray_sample(row)` rebuilds the nested sample, from the column `__tensorcache__`.
 
     The columns of tensors have Ray's tensor types: of one shape, or ragged if shapes differ. bfloat16 is uint16 and an 8-bit
-    float is uint8, bit for bit; `ds.iter_torch_batches(collate_fn=tc.ray_collate())` gives tensors of bfloat16. Complex numbers
+    float is uint8, bit for bit; `ds.iter_torch_batches(collate_fn=ray_collate())` gives tensors of bfloat16. Complex numbers
     have a last dimension of 2, and texts one of bytes or code points. If some samples lack a tensor, the
     column is ragged, and null there; batches of numpy and pandas have an empty array in place of null. If a tensor's number of
     dimensions or dtype differs, the column consists of Python objects.

@@ -1,4 +1,4 @@
-"""`tc.write_ray`: a dataset of Ray as a cache."""
+"""`write_ray`: a dataset of Ray as a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.remote.urls import is_url, join_url
+from wds_tensorcache.storage.urls import is_url, join_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -50,8 +50,8 @@ def write_ray(
     is killed is run again by Ray; only the shards of the attempt that succeeded are listed, and the rest are deleted. So no
     sample is lost, and none is doubled.
 
-    Rows of `tc.read_ray` become the nested samples that they were, with changed columns, new columns and without dropped ones;
-    bfloat16 and other dtypes are exact. `tc.ray_table` makes such rows of any samples. In any other dataset, a row becomes a
+    Rows of `read_ray` become the nested samples that they were, with changed columns, new columns and without dropped ones;
+    bfloat16 and other dtypes are exact. `ray_table` makes such rows of any samples. In any other dataset, a row becomes a
     dict, nested at the dots of the columns' names, with arrays as torch tensors. Columns whose names begin with a dot, such as
     `.jpg` and `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
 
@@ -64,7 +64,7 @@ def write_ray(
             old ones are deleted. It also removes what a killed write left.
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
-        fingerprint: As for `ShardWriter`. Rows of `tc.read_ray` need one if the cache that was read has one, because functions
+        fingerprint: As for `ShardWriter`. Rows of `read_ray` need one if the cache that was read has one, because functions
             of the dataset may have changed the samples: pass that of the cache, a new one, or `{}` to leave it out.
         max_samples: Maximum number of samples in a shard.
         min_samples: Minimum number of rows of a task, except for the last one. By default, each block of the dataset, or each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,20 +12,21 @@ from torch.utils.data import get_worker_info
 
 from wds_tensorcache.codec.lazy import Lazy, check_device
 from wds_tensorcache.codec.skeleton.template import assemble
-from wds_tensorcache.codec.tree import map_leaves, rebuild
+from wds_tensorcache.codec.tree import flatten, map_leaves, rebuild
 from wds_tensorcache.codec.views import check_array
-from wds_tensorcache.errors import BatchError, FormatError
+from wds_tensorcache.errors import BatchError, FormatError, list_names
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Pad, PadValue, as_collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, lacks_any
 from wds_tensorcache.reading.batch.leaves import Leaves
-from wds_tensorcache.reading.batch.other_values import Decoded
 from wds_tensorcache.reading.batch.padding import Padding, fill_paddings, filler_of, padded_shape
 from wds_tensorcache.reading.batch.placement import Placement, nbytes_of, place_equal, place_in_turn
 from wds_tensorcache.reading.batch.read import read_rows
-from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, columns_of
+from wds_tensorcache.reading.batch.request import NewNames, Request, columns_of
+from wds_tensorcache.reading.batch.values import Decoded
+from wds_tensorcache.reading.structure import put
 
-__all__ = ["nest_batch", "read_batch", "read_tensors"]
+__all__ = ["nest_tensors", "read_batch", "read_tensors"]
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +38,7 @@ def read_batch(
     if callable(collate):
         return collate(_read_samples(request, pin, device))
     try:
-        return nest_batch(request, *_read_tensors(request, device, pin, collate, pad_value, WAYS))
+        return _nest(request, *_read_tensors(request, device, pin, collate, pad_value, WAYS))
     except (NewNames, BatchError) as exc:
         if isinstance(exc, BatchError) and not request.find_names():
             raise
@@ -55,25 +57,42 @@ def read_tensors(
         return read_tensors(request.again(), device, pin, collate, pad_value)
 
 
-def nest_batch(
-    request: Request,
-    tensors: Mapping[str, Any],
-    layouts: Layouts,
-    structure: Structure | None = None,
-) -> Any:
+def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
+    """Return a batch with `tensors` by name, and without its other tensors; see `Cache.nest`."""
+    kept = request.keeping(tuple(sorted(tensors)))
+    layouts = kept.layouts()
+    others = [name for name in tensors if not layouts.chosen or name not in layouts.chosen[0]]
+    present = {name for layout in layouts.items for name in layout.named}
+    missing = [name for name in others if name not in present and name in request.schema()]
+    kept = replace(kept, fixed=tuple(dict.fromkeys([*missing, *kept.fixed])))
+    structure = kept.structures.structure_for(layouts, kept.fixed)
+    for name in others:
+        if name not in structure.names:
+            has = list_names(flatten(request.sample(0)), name)
+            raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {has}")
+    return _nest(kept, tensors, layouts)
+
+
+def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any:
     """Return a batch with the structure of its samples, and with `tensors`, by name."""
-    structure = structure or request.structures.structure_for(layouts, request.fixed)
+    structure = request.structures.structure_for(layouts, request.fixed)
     decoded = Decoded(request, layouts, structure)
-    may_lack = layouts.is_mixed or structure.nones
+    may_lack = layouts.is_mixed or structure.has_missing
     if not structure.is_plain or get_worker_info() is not None or (may_lack and lacks_any(layouts, structure.names)):
         # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
         # skeleton tells whether there is None in its place.
         decoded.check()
     if structure.visits is not None:
         names, paths, containers = structure.visits
-        return assemble(containers, [*map(tensors.__getitem__, names), *map(partial(Leaves, decoded), paths)])
-    wanted = request.structures.wanted
-    return map_leaves(structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted)
+        batch = assemble(containers, [*map(tensors.__getitem__, names), *map(partial(Leaves, decoded), paths)])
+    else:
+        wanted = request.structures.wanted
+        batch = map_leaves(
+            structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted
+        )
+    for name in layouts.chosen[0] if layouts.chosen else ():
+        put(batch, name, tensors[name])
+    return batch
 
 
 def _read_tensors(
@@ -183,7 +202,7 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
     names = [
         name for name in filter(wanted, layouts.items[0].named) if all(name in layout.named for layout in layouts.items)
     ]
-    columns = Columns(names, layouts.items)
+    columns = Columns(names, layouts)
     if columns.sizes is not None:
         placement = place_equal(columns.sizes, len(request.rows))
     else:

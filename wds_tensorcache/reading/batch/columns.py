@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from wds_tensorcache.codec.header import Form, Layout, StoredTensor
 from wds_tensorcache.codec.reference import Reference, reference_text, resolve
-from wds_tensorcache.codec.sample import names_in
-from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.codec.tree import flatten, further_names
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
@@ -20,9 +19,10 @@ from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 if TYPE_CHECKING:
     from wds_tensorcache.reading.schema import TensorSchema
 
-__all__ = ["Columns", "Layouts", "check_stackable", "lacks_any", "layouts_of"]
+__all__ = ["Columns", "Layouts", "check_stackable", "lacks_any", "layouts_of", "with_chosen"]
 
 Array = np.ndarray[Any, Any]
+_Item = TypeVar("_Item")
 _ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a layout lacks
 
 
@@ -34,13 +34,16 @@ class Layouts:
         rows: Samples of the batch.
         items: Distinct layouts, starting with the first sample's.
         which: Index into `items` for each sample, int64 `[B]`.
-        is_mixed: True if the samples of the batch differ in the names of their tensors.
+        is_mixed: True if the samples of the batch differ in the names of their tensors, besides alternatives.
+        chosen: For each item, the stored name of each chosen tensor by its name in the batch, None if the samples have none of
+            its alternatives. Samples of one layout with other choices have another item. Empty without `choose=`.
     """
 
     rows: Rows
     items: Sequence[Layout]
     which: Array
     is_mixed: bool = False
+    chosen: Sequence[Mapping[str, str | None]] = ()
 
     def key(self, number: int) -> str:
         """Return the key of the first sample with layout `number`."""
@@ -100,7 +103,7 @@ def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list
             references = {lazy.name: lazy._reference for lazy in flatten(sample).values()}
             tensors = {name: tensor for name, tensor in layout.tensors.items() if name in references}
             texts = tuple(reference_text(references[name].kind, name, references[name].attribute) for name in tensors)
-            further = names_in(sample)
+            further = further_names(sample)
             key = id(layout), texts, further
         if key not in numbers:
             numbers[key] = len(result)
@@ -126,6 +129,7 @@ class Columns:
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
         sizes: Bytes of each tensor, if equal in all layouts; else None.
+        has_absent: True if no layout has one of the tensors.
         bools: `(tensor, layout)`, both as indices, of each bool tensor; the bytes of these tensors must be checked.
         references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; set by `resolve`, like
             `first`, `shapes`, `limits` and `limit`.
@@ -141,13 +145,15 @@ class Columns:
     limits: list[int]
     limit: int
 
-    def __init__(self, names: Sequence[str], layouts: Sequence[Layout]) -> None:
-        self.names = tuple(names)
-        self.numbers = {name: number for number, name in enumerate(names)}
-        self.layouts = layouts
+    def __init__(self, names: Sequence[str], layouts: Layouts) -> None:
+        # a chosen tensor is a column whose stored tensor differs by sample
+        self.names = (*names, *(layouts.chosen[0] if layouts.chosen else ()))
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        self.layouts = layouts.items
         self.references = []
-        stored = [[layout.named.get(name, _ABSENT) for layout in layouts] for name in names]
-        shape = (len(names), len(layouts))
+        named = with_chosen([layout.named for layout in layouts.items], layouts)
+        stored = [[tensors.get(name, _ABSENT) for tensors in named] for name in self.names]
+        shape = (len(self.names), len(layouts.items))
         self.begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
         self.nbytes = np.array([[one.end for one in each] for each in stored], np.int64).reshape(shape) - self.begin
         is_uniform = bool((self.nbytes == self.nbytes[:, :1]).all())
@@ -158,6 +164,7 @@ class Columns:
             for layout, one in enumerate(each)
             if one.dtype == "BOOL"
         ]
+        self.has_absent = any(all(one is _ABSENT for one in each) for each in stored)
 
     def resolve(self, layouts: Layouts, schema: Mapping[str, TensorSchema]) -> None:
         """Resolve the reference of each tensor in each layout. `schema` describes tensors that no layout has.
@@ -165,7 +172,7 @@ class Columns:
         Raises:
             BatchError: A tensor's kind or dtype differs between layouts.
         """
-        texts = [layout.named_texts for layout in layouts.items]
+        texts = with_chosen([layout.named_texts for layout in layouts.items], layouts)
         self.first = []
         for name in self.names:
             references = [
@@ -223,10 +230,28 @@ class Columns:
             )
         if lacking is not None:
             at, first = self.present(tensor)[0]
+            remedy = "use collate='list' or 'pad' for this tensor, or do not select it"
+            if any(part.isdecimal() for part in first.name.split(".")):
+                # the index may lie after the end of a shorter list, and a batch has one structure
+                remedy = (
+                    "do not select this tensor, use read_tensors(…, collate='list'), or collate with a function; if None "
+                    "is in its place, collate='list' and 'pad' work too"
+                )
             raise BatchError(
-                f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; "
-                "use collate='list' or 'pad' for this tensor, or do not select it"
+                f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; {remedy}"
             )
+
+
+def with_chosen(by_name: list[dict[str, _Item]], layouts: Layouts) -> list[dict[str, _Item]]:
+    """Return the items of each layout's tensors by name, with those of the chosen tensors under their names in the batch."""
+    for at, chosen in enumerate(layouts.chosen):
+        stored_items, by_name[at] = by_name[at], dict(by_name[at])
+        for name, stored in chosen.items():
+            if stored is not None:
+                by_name[at][name] = stored_items[stored]
+            else:
+                by_name[at].pop(name, None)
+    return by_name
 
 
 def is_paddable(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -10,10 +10,8 @@ import numpy as np
 
 from wds_tensorcache.reading.batch.columns import Columns, Layouts
 from wds_tensorcache.reading.batch.placement import Placement
-from wds_tensorcache.reading.remote.fetch_batch import BatchFetch, add_skeleton
-from wds_tensorcache.reading.remote.local_copies import read_local_copies
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.storage.gather import Ranges, gather, runs
+from wds_tensorcache.storage.gather import Ranges, gather
 
 __all__ = ["read_rows"]
 
@@ -37,26 +35,17 @@ def read_rows(
     ranges = Ranges(rows.number, rows.begin + columns.begin[:, which], nbytes, placement.row_array)
     numbers: Iterable[int] = map(itemgetter(0), rows.by_shard)
     if store.has_remote and (is_remote := store.are_remote[rows.number]).any():
+        from wds_tensorcache.reading.remote_batches import read_remote_rows
+
         far = np.flatnonzero(is_remote)
         wanted = sorted(set(skeletons).intersection(far.tolist()).difference(rows.fetched))
-        if not read_local_copies(store, rows, ranges.select(far), wanted, memory):
-            _fetch(layouts, ranges.select(far), wanted, memory)
+        extents = {
+            i: (number, *store.shards[number].skeleton_extent(rows.row.item(i)))
+            for i, number in zip(wanted, rows.number[wanted].tolist(), strict=True)
+        }
+        rows.fetched.update(read_remote_rows(store, ranges.select(far), extents, memory))
         ranges = ranges.select(~is_remote)
         numbers = [number for number in numbers if not store.are_remote[number]]
     files = {number: rows.shards[number].file for number in numbers}
     if files and placement.nbytes:
         gather(files, ranges, memory, store.num_threads, store.executor)
-
-
-def _fetch(layouts: Layouts, ranges: Ranges, skeletons: Iterable[int], memory: Array) -> None:
-    """Fetch ranges of remote shards, with the skeletons of some samples, by their positions in the batch."""
-    rows = layouts.rows
-    shards: Any = rows.shards
-    fetch = BatchFetch()
-    for number, begin, buffers in runs(ranges, memory):
-        fetch.add_into(shards[number], begin, buffers)
-    fetched: dict[int, bytes] = {}
-    for i in skeletons:
-        add_skeleton(fetch, i, shards[rows.number.item(i)], rows.row.item(i), fetched)
-    fetch.run()
-    rows.fetched.update(fetched)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from wds_tensorcache.codec.header import Form, Layout
+from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
 from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, names_of, project, separate
@@ -15,10 +16,10 @@ from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.schema import TensorSchema, whole_schema
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.reading.structure import insert
+from wds_tensorcache.reading.structure import drop_none, insert
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["NewNames", "Request", "Structure", "Structures", "Variant", "check_names", "columns_of", "keep_known"]
+__all__ = ["NewNames", "Request", "Structure", "Structures", "check_names", "columns_of", "keep_known"]
 
 _MAX_KNOWN = 64
 _NUM_WITH_VALUES = 16
@@ -28,21 +29,6 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 class NewNames(Exception):
     """Signal that an old index lacks names of a skeleton. The shard has another index now: read the batch again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Another template than that of a batch's structure. Its samples have this structure, but may lack tensors.
-
-    Attributes:
-        template: The template.
-        nones: Indices of the values that must be None, because the batch may have tensors in their places.
-        slots: As `Structure.slots`.
-    """
-
-    template: Template
-    nones: tuple[int, ...]
-    slots: dict[Path, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +43,8 @@ class Structure:
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
             `Template`. None if the sample matches no template, or lacks tensors.
         is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
-        nones: Paths of the tensors that the sample lacks; it has None or nothing there.
-        slots: For each path that was looked up, the index of the template's value at that path; None for a container; -1 for a
-            tensor, or if the sample has nothing there.
-        variants: Other templates of samples that have this structure, by the ids of the templates.
+        has_missing: True if the sample itself lacks tensors of the batch.
+        variants: Templates of samples that have this structure, by their ids; see `values.py`.
     """
 
     sample: Any
@@ -68,9 +52,8 @@ class Structure:
     template: Template | None
     visits: _Visits | None
     is_plain: bool
-    nones: tuple[Path, ...] = ()
-    slots: dict[Path, int | None] = field(default_factory=dict)
-    variants: dict[int, Variant] = field(default_factory=dict)
+    has_missing: bool = False
+    variants: dict[int, Any] = field(default_factory=dict)
 
 
 class Structures:
@@ -82,16 +65,18 @@ class Structures:
 
     Args:
         wanted: Function that returns whether the tensor with a name is selected; None if all tensors are.
+        optional: Names of tensors that are not selected, and that some samples lack.
 
     Attributes:
         columns: Columns of batches with few layouts, by the ids of the layouts and the names that the batch must have.
-        chosen: Structures of the same samples with chosen alternatives; see `reading/choose.py`.
+        views: Structures of the same samples with fewer tensors, by the names of these or by the alternatives left out.
     """
 
-    def __init__(self, wanted: Wanted | None) -> None:
+    def __init__(self, wanted: Wanted | None, optional: Iterable[str] = ()) -> None:
         self.wanted = wanted
+        self.optional = tuple(optional)
         self.columns: dict[tuple[Any, ...], Columns] = {}
-        self.chosen: dict[Any, Structures] = {}
+        self.views: dict[Any, Structures] = {}
         # number of next batches from remote shards that fetch all skeletons together with the tensors
         self.num_with_values = 0
         # by the id of the template, which the value refers to, and the names of missing tensors
@@ -99,13 +84,27 @@ class Structures:
         # the value refers to the form, so the id is not reused
         self._by_form: dict[Any, tuple[Form, tuple[str, ...]]] = {}
 
+    def narrowed(self, names: tuple[str, ...]) -> Structures:
+        """Return the structures of the same samples with only these tensors."""
+        view = self.views.get(names)
+        if view is None:
+            view = copy.copy(self)
+            Structures.__init__(view, lambda name: name in names and (self.wanted is None or self.wanted(name)))
+            keep_known(self.views, names, view)
+        return view
+
     def note_values(self) -> None:
         """Record that the values of a batch are used."""
         self.num_with_values = _NUM_WITH_VALUES
 
     def selected(self, sample: Any) -> Any:
-        """Return a sample with only its selected tensors."""
-        return sample if self.wanted is None else project(sample, self.wanted)
+        """Return a sample with only its selected tensors, and without None in place of one that is not selected."""
+        if self.wanted is None:
+            return sample
+        sample = project(sample, self.wanted)
+        for name in self.optional:
+            drop_none(sample, name)
+        return sample
 
     def find_base(self, layouts: Layouts) -> int:
         """Return the first sample of the batch that has most selected tensors, and among these most tensors."""
@@ -142,11 +141,10 @@ class Structures:
     def _structure(self, layouts: Layouts, base: int, template: Template | None, missing: tuple[str, ...]) -> Structure:
         raw = layouts.rows.sample(base)
         check_names(layouts.rows, base, raw)
-        sample, wanted = self.whole(raw, layouts.items[layouts.which.item(base)]), self.wanted or (lambda name: True)
-        nones = []
+        sample, wanted = self.whole(raw), self.wanted or (lambda name: True)
         for name in missing:
             try:
-                sample, path = insert(sample, name)
+                sample = insert(sample, name)
             except ValueError as exc:
                 if not wanted(name):
                     continue
@@ -156,14 +154,13 @@ class Structures:
                     f"{layouts.rows.key(base)!r} has none, and not None in its place; select the tensors that all samples "
                     "have, filter by entry.shapes, or collate with a function"
                 ) from exc
-            nones.append(path)
         names = tuple(filter(wanted, names_of(sample)))
         is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in names)
         visits = _visits_of(sample, wanted) if template is not None and not missing else None
-        return Structure(sample, names, template, visits, is_plain, tuple(nones))
+        return Structure(sample, names, template, visits, is_plain, bool(missing))
 
-    def whole(self, sample: Any, layout: Layout) -> Any:
-        """Return a sample with the structure that the batch has if all tensors are selected. `layout` is that of the sample."""
+    def whole(self, sample: Any) -> Any:
+        """Return a sample with the structure that the batch has if all tensors are selected."""
         return separate(sample)[0]
 
     def names_for(self, layouts: Layouts, fixed: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
@@ -282,6 +279,10 @@ class Request:
         shard = self.rows.shards[self.rows.number.item(0)]
         return () if not isinstance(shard, Shard) or shard.knows_template(self.rows.row.item(0)) else (0,)
 
+    def keeping(self, names: tuple[str, ...]) -> Request:
+        """Return the request of the same samples with only these tensors."""
+        return replace(self, structures=self.structures.narrowed(names))
+
     def in_view(self, store: Store, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
         """Return the request of the same samples in another view of the cache."""
         return Request(store, self.rows, structures, fixed)
@@ -308,9 +309,9 @@ class Request:
         Raises:
             NewNames: An old index lacks further names of the sample.
         """
-        sample, layouts = self.rows.sample(i), self.layouts()
+        sample = self.rows.sample(i)
         check_names(self.rows, i, sample)
-        return self.structures.whole(sample, layouts.items[layouts.which.item(i)])
+        return self.structures.whole(sample)
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
@@ -320,13 +321,14 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
         BatchError: A tensor has no place in the sample with most tensors, or differs in kind or dtype between samples.
     """
     known, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
+    if layouts.chosen:
+        key = (*key, *(tuple(chosen.items()) for chosen in layouts.chosen))
     columns = known.get(key)
     if columns is None:
         names, are_known = request.structures.names_for(layouts, request.fixed)
         # one tensor with two names has memory for each: a transform may overwrite one of them
-        columns = Columns(names, layouts.items)
-        is_lacking = any(not any(name in layout.named for layout in layouts.items) for name in names)
-        columns.resolve(layouts, request.schema() if is_lacking else {})
+        columns = Columns(names, layouts)
+        columns.resolve(layouts, request.schema() if columns.has_absent else {})
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
             keep_known(known, key, columns)  # columns refer to the layouts, so the ids are not reused
     return columns

@@ -11,10 +11,8 @@ import numpy as np
 
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.skeleton.template import Template
-from wds_tensorcache.reading.remote.fetch_batch import fetch_skeletons
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
-from wds_tensorcache.storage.gather import RangeFile
 
 __all__ = ["NO_SAMPLES", "RowSource", "Rows", "locate"]
 
@@ -30,7 +28,7 @@ class RowSource(Protocol):
     @property
     def layout_of_all(self) -> Layout | None: ...
     @property
-    def file(self) -> RangeFile: ...
+    def file(self) -> Any: ...  # a `RangeFile`, unless the shard is remote
     def key(self, row: int, /) -> str: ...
     def sample(self, row: int, /) -> Any: ...
     def layouts_of(self, rows: Array, /) -> tuple[list[Layout], Array]: ...
@@ -91,13 +89,15 @@ class Rows:
 
     def fetch_skeletons(self, positions: Iterable[int] | None = None) -> None:
         """Read the skeletons of samples of remote shards at once, so that later calls find them; None for the whole batch."""
-        wanted = []
+        wanted = {}
         for i in range(len(self)) if positions is None else positions:
             shard = self.shards[self.number.item(i)]
             if _is_remote(shard) and i not in self.fetched:
-                wanted.append((i, shard, self.row.item(i)))
+                wanted[i] = shard.file, *shard.skeleton_extent(self.row.item(i))
         if wanted:
-            self.fetched.update(fetch_skeletons(wanted))
+            from wds_tensorcache.reading.remote_batches import fetch
+
+            self.fetched.update(fetch(wanted))
 
     def skeletons(self, done: Array | None = None) -> Iterator[tuple[int, bytes, int]]:
         """Yield `(position in the batch, skeleton, offset of the skeleton's body)`, shard by shard.

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from wds_tensorcache.storage.remote.fetch import measured
-from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.urls import is_url
 
 __all__ = ["NUM_THREADS", "BatchesAhead", "remote_url"]
 
@@ -31,7 +31,8 @@ class BatchesAhead:
         fixed: The number, if it does not change.
 
     Attributes:
-        count: The number, at most 32 unless it is fixed; 2 if all shards are local.
+        count: The number; 2 if all shards are local.
+        most: The greatest number that `count` can be, which does not depend on measurements.
         is_local: True after eight batches in a row that needed no request. Two threads then read as fast as more do; more
             only take turns on the processor's caches.
 
@@ -43,7 +44,7 @@ class BatchesAhead:
         if fixed is None and url is None:
             fixed = _LEAST
         self._is_fixed = fixed is not None
-        self.count = _FIRST if fixed is None else fixed
+        self.count, self.most = (_FIRST, _MOST) if fixed is None else (fixed, fixed)
         self.is_local = False
         self._num_local = 0
         self._url = url

@@ -16,7 +16,6 @@ from wds_tensorcache.storage.node_cache.fill import Fetch, Range, Wanted, block_
 from wds_tensorcache.storage.node_cache.folder import CacheFolder, open_folder
 from wds_tensorcache.storage.node_cache.identity import digest_of
 from wds_tensorcache.storage.node_cache.unusable import Busy, CacheUnusable
-from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_all
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.threads import Threads, per_process
@@ -51,7 +50,7 @@ def open_node_cache(
     return NodeCache(open_folder(path, max_nbytes), fetch, max_open)
 
 
-def read_remote(ranges: Iterable[Range]) -> None:
+def read_remote(ranges: Iterable[tuple[Any, int, Sequence[Any]]]) -> None:
     """Read ranges of remote files as `fetch_many` does, those of cached files through their cache."""
     by_cache: dict[NodeCache | None, list[Range]] = {}
     for each in ranges:
@@ -214,7 +213,7 @@ class NodeCache:
 
     def _learn_tags(self, files: Iterable[CachedFile]) -> None:
         """Request the tags that are not known, since names of local files contain them. At most one request for each file."""
-        unknown = [file.learn_tag for file in files if file.state.tag is None and not file.is_asked]
+        unknown = [file.ask for file in files if file.state.tag is None and not file.is_asked]
         if unknown:
             run_all(unknown)
 
@@ -273,17 +272,8 @@ class CachedFile(RemoteFile):
             self.known_digest = digest_of(self.url, self.state)
         return self.known_digest
 
-    def learn_tag(self) -> None:
-        """Request length and tag."""
-        try:
-            found = client_for(self.url).stat(self.url)
-        except FileNotFoundError as exc:
-            raise self.missing() from exc
-        self.fix(found)
-
-    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Read from offset `begin` on into the 1-D byte buffers, in order."""
-        self.cache.read_many([(self, begin, buffers)])
+    def _fetch(self, ranges: Sequence[Range]) -> None:
+        self.cache.read_many(ranges)
 
     def __reduce__(self) -> Any:
         return CachedFile, (self.cache, self.url, *self.identity, self.manifest)

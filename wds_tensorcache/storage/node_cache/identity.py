@@ -7,7 +7,7 @@ from hashlib import sha256
 from urllib.parse import urlsplit, urlunsplit
 
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.urls import conceal, credentials_of, is_web, reveal
+from wds_tensorcache.storage.urls import conceal, credentials_of, is_web, reveal
 
 __all__ = ["digest_of", "unsigned"]
 

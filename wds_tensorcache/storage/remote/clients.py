@@ -7,8 +7,8 @@ from typing import Protocol
 
 from wds_tensorcache.storage.remote.client import Client
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.remote.urls import SCHEMES, credentials_of, origin_of, shown
 from wds_tensorcache.storage.threads import per_process
+from wds_tensorcache.storage.urls import SCHEMES, credentials_of, origin_of, shown
 
 __all__ = ["MeasuredClient", "client_for", "forget_clients"]
 

@@ -19,7 +19,7 @@ from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.object_writer import ObjectWriter
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.remote.retry import Target
-from wds_tensorcache.storage.remote.urls import conceal, join_url, name_of, shown
+from wds_tensorcache.storage.urls import conceal, join_url, name_of, shown
 
 __all__ = ["ObjectFolder"]
 

@@ -16,7 +16,7 @@ from wds_tensorcache.errors import RemoteError
 from wds_tensorcache.storage.remote.event_loop import check_not_forked, run_async
 from wds_tensorcache.storage.remote.retry import Attempts, Cancel, Target, TransientError, cancellable, check_cancelled
 from wds_tensorcache.storage.remote.stores import SETTINGS, check_endpoint
-from wds_tensorcache.storage.remote.urls import bucket_and_key, join_url, shown
+from wds_tensorcache.storage.urls import bucket_and_key, join_url, shown
 
 __all__ = ["MAX_PUT_NBYTES", "WRITABLE", "ObjectWriter", "Version", "check_writable"]
 

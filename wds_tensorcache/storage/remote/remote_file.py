@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from wds_tensorcache.errors import MissingShardError, TarFormatError
+from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
+from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import fetch_many, run
 from wds_tensorcache.storage.remote.retry import Target
-from wds_tensorcache.storage.remote.urls import conceal, shown
-from wds_tensorcache.storage.threads import per_process
+from wds_tensorcache.storage.threads import Threads, per_process
+from wds_tensorcache.storage.urls import conceal, shown
 
 __all__ = ["RemoteFile", "RemoteIdentity", "missing_shard"]
 
-RemoteIdentity = tuple[int, "str | None"]  # length in bytes, tag; a tag of None is not known yet
+RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None is not known yet
+_NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
 
 
 def missing_shard(path: str, manifest: str | None) -> MissingShardError:
@@ -34,62 +37,78 @@ class RemoteFile:
 
     Args:
         url: Url of the object, concealed or not.
-        nbytes: Length of the object, if it is known, for example from a manifest. None requests it.
+        nbytes: Length of the object, if it is known, for example from a manifest.
         tag: Tag of the object, if it is known.
         manifest: Path or url of the manifest that lists the object, for messages.
 
     Attributes:
         url: The url, concealed.
         path: The url for messages, without secrets.
-        nbytes: Length of the object.
         is_asked: True if a response has reported the object's state. A tag of None then means that the server has no tags.
 
-    Raises:
-        FileNotFoundError: The object does not exist; with `nbytes`, the first read raises MissingShardError.
-        FormatError: A read found another length or tag.
+    Raises (all methods that make requests):
+        MissingShardError: The object does not exist.
+        FormatError: A response reports another length or tag.
         RemoteError: A request failed.
 
     Threads/fork/pickle: any thread and any forked process may read; a pickle holds url, length and tag.
     """
+
+    is_remote = True
 
     def __init__(
         self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
     ) -> None:
         self.url = conceal(url)
         self.path = shown(self.url)
-        state = ObjectInfo(nbytes, tag) if nbytes is not None else run(lambda: client_for(self.url).stat(self.url))
-        self.nbytes = state.nbytes
         self.manifest = manifest
-        self.is_asked = nbytes is None
-        self._state = state
-
-    @classmethod
-    def of_tail(cls, url: str, nbytes: int) -> tuple[RemoteFile, bytes]:
-        """Return a file, and its last `nbytes` bytes or all of them. One request."""
-        url = conceal(url)
-        state, tail = run(lambda: client_for(url).read_tail(url, nbytes))
-        return cls(url, state.nbytes, state.tag), tail
+        self.is_asked = False
+        self._state = None if nbytes is None else ObjectInfo(nbytes, tag)
 
     @property
     def state(self) -> ObjectInfo:
-        """Length and tag, as far as they are known."""
+        """Length and tag, as far as they are known. Cost: one request if the length is unknown."""
+        if self._state is None:
+            self.ask()
+        assert self._state is not None
         return self._state
 
     @property
-    def identity(self) -> RemoteIdentity:
-        """Length and tag. Small, picklable and comparable; the tag is None until the first response."""
-        state = self._state
-        return state.nbytes, state.tag
+    def nbytes(self) -> int:
+        """Length of the object. Cost: as `state`."""
+        return self.state.nbytes
 
-    def fix(self, found: ObjectInfo) -> None:
+    @property
+    def identity(self) -> RemoteIdentity:
+        """Length and tag, picklable and comparable; None for what no response has reported. No request."""
+        state = self._state
+        return (None, None) if state is None else (state.nbytes, state.tag)
+
+    def ask(self) -> None:
+        """Request length and tag."""
+        try:
+            reported = run(lambda: client_for(self.url).stat(self.url))
+        except FileNotFoundError as exc:
+            raise self.missing() from exc
+        self.fix(reported)
+
+    def expect(self, nbytes: int) -> None:
+        """Record the length, unless it is known. No request."""
+        with _lock():
+            self._state = self._state or ObjectInfo(nbytes, None)
+
+    def fix(self, reported: ObjectInfo) -> None:
         """Record the state that a response reports; raise FormatError if it is another than before."""
         with _lock():
             self.is_asked = True
             known = self._state
-            if known.tag is None and known.nbytes == found.nbytes:
-                self._state = found
+            if known is None or (known.tag is None and known.nbytes == reported.nbytes):
+                self._state = reported
                 return
-        Target(self.url).check_same(found, known)
+        if known.tag is None and self.manifest is not None:
+            what = f"the shard has {reported.nbytes} bytes, but {self.manifest} says {known.nbytes}"
+            raise FormatError(f"{what}: one of the two is stale; upload both again", kind="index").at(self.path)
+        Target(self.url).check_same(reported, known)
 
     def missing(self) -> MissingShardError:
         """Return the error for an object that does not exist."""
@@ -110,20 +129,41 @@ class RemoteFile:
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
         """Read from offset `begin` on into the 1-D byte buffers, in order."""
-        fetch_many([(self, begin, buffers)])
+        self._fetch([(self, begin, buffers)])
 
-    def is_resident(self, begin: int) -> bool:
-        """Return False: no bytes are in memory."""
-        return False
+    def read_many(self, begins: Iterable[int], ends: Iterable[int]) -> list[bytes]:
+        """Return the bytes of many ranges, by one round of requests."""
+        extents = list(zip(begins, ends, strict=True))
+        contents = [bytearray(end - begin) for begin, end in extents]
+        self._fetch([(self, begin, [content]) for (begin, _), content in zip(extents, contents, strict=True)])
+        return list(map(bytes, contents))
 
-    def will_need(self, begin: int, end: int) -> None:
-        """Do nothing: `fetch_many` has its own requests in flight."""
+    def read_tail(self, nbytes: int) -> bytes:
+        """Return the last `nbytes` bytes, or all of them. One request, which also reports the object's state."""
+        try:
+            reported, tail = run(lambda: client_for(self.url).read_tail(self.url, nbytes))
+        except FileNotFoundError as exc:
+            raise self.missing() from exc
+        self.fix(reported)
+        return tail
+
+    @contextmanager
+    def read_through(self) -> Iterator[Callable[[int, int], bytes]]:
+        """Return a function as `read`, for one pass over the object, several requests ahead of the caller."""
+        with Threads(_NUM_AHEAD, "tensorcache-scan") as pool, ReadAhead(self, Readers(pool, _NUM_AHEAD)) as ahead:
+            yield ahead.read
+
+    def view(self, begin: int, end: int) -> None:
+        """Return None: there is no map."""
+
+    def _fetch(self, ranges: Sequence[tuple[RemoteFile, int, Sequence[Any]]]) -> None:
+        fetch_many(ranges)
 
     def check_unchanged(self) -> None:
         """Do nothing: every read carries the tag, and compares tag and length."""
 
     def __repr__(self) -> str:
-        return f"RemoteFile({self.path!r}, nbytes={self.nbytes})"
+        return f"RemoteFile({self.path!r}, nbytes={self.identity[0]})"
 
     def __reduce__(self) -> Any:
         return RemoteFile, (self.url, *self.identity)

@@ -22,7 +22,7 @@ from math import inf
 
 from wds_tensorcache.errors import FormatError, RemoteError
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.urls import shown
+from wds_tensorcache.storage.urls import shown
 
 __all__ = [
     "TIMEOUT_VARIABLE",

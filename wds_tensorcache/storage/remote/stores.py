@@ -24,7 +24,7 @@ from wds_tensorcache.storage.remote.retry import (
     timeout_s,
     warn_of_delay,
 )
-from wds_tensorcache.storage.remote.urls import bucket_and_key, shown
+from wds_tensorcache.storage.urls import bucket_and_key, shown
 
 __all__ = ["SETTINGS", "StoreClient", "check_endpoint"]
 

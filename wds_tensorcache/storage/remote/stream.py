@@ -10,8 +10,10 @@ import numpy as np
 
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.clients import client_for
+from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.threads import Threads
+from wds_tensorcache.storage.urls import conceal
 
 __all__ = ["AHEAD_NBYTES", "RemoteStream", "num_requests"]
 
@@ -52,8 +54,9 @@ class RemoteStream:
     """
 
     def __init__(self, url: str) -> None:
-        self._file = RemoteFile(url)
-        self.url, self.info = self._file.url, self._file.state
+        self.url = conceal(url)
+        self.info = run(lambda: client_for(self.url).stat(self.url))
+        self._file = RemoteFile(self.url, self.info.nbytes, self.info.tag)
         self._at = 0  # the reader's offset
         self._requested = 0  # the end of the last request
         self._next_nbytes = _MIN_NBYTES

@@ -15,7 +15,7 @@ from wds_tensorcache.integrations.importers.narrow import narrow as narrow_tenso
 from wds_tensorcache.integrations.importers.source import SourceSample
 from wds_tensorcache.integrations.importers.trim import trim as trim_sample
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, hashed_key, older_key
-from wds_tensorcache.shards.tar.packed_sample import PackedSample
+from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.system import SHORTAGES
 
 __all__ = ["BAD_SAMPLE", "Conversion", "Converted", "Item", "LoadError"]

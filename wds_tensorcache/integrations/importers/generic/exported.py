@@ -26,7 +26,7 @@ from wds_tensorcache.integrations.importers.safe_files import load_npz, load_saf
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_metadata
-from wds_tensorcache.shards.tar.headers import Scanner
+from wds_tensorcache.shards.tar import Scanner
 
 __all__ = ["FORMAT"]
 

@@ -34,8 +34,7 @@ from wds_tensorcache.integrations.importers.source import Format, Loaded, Source
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
-from wds_tensorcache.shards.tar.headers import Scanner
-from wds_tensorcache.shards.tar.hidden import find_header, hidden_members
+from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
 
 __all__ = ["FORMAT", "find_shard"]
 

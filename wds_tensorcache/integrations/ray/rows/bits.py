@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import STORED, TORCH_TRUE, TrueDtype, dtype_name, numpy_true_dtype
-from wds_tensorcache.codec.tensor_bytes import describe_tensor
+from wds_tensorcache.codec.storable import describe_tensor
 from wds_tensorcache.codec.views import view_array, view_bytes, view_tensor
 
 __all__ = ["dtype_text", "from_bits", "from_column", "parse_dtype", "to_bits"]

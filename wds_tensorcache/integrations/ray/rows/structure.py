@@ -27,7 +27,7 @@ import torch
 
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.sample import encode_sample
-from wds_tensorcache.codec.skeleton.tensor_names import component, join_path
+from wds_tensorcache.codec.tensor_names import component, join_path
 from wds_tensorcache.codec.tree import Path, flatten, map_leaves, rebuild, separate, walk
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.ray.rows.bits import dtype_text, parse_dtype

@@ -9,7 +9,7 @@ from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder
 from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.manifest import Manifest
-from wds_tensorcache.storage.remote.urls import shown
+from wds_tensorcache.storage.urls import shown
 
 __all__ = ["adopt"]
 

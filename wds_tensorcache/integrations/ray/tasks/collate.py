@@ -14,7 +14,7 @@ __all__ = ["TorchCollate"]
 
 
 class TorchCollate(ArrowBatchCollateFn):  # type: ignore[misc]
-    """Batches of torch tensors, with the dtypes that the cache has; see `tc.ray_collate`.
+    """Batches of torch tensors, with the dtypes that the cache has; see `tc.ray.ray_collate`.
 
     Threads/fork/pickle: immutable, safe everywhere.
     """

@@ -15,7 +15,7 @@ from wds_tensorcache.integrations.ray.tasks.jobs import Part, WriteJob, part_of,
 from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest
-from wds_tensorcache.storage.remote.urls import shown
+from wds_tensorcache.storage.urls import shown
 
 __all__ = ["Mode", "commit", "writing"]
 

@@ -1,4 +1,4 @@
-"""The datasink of `tc.write_ray`: each task writes its own shards, the driver collects what the tasks return."""
+"""The datasink of `tc.ray.write_ray`: each task writes its own shards, the driver collects what the tasks return."""
 
 from __future__ import annotations
 

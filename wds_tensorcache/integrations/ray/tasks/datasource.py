@@ -1,4 +1,4 @@
-"""The datasource of `tc.read_ray`: read tasks are ranges of samples with about equal bytes, each read in batches."""
+"""The datasource of `tc.ray.read_ray`: read tasks are ranges of samples with about equal bytes, each read in batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wds_tensorcache.integrations.ray.rows.bits import to_bits
 from wds_tensorcache.integrations.ray.rows.columns import Kind, value_kind
 from wds_tensorcache.integrations.ray.rows.structure import KEY, MEMBER
 from wds_tensorcache.integrations.ray.rows.table import make_table, values_of
-from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.choose import Alternatives, Randomness, place_in_samples
 
 __all__ = ["CacheDatasource", "Plan"]
@@ -241,5 +241,5 @@ def _request(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan
         if not kept:
             return view._request(numbers)
         randomness = dataclasses.replace(plan.randomness, alternatives=Alternatives(kept))
-        return view._request_chosen(numbers, randomness).keeping(names)
+        return view._request_chosen(numbers, randomness).keeping(tuple(names))
     return view._request_chosen(numbers, plan.randomness)

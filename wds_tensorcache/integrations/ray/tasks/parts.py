@@ -14,7 +14,7 @@ from wds_tensorcache.integrations.ray.rows.block_samples import samples_of_block
 from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder, index_names
 from wds_tensorcache.integrations.ray.tasks.jobs import Part, WriteJob, key_digest
 from wds_tensorcache.shards.names import NamedKey
-from wds_tensorcache.storage.remote.urls import is_url, join_url, shown
+from wds_tensorcache.storage.urls import is_url, join_url, shown
 from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = ["as_key", "write_part"]

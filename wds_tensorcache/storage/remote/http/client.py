@@ -22,8 +22,8 @@ from wds_tensorcache.storage.remote.http.transport import Response, Transport
 from wds_tensorcache.storage.remote.http.whole import Opened, WholeCopies
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import Attempts, Target, TransientError, warn
-from wds_tensorcache.storage.remote.urls import reveal, web_url
 from wds_tensorcache.storage.system import skip_bytes
+from wds_tensorcache.storage.urls import reveal, web_url
 
 __all__ = ["HttpClient"]
 

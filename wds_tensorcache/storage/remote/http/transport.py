@@ -23,7 +23,7 @@ from wds_tensorcache.storage.remote.retry import (
     check_cancelled,
     parse_retry_after,
 )
-from wds_tensorcache.storage.remote.urls import origin_of, shown, web_url
+from wds_tensorcache.storage.urls import origin_of, shown, web_url
 
 try:
     import urllib3

@@ -9,7 +9,7 @@ from typing import Any
 from wds_tensorcache.codec.sample import EncodedSample
 from wds_tensorcache.shards.index_builder import CacheEntry
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.tar.headers import BLOCK, build_tar_header
+from wds_tensorcache.shards.tar import BLOCK, build_tar_header
 
 __all__ = ["PackedSample", "pack"]
 

@@ -1,24 +1,28 @@
-"""Positions of a view's samples in its store: a range, which takes no memory, or else an array."""
+"""The samples of a view: their positions in its store, a range or an array, and their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import torch
 
 from wds_tensorcache.reading.store import Store
+from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.shards.shard import Shard
 
 __all__ = [
     "Inverse",
+    "KeysView",
     "Positions",
     "as_array",
     "by_shard",
     "in_order",
     "numbers_of",
+    "respelled",
     "shard_runs",
     "spread",
     "take",
@@ -27,6 +31,7 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
 _CHUNK = 4096
+_MAX_FOLDERS = 8  # folders of an unknown key, so that an error has few look-ups
 _SHARDS_AHEAD = 64  # of which `in_order` loads the indexes at a time
 
 
@@ -40,9 +45,8 @@ def take(positions: Positions, numbers: Any) -> Positions:
             numbers = numbers * positions.step + positions.start
         return numbers  # type: ignore[no-any-return]
     taken: Array = positions[numbers]
-    return (
-        taken.copy() if isinstance(numbers, slice) else taken
-    )  # a copy, since a numpy view would keep all positions alive
+    # a copy, since a numpy view would keep all positions alive
+    return taken.copy() if isinstance(numbers, slice) else taken
 
 
 def as_array(positions: Positions) -> Array:
@@ -68,7 +72,7 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
     # numpy uses a radix sort for short integers
     order = None if bool((number[1:] >= number[:-1]).all()) else np.argsort(number, kind="stable")
     present = number if order is None else number[order]
-    edges = [0, *(np.flatnonzero(present[1:] != present[:-1]) + 1).tolist(), len(present)] if len(present) else []
+    edges = _edges(present)
     store.load_indexes(present[edges[:-1]].tolist())
     for first, last in pairwise(edges):
         which = slice(first, last) if order is None else order[first:last]
@@ -76,8 +80,17 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
         yield store.shards[at], which, positions[which] - store.starts[at]
 
 
-def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
-    """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`."""
+def _runs(store: Store, positions: Positions) -> Iterator[tuple[int, int, int]]:
+    """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`.
+
+    Runs in an array end at each multiple of 4,096, too.
+    """
+    if not isinstance(positions, range):
+        for begin in range(0, len(positions), _CHUNK):
+            numbers = store.shard_numbers(positions[begin : begin + _CHUNK])
+            for first, last in pairwise(_edges(numbers)):
+                yield numbers.item(first), begin + first, begin + last
+        return
     done = 0
     while done < len(positions):
         at = store.shard_number(positions[done])
@@ -91,31 +104,23 @@ def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
 
 def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]]:
     """Yield `(shard, rows)` for each run of positions in one shard, in the order of the positions."""
-    if isinstance(positions, range):
-        runs = _runs(store, positions)
-        while some := list(islice(runs, _SHARDS_AHEAD)):
-            store.load_indexes([at for at, _, _ in some])
-            for at, first, last in some:
-                yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
-        return
-    for begin in range(0, len(positions), _CHUNK):
-        chunk = positions[begin : begin + _CHUNK]
-        number = store.shard_numbers(chunk)
-        edges = [0, *(np.flatnonzero(number[1:] != number[:-1]) + 1).tolist(), len(chunk)]
-        store.load_indexes(number[edges[:-1]].tolist())
-        for first, last in pairwise(edges):
-            at = number.item(first)
-            yield store.shards[at], chunk[first:last] - store.starts[at]
+    runs = _runs(store, positions)
+    while ahead := list(islice(runs, _SHARDS_AHEAD)):
+        store.load_indexes([at for at, _, _ in ahead])
+        for at, first, last in ahead:
+            yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
 
 
 def shard_runs(store: Store, positions: Positions) -> list[int]:
     """Return the length of each run of positions in one shard, in the order of the positions."""
     if isinstance(positions, range):
         return [last - first for _, first, last in _runs(store, positions)]
-    number = store.shard_numbers(positions)
-    edges = np.flatnonzero(number[1:] != number[:-1]) + 1
-    sizes: list[int] = np.diff(np.concatenate([[0], edges, [len(number)]])).tolist()
-    return sizes
+    return [last - first for first, last in pairwise(_edges(store.shard_numbers(positions)))]
+
+
+def _edges(numbers: Array) -> list[int]:
+    """Return the indices at which runs of equal numbers begin, and the index after the last run."""
+    return [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)] if len(numbers) else []
 
 
 def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:
@@ -157,26 +162,67 @@ def spread(count: int, most: int) -> list[int]:
 class Inverse:
     """Look-up of a view's sample indices by the samples' positions in the store.
 
-    Memory: none for a range; for an array, 8 bytes per sample, from the 17th look-up on."""
-
-    _MAX_SCANS = 16
+    Memory: none for a range; for an array, 8 bytes per sample."""
 
     def __init__(self, positions: Positions) -> None:
         self._positions = positions
-        self._num_scans = 0
-        self._packed: Array | None = None  # position and sample index packed into one integer, ascending
+        self._order = None if isinstance(positions, range) else np.argsort(positions, kind="stable")
 
     def find(self, position: int) -> list[int]:
         """Return the view's indices of the sample at `position`, ascending: none, or several if the view repeats the sample."""
         if isinstance(self._positions, range):
             return [self._positions.index(position)] if position in self._positions else []
-        if self._packed is None:
-            self._num_scans += 1
-            if self._num_scans <= self._MAX_SCANS or len(self._positions) >= 1 << 31:
-                return np.flatnonzero(self._positions == position).tolist()  # type: ignore[no-any-return]
-            packed = self._positions << 31
-            packed |= np.arange(len(self._positions))
-            packed.sort()
-            self._packed = packed  # assigned last: another thread must not see it unsorted
-        first, last = self._packed.searchsorted([position << 31, position + 1 << 31]).tolist()
-        return (self._packed[first:last] & (1 << 31) - 1).tolist()  # type: ignore[no-any-return]
+        first = int(self._positions.searchsorted(position, "left", self._order))
+        last = int(self._positions.searchsorted(position, "right", self._order))
+        return self._order[first:last].tolist()  # type: ignore[index,no-any-return]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeysView(Sequence[str]):
+    """A sequence of a cache's keys in the order of its samples; each key is decoded on access."""
+
+    _cache: Any
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> KeysView: ...
+    def __getitem__(self, index: int | slice) -> str | KeysView:
+        if isinstance(index, slice):
+            return KeysView(self._cache[index])
+        key: str = self._cache._store.key(self._cache._at(range(len(self))[index]))
+        return key
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._cache
+
+    def __iter__(self) -> Iterator[str]:
+        for shard, rows in in_order(self._cache._store, self._cache._where):
+            keys, samples = shard.index.keys, shard.columns.rows
+            if shard.index.has_names:
+                yield from map(shard.key, rows.tolist())
+            elif samples is None and len(rows) == len(keys) and bool((rows[1:] > rows[:-1]).all()):
+                yield from keys
+            else:
+                yield from map(keys.__getitem__, (rows if samples is None else samples[rows]).tolist())
+
+    def __repr__(self) -> str:
+        return f"KeysView({len(self)} keys)"
+
+
+def respelled(key: str, width: int) -> list[str]:
+    """Return other spellings of an unknown key: without spaces, leading folders and suffixes, each also as a safe key.
+
+    If the name without suffixes is a number, it also has `width` digits.
+    """
+    *folders, name = key.strip().split("/")
+    stem = name.partition(".")[0]
+    names = [name, name.rpartition(".")[0], stem]
+    texts = [key.strip()]
+    for first in range(max(0, len(folders) - _MAX_FOLDERS), len(folders) + 1):
+        texts += ["/".join([*folders[first:], each]) for each in names]
+    texts += [stem.lstrip("0").zfill(width)] if stem.isdecimal() else []
+    return list(dict.fromkeys(spelling for text in texts for spelling in (text, safe_key(text))))

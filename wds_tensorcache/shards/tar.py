@@ -1,4 +1,4 @@
-"""Build and scan tar headers (FORMAT.md 1). The scanner reads what `tarfile` reads, but faster, and with offsets."""
+"""Build, parse and scan tar headers (FORMAT.md 1). The scanner reads what `tarfile` reads, but faster, and with offsets."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from zlib import adler32
 
-from wds_tensorcache.errors import FormatError, TarFormatError
-from wds_tensorcache.shards.tar.fields import (
-    Records,
-    check_checksum,
-    check_length,
-    parse_number,
-    parse_records,
-    refuse_compressed,
-)
+from wds_tensorcache.errors import FormatError, Kind, TarFormatError
 
 __all__ = [
     "BLOCK",
     "END_OF_ARCHIVE",
+    "HIDDEN_REMEDY",
     "Header",
     "Headers",
     "Scanner",
     "build_tar_header",
+    "check_length",
+    "find_header",
+    "find_header_in",
+    "hidden_members",
     "is_extended",
+    "is_header",
     "is_meta_name",
     "names_of",
     "padding",
+    "parse_number",
+    "parse_records",
     "rebuild_header",
 ]
 
+HIDDEN_REMEDY = (
+    "if tars were concatenated, keep each as a shard, or join caches with `tensorcache merge` (tc.merge); if a header was "
+    "lost, `tensorcache repair` (tc.repair) saves all other samples"
+)
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
+Records = dict[bytes, bytes]
 
 _MAX_OCTAL_NBYTES = 8**11  # 11 octal digits: from 8 GiB on, a pax record is needed
 _MAX_RECORDS_NBYTES = 1 << 20
@@ -44,6 +49,8 @@ _MAX_EXTENDED_BLOCKS = 10  # `names_of` searches fewer blocks than this before a
 _MAX_WINDOW_NBYTES = 1 << 18
 _MIN_WINDOW_NBYTES = 1 << 13
 _LARGE_MEMBER_NBYTES = 1 << 16
+_CHUNK_NBYTES = 1 << 20
+_MAX_LINKS = 1000
 
 # the bytes that webdataset's TarWriter writes around name, size and checksum
 _OWNER = b"0000444\0" + b"0000000\0" * 2
@@ -54,13 +61,22 @@ _PACK_HEADER = struct.Struct("100s24s11s13s8s356s").pack
 
 # name, size, the byte after the size, checksum, and the rest, which starts with the typeflag
 _SPLIT_HEADER = struct.Struct("100s24x11sB12x8s356s").unpack_from
-_SPARSE = ord("S")
 _FILE_TYPES = frozenset(b"0\x007")
-_EMPTY_TYPES = frozenset(b"123456")  # links, devices, directories, FIFOs: no content, whatever the size field says
 _LINK_TYPES = frozenset(b"12")  # hard and symbolic
-_MAX_LINKS = 1000
+_EMPTY_TYPES = frozenset(b"123456")  # links, devices, directories, FIFOs: no content, whatever the size field says
 _EXTENDED_TYPES = frozenset(b"xXgLK")  # pax records (x, X: of one member, g: of all), GNU long name (L) and link (K)
+_GLOBAL, _LONG_NAME, _LONG_LINK, _SPARSE = b"gLKS"
+_MAGIC, _MAGIC_BEGIN = b"ustar", 257
 _IS_META = re.compile(r"__[^/]*__($|/)|___?\Z").match  # webdataset's tar_file_iterator skips these names
+_OCTAL = re.compile(rb"[0-7]*").fullmatch
+_RECORD_LENGTH = re.compile(rb"([0-9]{1,19}) ")
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
 
 
 def padding(nbytes: int) -> int:
@@ -78,6 +94,11 @@ def is_extended(header: bytes) -> bool:
     return header[156] in _EXTENDED_TYPES
 
 
+def is_header(block: bytes) -> bool:
+    """Return whether a block is a tar header: its checksum matches."""
+    return len(block) == BLOCK and parse_number(block[148:156]) == _sum_of(block)
+
+
 def build_tar_header(name: str, nbytes: int) -> bytes:
     """Return the header of an ordinary file, byte for byte what webdataset's `TarWriter(mtime=0)` writes.
 
@@ -89,7 +110,7 @@ def build_tar_header(name: str, nbytes: int) -> bytes:
         512 bytes; for 8 GiB or more 1,536 bytes, since such a size needs a pax record before the header.
     """
     if nbytes >= _MAX_OCTAL_NBYTES:
-        return _by_tarfile(name, nbytes, 0o444, "bigdata")
+        return _build_by_tarfile(name, nbytes, 0o444, "bigdata")
     path = name.encode("ascii")
     size = b"%011o" % nbytes
     # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65,521. The sum of up to 256 bytes is smaller than that.
@@ -101,13 +122,71 @@ def rebuild_header(name: str, nbytes: int) -> bytes:
     """Return a new header for a member whose header was lost, preceded by a pax header if the name does not fit."""
     if name.isascii() and len(name) <= _MAX_FIELD_NBYTES:
         return build_tar_header(name, nbytes)
-    return _by_tarfile(name, nbytes)
+    return _build_by_tarfile(name, nbytes)
 
 
-def _by_tarfile(name: str, nbytes: int, mode: int = 0o644, owner: str = "") -> bytes:
+def _build_by_tarfile(name: str, nbytes: int, mode: int = 0o644, owner: str = "") -> bytes:
     member = tarfile.TarInfo(name)
     member.size, member.mode, member.uname, member.gname = nbytes, mode, owner, owner
     return member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+def check_length(content: bytes, begin: int, end: int) -> None:
+    """Raise TarFormatError unless a read of the bytes `[begin, end)` returned all of them."""
+    if len(content) < end - begin:
+        raise _error(f"truncated: expected {end - begin} bytes, got {len(content)}", begin, "truncated")
+
+
+def parse_number(field: bytes) -> int:
+    """Return the number in a header's field, written in octal digits or GNU's base 256; -1 if it is neither."""
+    if field[0] in (0x80, 0xFF):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
+    digits = field.partition(b"\0")[0].strip()
+    return int(digits or b"0", 8) if _OCTAL(digits) else -1
+
+
+def parse_records(content: bytes, begin: int) -> Records:
+    """Return the path and the size in pax records; each record is `LENGTH KEY=VALUE` and a line feed.
+
+    Raises:
+        TarFormatError: A record is malformed, or belongs to a GNU sparse member.
+    """
+    records: Records = {}
+    at = 0
+    while at < len(content):
+        length = _RECORD_LENGTH.match(content, at)
+        end = at + int(length[1]) if length else 0
+        key, equals, value = content[length.end() : end - 1].partition(b"=") if length else (b"", b"", b"")
+        if not key or not equals or content[end - 1 : end] != b"\n":
+            raise _error(f"malformed pax record {content[at : at + 40]!r}", begin + at, "extended-header")
+        if key.startswith(b"GNU.sparse."):
+            raise _error("a GNU sparse member, expected one without holes", begin + at, "sparse")
+        if key in (b"path", b"size"):
+            if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):
+                what = f"the pax record of a {key.decode()} has an impossible value {value[:40]!r}"
+                raise _error(what, begin + at, "extended-header")
+            records[key] = value.rstrip(b"/")
+        at = end
+    return records
+
+
+def _sum_of(header: bytes) -> int:
+    """Return the sum of a header's bytes with 8 spaces as its checksum."""
+    halves = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2
+    return halves - sum(header[148:156]) + 8 * 32
+
+
+def _refuse_compressed(head: bytes) -> None:
+    """Raise TarFormatError if the first bytes of a file show that it is compressed."""
+    # Call this only if the bytes are not a header: the first member of a tar may have the name `BZh9.json`.
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            remedy = f"decompress it, or read it as a stream of 'pipe:{name} -dc PATH'"
+            raise _error(f"{name}: a compressed tar cannot be indexed; {remedy}", 0, "compressed")
+
+
+def _error(what: str, offset: int, kind: Kind) -> TarFormatError:
+    return TarFormatError(what, offset=offset, kind=kind)
 
 
 class Header(NamedTuple):
@@ -143,10 +222,10 @@ class Headers:
         self.common: Records = {}
         self._read = read
         self._nbytes = nbytes
-        self._expected_at = -1  # after an extended header, the offset at which a header must follow
+        self._expected_at = -1  # after an extended header, the offset at which another header must follow
 
     @property
-    def are_global(self) -> bool:
+    def has_global(self) -> bool:
         """True if a global header applies to the following members, so that they cannot be read without it."""
         return bool(self.common)
 
@@ -155,59 +234,58 @@ class Headers:
         if header.count(0) < BLOCK:
             return False
         if begin == self._expected_at:
-            raise TarFormatError("the archive ends after an extended header", offset=begin, kind="extended-header")
+            raise _error("the archive ends after an extended header", begin, "extended-header")
         return True
 
     def parse(self, header: bytes, begin: int) -> Header:
         """Parse the header at byte `begin`, and the content if it is extended; raise TarFormatError if either is damaged."""
-        check_checksum(header, begin)
+        checksum = _sum_of(header)
+        if parse_number(header[148:156]) != checksum:
+            if not begin:
+                _refuse_compressed(header)
+            what = f"bad checksum: the bytes add up to {checksum:06o}, the header has {header[148:156]!r}"
+            raise _error(what, begin, "checksum")
         kind, path, nbytes = header[156], header[:100].partition(b"\0")[0], parse_number(header[124:136])
         if kind == _SPARSE:
-            raise TarFormatError(
-                f"{path!r} is a GNU sparse member, expected one without holes", offset=begin, kind="sparse"
-            )
-        if kind == 0 and path.endswith(b"/"):
-            kind = ord("5")  # a directory in V7 format
+            raise _error(f"{path!r} is a GNU sparse member, expected one without holes", begin, "sparse")
         if kind not in _EXTENDED_TYPES:
             prefix = header[345:500].partition(b"\0")[0]
             path = self.own.get(b"path", self.common.get(b"path", prefix + b"/" + path if prefix else path))
             nbytes = 0 if kind in _EMPTY_TYPES else int(self.own.get(b"size", nbytes))
             self.own.clear()
-        what = None
         if len(path) > _MAX_NAME_NBYTES:
             what = f"the name has {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
-        elif nbytes < 0:
+            raise _error(what, begin, "header")
+        if nbytes < 0:
             what = f"the size is {header[124:136]!r}, expected a non-negative number, octal or base 256"
-        if what is not None:
-            raise TarFormatError(what, offset=begin, kind="header")
+            raise _error(what, begin, "header")
         if nbytes > self._nbytes - begin - BLOCK:
             what = f"{path!r:.120} has {nbytes} bytes from byte {begin + BLOCK} on, but the file has {self._nbytes}"
-            raise TarFormatError(f"truncated, or a wrong size: {what}", offset=begin, kind="truncated")
+            raise _error(f"truncated, or a wrong size: {what}", begin, "truncated")
         if kind in _EXTENDED_TYPES:
-            self._parse_extended(kind, begin, nbytes)
+            self._apply(kind, begin, nbytes)
             self._expected_at = begin + BLOCK + nbytes + padding(nbytes)
         return Header(kind, path.decode("utf-8", "surrogateescape"), nbytes, kind in _FILE_TYPES)
 
-    def _parse_extended(self, kind: int, header_begin: int, nbytes: int) -> None:
-        begin = header_begin + BLOCK
-        what, at = None, header_begin
+    def _apply(self, kind: int, header_begin: int, nbytes: int) -> None:
+        """Read the content of an extended header, for the members that follow."""
         if nbytes > _MAX_RECORDS_NBYTES:
             what = f"the extended header has {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}"
-            raise TarFormatError(what, offset=at, kind="extended-header")
+            raise _error(what, header_begin, "extended-header")
+        begin = header_begin + BLOCK
         content = self._read(begin, begin + nbytes)
-        if kind == ord("L"):
+        if kind == _LONG_NAME:
             if b"\0" not in content:
-                what, at = f"the long name has {nbytes} bytes, expected a NUL at its end", begin
+                raise _error(f"the long name has {nbytes} bytes, expected a NUL at its end", begin, "extended-header")
             self.own.setdefault(b"path", content.partition(b"\0")[0])
-        elif kind == ord("g"):
+        elif kind == _GLOBAL:
             self.common.update(parse_records(content, begin))
             if b"size" in self.common:
                 what = "a global pax header declares one size for all members, expected a size per member"
-        elif kind != ord("K"):
+                raise _error(what, header_begin, "extended-header")
+        elif kind != _LONG_LINK:
             # if two extended headers precede a member, tarfile uses the first
             self.own = parse_records(content, begin) | self.own
-        if what is not None:
-            raise TarFormatError(what, offset=at, kind="extended-header")
 
 
 class Scanner:
@@ -259,10 +337,9 @@ class Scanner:
         end = min(begin + self._next_window_nbytes, self._nbytes)
         if end - begin < BLOCK:
             if not begin and end:
-                refuse_compressed(self._read_exactly(0, end))
+                _refuse_compressed(self._read_exactly(0, end))
             what = f"truncated: the file ends at byte {self._nbytes}, without an end-of-archive block"
-            what = what if self._nbytes else "the file is empty, expected a tar"
-            raise TarFormatError(what, offset=begin, kind="truncated")
+            raise _error(what if self._nbytes else "the file is empty, expected a tar", begin, "truncated")
         self._window, self._window_begin = self._read_exactly(begin, end), begin
         self._next_window_nbytes = min(2 * self._next_window_nbytes, _MAX_WINDOW_NBYTES)
         return self._window
@@ -338,3 +415,31 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
                 at += header.nbytes + padding(header.nbytes)
         except FormatError:
             continue  # these bytes are not a header
+
+
+def find_header(read: Callable[[int, int], bytes], begin: int, end: int) -> int | None:
+    """Return the offset of the first tar header in the bytes `[begin, end)` of a file, or None; `begin` is that of a block."""
+    for at in range(begin, end, _CHUNK_NBYTES):
+        header_begin = find_header_in(read(at, min(at + _CHUNK_NBYTES, end)))
+        if header_begin is not None:
+            return at + header_begin
+    return None
+
+
+def find_header_in(blocks: bytes) -> int | None:
+    """Return the offset of the first tar header in a sequence of blocks, or None."""
+    at = blocks.find(_MAGIC)
+    while at >= 0:
+        begin = at - _MAGIC_BEGIN
+        if begin % BLOCK == 0 and is_header(blocks[begin : begin + BLOCK]):
+            return begin
+        at = blocks.find(_MAGIC, at + 1)
+    return None
+
+
+def hidden_members(end: int, offset: int) -> TarFormatError:
+    """Return the error for a tar header at byte `offset`, after the end of the archive at byte `end`."""
+    what = (
+        f"a tar header after the end of the archive at byte {end}: readers stop there, and see no member from here on"
+    )
+    return _error(f"{what}; {HIDDEN_REMEDY}", offset, "trailing")

@@ -33,6 +33,7 @@ __all__ = [
     "origin_of",
     "reveal",
     "shown",
+    "split_url",
     "web_url",
 ]
 
@@ -179,6 +180,17 @@ def name_of(url: str) -> str:
     if not is_web(url):
         return url.rpartition("/")[2]
     return unquote(urlsplit(url).path.rpartition("/")[2])
+
+
+def split_url(url: str) -> tuple[str, str, str]:
+    """Return the parts of a url: up to the server or bucket; the path; and a web server's query, with its mark."""
+    scheme, _, rest = url.partition("://")
+    ends = [at for mark in ("/?#" if is_web(url) else "/") if (at := rest.find(mark)) >= 0]
+    end = min(ends, default=len(rest))
+    path = rest[end:]
+    marks = [at for mark in "?#" if is_web(url) and (at := path.find(mark)) >= 0]
+    stop = min(marks, default=len(path))
+    return f"{scheme}://{rest[:end]}", path[:stop], path[stop:]
 
 
 def shown(url: str) -> str:

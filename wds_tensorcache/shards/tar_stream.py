@@ -11,17 +11,24 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.tar.expansion import MAX_EXPANDED_NBYTES, check_objects, max_expanded
-from wds_tensorcache.shards.tar.fields import adds_up, check_length
-from wds_tensorcache.shards.tar.headers import BLOCK, Headers, is_extended, is_meta_name, padding
-from wds_tensorcache.shards.tar.hidden import find_header_in, hidden_members
+from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_objects, max_expanded
+from wds_tensorcache.shards.tar import (
+    BLOCK,
+    Headers,
+    check_length,
+    find_header_in,
+    hidden_members,
+    is_extended,
+    is_header,
+    is_meta_name,
+    padding,
+)
 
 __all__ = ["TarStream"]
 
 _UNKNOWN = 1 << 62  # stands for the length of the tar, which is unknown in a stream
 _MAX_SKIP_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 26
-_MAX_MAGIC_NBYTES = 6
 _FUNCTIONS = "tc.tarfile_to_samples or tc.ResumablePipeline"
 _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": lambda stream: gzip.GzipFile(fileobj=stream),
@@ -66,17 +73,13 @@ class TarStream:
         self._skip = skip
         self._max_expanded_nbytes = max_expanded_nbytes
         self._at = begin
-        self._compressed: _Prepended | None = None
-        self._begun: bytes = b""  # bytes that were read to detect compression, and not yet used
+        self._compressed: _Compressed | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Callable[[], bytes]]]:
         headers = Headers(self._read_range, _UNKNOWN)
-        if not self._at:
-            self._decompress()
-        start = self._at
+        header_begin = start = self._at
+        block = self._take_first() if not self._at else self._take(BLOCK)
         while True:
-            header_begin = self._at
-            block = self._take(BLOCK)
             if len(block) < BLOCK:
                 what = "truncated: the stream ends without an end-of-archive block"
                 what = what if header_begin or block else "the stream is empty, expected a tar"
@@ -85,14 +88,15 @@ class TarStream:
                 return
             header = headers.parse(block, header_begin)
             begin, end = header_begin + BLOCK, header_begin + BLOCK + header.nbytes
-            if is_extended(block):  # `parse` has read its content
-                self._skip_to(end + padding(header.nbytes))
-                continue
-            self.start = None if self._compressed is not None or headers.are_global else start
-            if header.is_file and not is_meta_name(header.name):
-                yield header.name, partial(self._read_member, header.name, begin, end)
+            is_member = not is_extended(block)  # the content of an extended header is read by `parse`
+            if is_member:
+                self.start = None if self._compressed is not None or headers.has_global else start
+                if header.is_file and not is_meta_name(header.name):
+                    yield header.name, partial(self._read_member, header.name, begin, end)
             self._skip_to(end + padding(header.nbytes))
-            start = self._at
+            header_begin = self._at
+            start = header_begin if is_member else start
+            block = self._take(BLOCK)
 
     def finish(self) -> TarFormatError | None:
         """Read the stream to its end, which verifies the checksum of a compressed stream.
@@ -105,21 +109,21 @@ class TarStream:
         """
         end, hidden = self._at - BLOCK, None
         while (hidden is None or self._compressed is not None) and (blocks := self._take(_MAX_SKIP_NBYTES)):
-            found = find_header_in(blocks) if hidden is None else None
-            if found is not None:
-                hidden = hidden_members(end, self._at - len(blocks) + found)
+            offset = find_header_in(blocks) if hidden is None else None
+            if offset is not None:
+                hidden = hidden_members(end, self._at - len(blocks) + offset)
         return hidden
 
-    def _decompress(self) -> None:
-        head = self._take(_MAX_MAGIC_NBYTES)
-        decompressor = next((made for magic, made in _DECOMPRESSORS.items() if head.startswith(magic)), None)
-        if decompressor is not None:
-            head += self._take(BLOCK - len(head))
-            # a plain tar may begin with a name that looks compressed; tars from before POSIX have no `ustar`
-            if not (len(head) == BLOCK and head[257:262] == b"ustar") and not adds_up(head):
-                self._compressed, head = _Prepended(head, self._stream), b""
-                self._stream = decompressor(self._compressed)
-        self._begun, self._at = head, 0
+    def _take_first(self) -> bytes:
+        """Return the first block of the tar, decompressed if the stream is compressed."""
+        block = self._take(BLOCK)
+        decompressor = next((_DECOMPRESSORS[magic] for magic in _DECOMPRESSORS if block.startswith(magic)), None)
+        # a plain tar may begin with a name that looks compressed; tars from before POSIX have no `ustar`
+        if decompressor is None or block[257:262] == b"ustar" or is_header(block):
+            return block
+        self._compressed = _Compressed(block, self._stream)
+        self._stream, self._at = decompressor(self._compressed), 0
+        return self._take(BLOCK)
 
     def _read_range(self, begin: int, end: int) -> bytes:
         if begin != self._at:
@@ -130,36 +134,24 @@ class TarStream:
 
     def _read_member(self, name: str, begin: int, end: int) -> bytes:
         content = self._read_range(begin, end)
-        stored_nbytes = self._at if self._compressed is None else self._compressed.nbytes
-        try:
-            check_objects(name, len(content), stored_nbytes, self._max_expanded_nbytes, _FUNCTIONS)
-        except FormatError as exc:
-            raise TarFormatError(f"{name!r:.100}: {exc}", offset=begin, kind="compressed") from None
+        if self._compressed is not None:
+            try:
+                check_objects(name, len(content), self._compressed.nbytes, self._max_expanded_nbytes, _FUNCTIONS)
+            except FormatError as exc:
+                raise TarFormatError(f"{name!r:.100}: {exc}", offset=begin, kind="compressed") from None
         return content
 
     def _skip_to(self, end: int) -> None:
-        if (
-            self._skip is not None
-            and end - self._at > _MAX_SKIP_NBYTES
-            and not self._begun
-            and self._compressed is None
-        ):
+        if self._skip is not None and end - self._at > _MAX_SKIP_NBYTES and self._compressed is None:
             self._at += self._skip(end - self._at)
         while self._at < end:
             begin, nbytes = self._at, min(end - self._at, _MAX_SKIP_NBYTES)
             if len(self._take(nbytes)) < nbytes:
-                raise TarFormatError(
-                    f"truncated: expected {end - begin} more bytes, got {self._at - begin}",
-                    offset=begin,
-                    kind="truncated",
-                )
+                what = f"truncated: expected {end - begin} more bytes, got {self._at - begin}"
+                raise TarFormatError(what, offset=begin, kind="truncated")
 
     def _take(self, nbytes: int) -> bytes:
         """Return the next `nbytes` bytes of the stream, or fewer at its end."""
-        if self._begun:
-            head, self._begun = self._begun[:nbytes], self._begun[nbytes:]
-            self._at += len(head)
-            return head + self._take(nbytes - len(head)) if len(head) < nbytes else head
         # Usually one read. Hazard: a header may declare more bytes than the stream has, so each read is limited.
         content = self._read(min(nbytes, _MAX_READ_NBYTES))
         if len(content) < nbytes:
@@ -171,26 +163,34 @@ class TarStream:
         return content
 
     def _read(self, nbytes: int) -> bytes:
-        try:
+        compressed = self._compressed
+        if compressed is None:
             content: bytes = self._stream.read(nbytes)
+            self._at += len(content)
+            return content
+        try:
+            content = self._stream.read(nbytes)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as exc:
-            if self._compressed is None or getattr(exc, "errno", None) is not None:
+            if getattr(exc, "errno", None) is not None:
                 raise  # an error of the stream itself; errors of gzip and bz2 have no errno
             kind: Kind = "truncated" if isinstance(exc, EOFError) else "compressed"
             what = f"the compressed stream is cut short or damaged: {exc}"
             raise TarFormatError(what, offset=self._at, kind=kind) from exc
         self._at += len(content)
-        if self._compressed is not None:
-            limit = max_expanded(self._compressed.nbytes, self._max_expanded_nbytes)
-            if self._at > limit:
-                what = f"{self._compressed.nbytes} compressed bytes expand to {self._at} or more, expected at most {limit} "
-                what += f"for what was read so far; if you trust the shard, pass a larger max_expanded_nbytes= to {_FUNCTIONS}"
-                raise TarFormatError(what, offset=self._at, kind="compressed")
+        limit = max_expanded(compressed.nbytes, self._max_expanded_nbytes)
+        if self._at > limit:
+            what = f"{compressed.nbytes} compressed bytes expand to {self._at} or more, expected at most {limit} "
+            what += (
+                f"for what was read so far; if you trust the shard, pass a larger max_expanded_nbytes= to {_FUNCTIONS}"
+            )
+            raise TarFormatError(what, offset=self._at, kind="compressed")
         return content
 
 
-class _Prepended:
-    """A stream that first returns `head`, the bytes that were already read from it. `nbytes` counts what it has returned."""
+class _Compressed:
+    """A compressed stream whose first bytes, `head`, were already read. `nbytes` counts the bytes that it has returned."""
+
+    closed = False
 
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head = head
@@ -211,5 +211,3 @@ class _Prepended:
 
     def seekable(self) -> bool:
         return False
-
-    closed = False

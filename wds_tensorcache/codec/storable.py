@@ -52,7 +52,7 @@ def describe_tensor(value: Any) -> StorableTensor:
         is_tensor = isinstance(value, LazyTensor)
         kind = "tensor" if is_tensor else "ndarray"
         true = TORCH_TRUE.get(value.dtype) if is_tensor else numpy_true_dtype(value.dtype)
-        # Hazard: reading a memory map of a truncated file kills the process (SIGBUS), so `hold` copies the bytes of files.
+        # Reading a memory map of a truncated file kills the process (SIGBUS), so `hold` copies the bytes of files.
         flat = np.ndarray(value.nbytes, np.uint8, value._source.hold(value._reference.begin, value._reference.end))
     if true is None:
         raise ValueError(f"the format cannot store {value.dtype}")
@@ -82,7 +82,7 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
         return None
     try:
         nbytes = tensor.nbytes
-        # Hazard: the memory of a storage may have been freed; `numpy()` would also keep it from being allocated again.
+        # The memory of a storage may have been freed; `numpy()` would also keep it from being allocated again.
         if (
             not nbytes
             or not tensor.is_contiguous()
@@ -97,12 +97,11 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
 def _view_memory(tensor: torch.Tensor) -> Array:
     """Return a view of a tensor's memory as an array.
 
-    Hazard: for a tensor without memory, as inside `torch.func.functionalize`, torch returns an array of random bytes.
-
     Raises:
         RuntimeError, TypeError: The tensor has no memory that numpy can use.
     """
     array: Array = tensor.numpy()
+    # For a tensor without memory, as inside `torch.func.functionalize`, torch returns an array of random bytes.
     if array.flags.owndata and array.size:
         raise RuntimeError("it has no memory here")
     return array

@@ -1,0 +1,249 @@
+"""`BatchInfo`: the record of a batch, for transforms and for trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from wds_tensorcache.errors import list_names
+from wds_tensorcache.reading.batch.collate import Pad, as_collate
+from wds_tensorcache.reading.choose import Choices, Randomness
+
+__all__ = ["BatchInfo"]
+
+Array = np.ndarray[Any, Any]
+_NOT_SENT: Any = (), {}, Choices({}, {}), {}
+_NUM_INDICES = 8  # indices that the repr shows
+
+
+class BatchInfo:
+    """Immutable record of a batch's samples, epoch and step.
+
+    The class is not a dataclass: to move a dataclass to a device, trainers rebuild it field by field, and cannot do so with an
+    immutable one. They move this record by calling its `to` method, as they move a tensor.
+
+    Attributes:
+        indices: Sample indices in the cache, int64 `[B]`, read-only.
+        is_padding: True for each row that is padding, bool `[B]`, on the batch's device. Training should ignore these rows.
+        epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch`, both are 0.
+        source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; with both, a tuple of name and value;
+            None without these options.
+        cache: Cache of the samples; None in a pickled copy, which has keys, shapes and choices.
+
+    Threads/fork/pickle: immutable, safe everywhere; a copy has keys, shapes and choices in place of the cache.
+        Records are equal if everything but the cache is equal.
+    """
+
+    __slots__ = (
+        "_collate",
+        "_edits",
+        "_randomness",
+        "_sent",
+        "cache",
+        "epoch",
+        "indices",
+        "is_padding",
+        "source",
+        "step",
+    )
+
+    indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    is_padding: torch.Tensor
+    epoch: int
+    step: int
+    source: object
+    cache: Any
+    _collate: Any  # None if the batch was collated by a function
+    _edits: list[Any]  # transforms that have run and changed shapes, in order
+    _randomness: Randomness
+    _sent: Any  # keys, shapes, choices and padded lengths that a pickled copy has in place of the cache
+
+    def __init__(
+        self,
+        indices: Array,
+        is_padding: torch.Tensor,
+        epoch: int = 0,
+        step: int = 0,
+        source: object = None,
+        cache: Any = None,
+        *,
+        collate: Any = None,
+        randomness: Randomness | None = None,
+        edits: Sequence[Any] = (),
+        sent: Any = None,
+    ) -> None:
+        indices = indices.copy()
+        indices.flags.writeable = False
+        collate = None if collate is None or callable(collate) else as_collate(collate, 0)
+        randomness = randomness or Randomness(epochs=epoch)
+        values = (collate, list(edits), randomness, sent or _NOT_SENT)
+        for name, value in zip(self.__slots__, (*values, cache, epoch, indices, is_padding, source, step), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
+        raise AttributeError("a BatchInfo is immutable")
+
+    __delattr__ = __setattr__
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of the samples."""
+        if self.cache is None:
+            return list(self._sent[0])
+        keys = self.cache.keys()
+        return [keys[index] for index in self.indices.tolist()]
+
+    @property
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors that have one number of dimensions in the batch.
+
+        The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out. After
+        `tc.drop_text` and `tc.sample_moments`, the shapes are those of what the batch holds.
+        """
+        return self._held()[0]
+
+    def _held(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """Return `shapes`, and the padded lengths of the tensors whose shapes transforms have changed."""
+        shapes, lengths = self._stored_shapes(), dict(self._sent[3])
+        for transform in self._edits:
+            transform.edit_shapes(shapes, lengths, self)
+        return shapes, lengths
+
+    def _stored_shapes(self) -> dict[str, torch.Tensor]:
+        if self.cache is None:
+            return {name: torch.from_numpy(shapes.copy()) for name, shapes in self._sent[1].items()}
+        return {name: shapes for name, shapes in self._shapes_in_cache().items() if shapes is not None}
+
+    def _shapes_in_cache(self) -> dict[str, torch.Tensor | None]:
+        request = self.cache._request_chosen(self.indices, self._randomness)
+        return self.cache._shapes(request)  # type: ignore[no-any-return]
+
+    @property
+    def seeds(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """A random seed for each row, int64 `[B]`, in `[0, 2^63)`.
+
+        A seed is a pure function of the loader's seed, the epoch and the sample index, so it does not depend on the batch
+        size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over
+        the sample's cache takes the place of the epoch, so a sample has another seed in each pass. A sample that `weights`
+        draw twice in an epoch has the same seed twice; in a mix with weights of samples, as many draws as the cache or bucket
+        has samples count as one pass. A row that fills an epoch's last step has the seed of the row that it
+        repeats.
+        """
+        return self._randomness.seeds(self.indices)
+
+    @property
+    def choices(self) -> Choices:
+        """The choices among the alternatives of `choose=`, by name, int64 `[B]`; see `Choices`.
+
+        Empty without `choose`.
+        """
+        if self.cache is None or self._randomness.alternatives is None:
+            return self._sent[2]  # type: ignore[no-any-return]
+        return self.cache._choices(self.indices, self._randomness)  # type: ignore[no-any-return]
+
+    def mask(self, name: str) -> torch.Tensor:
+        """Return the mask of a padded tensor: bool `[B, T]`, on the batch's device, True for data and False for padding.
+
+        T is the length of the rows: as `tc.pad(to=…)` says, otherwise that of the longest row. A sample that lacks the tensor
+        has no data. After `tc.drop_text`, this is the mask of the texts that the batch holds. Any other transform that changes
+        lengths must make its own mask.
+
+        Raises:
+            KeyError: No tensor has this name, or samples differ in its number of dimensions. In a pickled copy, also if no
+                sample of the batch has the tensor.
+            ValueError: The tensor has no dimensions.
+        """
+        shapes, held_lengths = self._held()
+        if name not in shapes and self._is_lacking(name):
+            shapes = {name: torch.zeros((len(self.indices), 1), dtype=torch.int64, device="cpu")}  # no sample has it
+        if name not in shapes:
+            raise KeyError(f"no tensor {name!r:.100} of one number of dimensions; there are {list_names(shapes, name)}")
+        if not shapes[name].shape[1]:
+            raise ValueError(f"tensor {name!r} has no dimensions, so it is not padded and has no mask")
+        lengths = shapes[name][:, :1]
+        length = held_lengths[name] if name in held_lengths else self._length(name, lengths)
+        mask = torch.arange(length, device=lengths.device) < lengths
+        return _moved(mask, self.is_padding.device)
+
+    def _length(self, name: str, lengths: torch.Tensor) -> int:
+        """Return the padded length of a tensor's rows, whose lengths before padding are `lengths`."""
+        way = None if self._collate is None else self._collate.ways_for([name])[0]
+        longest = int(lengths.max())
+        return way.length(longest) if isinstance(way, Pad) else longest
+
+    def _is_list(self, name: str) -> bool:
+        """Return whether the rows of a tensor are a list, so that they have no padding."""
+        return self._collate is not None and self._collate.ways_for([name])[0] == "list"
+
+    def _is_lacking(self, name: str) -> bool:
+        """Return whether the cache has a tensor that no sample of the batch has."""
+        return self.cache is not None and name in self.cache._batch_names() and name not in self._shapes_in_cache()
+
+    def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
+        """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
+        return BatchInfo(
+            self.indices,
+            _moved(self.is_padding, device, non_blocking),
+            self.epoch,
+            self.step,
+            self.source,
+            self.cache,
+            collate=self._collate,
+            randomness=self._randomness,
+            edits=self._edits,
+            sent=self._sent,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BatchInfo):
+            return NotImplemented
+        return (
+            (self.epoch, self.step, self.source, self.keys) == (other.epoch, other.step, other.source, other.keys)
+            and np.array_equal(self.indices, other.indices)
+            and torch.equal(self.is_padding.cpu(), other.is_padding.cpu())
+            and np.array_equal(self.seeds, other.seeds)
+            and self.choices == other.choices
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Return a summary of bounded length: it shows the first 8 indices, and counts the rows that are padding."""
+        indices = ", ".join(map(str, self.indices[:_NUM_INDICES].tolist())) + ", …" * (len(self.indices) > _NUM_INDICES)
+        cache = "None" if self.cache is None else f"{type(self.cache).__name__} of {len(self.cache):,} samples"
+        return (
+            f"BatchInfo({len(self.indices):,} samples, {int(self.is_padding.sum()):,} of them padding, indices=[{indices}], "
+            f"epoch={self.epoch}, step={self.step}, source={self.source!r:.100}, cache={cache})"
+        )
+
+    def __reduce__(self) -> Any:
+        # arrays, because torch would send a file descriptor for each tensor
+        shapes, lengths = self._held()
+        sent = tuple(self.keys), {name: shape.numpy() for name, shape in shapes.items()}, self.choices, lengths
+        place, randomness = (self.epoch, self.step, self.source), (self._randomness.seed, self._randomness.epochs)
+        return _received, (self.indices, self.is_padding.cpu().numpy(), place, sent, self._collate, randomness)
+
+
+def _received(indices: Array, padding: Array, place: Any, sent: Any, collate: Any, randomness: Any) -> BatchInfo:
+    """Return the copy of a record in another process."""
+    is_padding = torch.from_numpy(padding)
+    return BatchInfo(indices, is_padding, *place, collate=collate, randomness=Randomness(*randomness), sent=sent)
+
+
+def _moved(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:
+    """Return a mask on a device."""
+    if device is not None and torch.device(device).type == "cuda" and mask.device.type == "cpu":
+        # Hazard: a copy from pageable memory would wait for all work that is queued on the GPU.
+        mask, non_blocking = mask.pin_memory(), True
+    return mask.to(device, non_blocking=non_blocking)
+
+
+def _collate_infos(batch: list[Any], *, collate_fn_map: Any = None) -> list[Any]:
+    return list(batch)
+
+
+default_collate_fn_map.setdefault(BatchInfo, _collate_infos)

@@ -1,1 +1,0 @@
-"""Find samples: by key and by index."""

@@ -1,1 +1,0 @@
-"""Manifests and indexes of shards on servers and in object stores."""

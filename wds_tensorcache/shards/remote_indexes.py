@@ -1,0 +1,124 @@
+"""The indexes of remote shards: in a folder of indexes, on disk from an earlier run, in the shard, or in its sidecar."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from wds_tensorcache.errors import FormatError, RemoteError
+from wds_tensorcache.shards.footer import build_footer, parse_index, read_trailer
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_paths import sidecar_path
+from wds_tensorcache.shards.kept_indexes import KeptIndexes
+from wds_tensorcache.shards.load_index import check_sidecar, find_index, open_if_there, scan
+from wds_tensorcache.storage.files import File
+from wds_tensorcache.storage.remote.clients import client_for
+from wds_tensorcache.storage.remote.fetch import run
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.urls import is_url, join_url, keep_secrets, name_of
+
+__all__ = ["RemoteIndexes"]
+
+_TAIL_NBYTES = 1 << 16  # of a shard whose number of samples is unknown
+_BASE_NBYTES = 1 << 14
+_SAMPLE_NBYTES = 64  # an index takes 30 to 60 bytes a sample; a tail that is too short costs a second request
+_MAX_TAIL_NBYTES = 1 << 22
+_MAX_INDEX_NBYTES = 1 << 28  # of a sidecar
+_DENIED = (401, 403)  # of stores that do not tell a missing object from one that may not be read
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteIndexes:
+    """The places where the indexes of remote shards are looked for.
+
+    Attributes:
+        folder: Folder or url of a folder that contains `NAME.tar.index` for shards `NAME.tar`; None if there is none.
+        kept: Indexes of earlier runs; None to fetch all indexes.
+    """
+
+    folder: str | None = None
+    kept: KeptIndexes | None = None
+
+    def load(self, file: File, num_samples: int | None = None, *, may_scan: bool = True) -> ShardIndex | None:
+        """Return the index of a shard.
+
+        Args:
+            file: The shard.
+            num_samples: Number of samples that the manifest lists, from which the length of the index is guessed.
+            may_scan: Read the whole shard if it has no index. False returns None for such a shard.
+
+        Raises:
+            MissingShardError: The shard does not exist.
+            FormatError: The shard is not a tar, is damaged, or has changed.
+            RemoteError: A request failed.
+
+        Cost: one request, of the shard's end, in most cases. With a kept index, one request of its state. A shard without an
+            index is read as a whole.
+        """
+        assert isinstance(file, RemoteFile)
+        index = self._in_folder(file)
+        if index is not None:
+            return index
+        url, kept = file.url, self.kept
+        if kept is not None and kept.has(url):
+            if file.identity[1] is None:
+                file.ask()
+            index = kept.read(url, file.state)
+            if index is not None:
+                return index
+        guess = _TAIL_NBYTES if num_samples is None else _BASE_NBYTES + num_samples * _SAMPLE_NBYTES
+        tail = file.read_tail(min(guess, _MAX_TAIL_NBYTES))
+
+        def read_sidecar() -> bytes | None:
+            return _read_if_there(keep_secrets(url, sidecar_path(url)))
+
+        index = find_index(file, read_sidecar, tail=tail)
+        if index is None and may_scan:
+            index = scan(file)
+        # a shard with hidden members is scanned again, and reported, in each run
+        if kept is not None and index is not None and index.hidden is None:
+            kept.write(url, file.state, build_footer(index, file.nbytes), digest=index.digest)
+        return index
+
+    def _in_folder(self, file: RemoteFile) -> ShardIndex | None:
+        """Return the index in `folder`, if it declares the length of the shard, and matches some of its tar headers."""
+        name = name_of(file.url)
+        if self.folder is None or "/" in name or "\\" in name:
+            return None
+        join = join_url if is_url(self.folder) else os.path.join
+        content = _read_if_there(join(self.folder, sidecar_path(name)))
+        if content is None:
+            return None
+        nbytes = file.identity[0]
+        if nbytes is None:
+            trailer = read_trailer(lambda begin, end: content[begin:end], len(content))
+            if trailer is None:
+                return None
+            nbytes = trailer.shard_nbytes
+        try:
+            index = parse_index(content, nbytes)
+            if index is None:
+                return None
+            file.expect(nbytes)
+            check_sidecar(index, file)
+        except FormatError as exc:
+            raise exc.at(file.path) from exc
+        # a manifest lists the digest of the index in or next to the shard; this one may have been made by another tool
+        return replace(index, digest=None)
+
+
+def _read_if_there(path: str) -> bytes | None:
+    """Return an index at a path or url; None if there is none."""
+    if not is_url(path):
+        file = open_if_there(path)
+        if file is not None and file.nbytes > _MAX_INDEX_NBYTES:
+            raise FormatError(f"has {file.nbytes:,} bytes, more than the index of any shard", kind="index").at(path)
+        return None if file is None else file.read(0, file.nbytes)
+    try:
+        return run(lambda: client_for(path).read_whole(path, _MAX_INDEX_NBYTES))[1]
+    except FileNotFoundError:
+        return None
+    except RemoteError as exc:
+        if exc.status in _DENIED:
+            return None
+        raise

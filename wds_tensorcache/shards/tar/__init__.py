@@ -1,1 +1,0 @@
-"""Tar headers and archives, as files and as streams (FORMAT.md 1)."""
