@@ -1,4 +1,4 @@
-"""`tc.write_index` killed at any of its calls, or on a full disk: the folder reads as before."""
+"""`tc.write_index` and overwriting killed at any call, or on a full disk: the folder reads as before, or has no old parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ KEYS = [f"{i:03d}" for i in range(4)]
 CALLS = frozenset("open write pwrite truncate ftruncate fsync replace remove unlink flush close __exit__".split())
 
 
-def is_killed(path: Path, number: int) -> bool:
-    """Index a shard in a child that kills itself before its call `number` that may change a file; return whether it did."""
+def is_killed(act: Callable[[], object], number: int) -> bool:
+    """Act in a child that kills itself before its call `number` that may change a file; return whether it did."""
     child = os.fork()
     if child == 0:
         left = number
@@ -36,7 +37,7 @@ def is_killed(path: Path, number: int) -> bool:
 
         try:
             sys.setprofile(look)
-            tc.write_index(path)
+            act()
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -62,15 +63,32 @@ def test_killed_anywhere(tmp_path: Path, before: str) -> None:
     number, done = 0, False
     while not done:
         folder = shutil.copytree(tmp_path / "before", tmp_path / f"{number}")
-        done = not is_killed(folder / name, number)
+        done = not is_killed(lambda: tc.write_index(folder / name), number)  # noqa: B023
         for _ in range(2):
             with tc.open(folder) as cache:
                 assert list(cache.keys()) == KEYS
                 assert int(cache[1]["latent"][0, 0]) == 1
             tc.write_index(folder / name)
         assert tc.verify(folder).ok or before == "damaged"
+        assert not strays(folder)
         number += 1
     assert number > 10
+
+
+def test_overwriting_is_killed_anywhere(tmp_path: Path) -> None:
+    """No index stays without its shard, which a later shard of this name would get."""
+    name = prepare(tmp_path / "before", "sidecar").name
+    number, done = 0, False
+    while not done:
+        folder = shutil.copytree(tmp_path / "before", tmp_path / f"{number}")
+        done = not is_killed(lambda: tc.ShardWriter(folder, overwrite=True, fsync=False).close(), number)  # noqa: B023
+        shards = {path.stem for path in folder.glob("*.tar")}
+        assert {path.name.split(".")[0] for path in folder.iterdir() if path.suffix in (".idx", ".index")} <= shards
+        with tc.ShardWriter(folder, overwrite=True, fsync=False) as writer:
+            writer.write("a", {"x": 1})
+        assert sorted(os.listdir(folder)) == [name.replace(".tar", ".idx"), name, "manifest.json"]
+        number += 1
+    assert number > 5
 
 
 @pytest.mark.parametrize("before", ["nothing", "sidecar", "stale"])

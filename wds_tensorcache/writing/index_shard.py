@@ -101,7 +101,7 @@ def index_shard(
     sidecar = build_footer(index, file.nbytes)
 
     def list_shard(entry: ShardEntry) -> None:
-        if manifest.entries.get(entry.url) != entry:
+        if Manifest.of(folder).entries.get(entry.url) != entry:
             change_manifest(folder, lambda manifest: manifest.add(entry, index))
 
     if url is not None or is_added:

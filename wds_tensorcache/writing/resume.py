@@ -143,10 +143,7 @@ def _load_remote(urls: list[str], files: Files) -> dict[str, ShardIndex]:
     from wds_tensorcache.storage.remote.fetch import run_all
 
     def load(url: str) -> ShardIndex:
-        try:
-            index = RemoteIndexes().load(files.get(url), may_scan=False)
-        except FormatError as exc:
-            raise exc.at(shown(url)) from exc
+        index = RemoteIndexes().load(files.get(url), may_scan=False)
         if index is None:
             what = f"the shard has no index, or a damaged one; call tc.write_index({shown(url)!r})"
             raise FormatError(what, kind="index").at(shown(url))
@@ -178,7 +175,7 @@ def take_over(
     """
     listed = Manifest() if manifest is None else manifest
     finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})
-    present, unlisted = set(names), dict[ShardEntry, ShardIndex]()
+    present, unlisted = set(names), list[tuple[ShardEntry, ShardIndex]]()
     for name, (path, index) in zip(shards, finished.indexes.items(), strict=True):
         check_same(shown(path), index.fingerprint, fingerprint)
         entry, before = finished.entry(path), listed.entries.get(name)
@@ -186,7 +183,7 @@ def take_over(
             check_listed(path, before, folder.locate(MANIFEST), digest=index.digest)
         is_listed = manifest is None or entry.is_listed(before)
         if not is_listed:
-            unlisted[entry] = index
+            unlisted.append((entry, index))
         # an `.idx` of an unlisted shard may be stale
         if dali_index and not (is_listed and dali_index_path(name) in present):
             write_dali_index(folder, name, index)
@@ -200,10 +197,10 @@ def take_over(
     return finished
 
 
-def _list(folder: Folder, shards: Mapping[ShardEntry, ShardIndex], lost: Iterable[str] = ()) -> None:
+def _list(folder: Folder, shards: Iterable[tuple[ShardEntry, ShardIndex]], lost: Iterable[str] = ()) -> None:
     def change(manifest: Manifest) -> None:
         manifest.remove(*lost)
-        for entry, index in shards.items():
+        for entry, index in shards:
             manifest.add(entry, index)
 
     change_manifest(folder, change)
@@ -229,5 +226,5 @@ def list_new(pattern: ShardPattern, known: FinishedShards, options: Mapping[str,
         unlisted = load(name for name in pattern.build_shards(folder.names()) if name not in entries)
         if not unlisted.indexes:
             break
-        _list(folder, {unlisted.entry(path): index for path, index in unlisted.indexes.items()})
+        _list(folder, [(unlisted.entry(path), index) for path, index in unlisted.indexes.items()])
     return dict(new.indexes)
