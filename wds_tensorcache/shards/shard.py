@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from struct import Struct
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -33,11 +33,23 @@ from wds_tensorcache.storage.remote.urls import is_url
 __all__ = ["FileRange", "Shard"]
 
 Array = np.ndarray[Any, Any]
-_LOADED = frozenset({"index", "columns", "layout_of_all", "_template_numbers"})
+_T = TypeVar("_T")
 _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
 _BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, as in a preamble
+
+
+class _Loaded(Generic[_T]):
+    """An attribute whose first use loads the shard's index. `__getattr__` would slow down all attributes of the shard."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, shard: Any, owner: Any = None) -> _T:
+        # called only before the index is loaded: instance attributes take precedence over this descriptor
+        shard._load()
+        return getattr(shard, self._name)  # type: ignore[no-any-return]
 
 
 class Shard:
@@ -51,10 +63,10 @@ class Shard:
     Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """
 
-    index: ShardIndex
-    columns: CacheColumns
-    layout_of_all: Layout | None
-    _template_numbers: Array  # the number of each sample's template, uint8; 0 if unknown
+    index = _Loaded[ShardIndex]()
+    columns = _Loaded[CacheColumns]()
+    layout_of_all = _Loaded["Layout | None"]()
+    _template_numbers = _Loaded[Array]()  # the number of each sample's template, uint8; 0 if unknown
 
     def __init__(
         self,
@@ -82,13 +94,6 @@ class Shard:
         self._find_index = find_index
         self._layouts: dict[int, Layout] = {}
         self._templates: list[Template] = []
-
-    def __getattr__(self, name: str) -> Any:
-        # called only before the index is loaded: instance attributes take precedence
-        if name not in _LOADED:
-            raise AttributeError(f"a shard has no attribute {name!r}")
-        self._load()
-        return getattr(self, name)
 
     def __reduce__(self) -> Any:
         known = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._listed)
@@ -147,10 +152,12 @@ class Shard:
             counted = f"{len(columns)} samples with cache {self.name!r}"
             raise other_count(self.path, counted, self._count)
         check_listed(self.path, self._listed, num_samples=len(index.keys), digest=index.digest)
-        self.columns = columns
-        self.layout_of_all = index.layouts[0] if len(index.layouts) == 1 else None
-        self._template_numbers = np.zeros(len(columns), np.uint8)
-        self.index = index  # last: another thread may look whether the index is loaded
+        # setattr, because using `__dict__` would slow down every later access to an attribute
+        loaded = {"index": index, "columns": columns}
+        loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
+        loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
+        for name, value in loaded.items():
+            setattr(self, name, value)
 
     def _read_index(self) -> ShardIndex:
         index = self._read_remote_index(may_scan=True) if self.is_remote else load_index(self.file)
