@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards import shard as one_shard
 
 
-@pytest.fixture
-def no_files() -> Iterator[None]:
-    yield
-    one_shard._unpickled_files.clear()
-
-
-@pytest.mark.usefixtures("no_files")
 def test_a_shard_that_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import faults, flip, members, write
 from tests.shards.tars import FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
-from wds_tensorcache.checking.damaged_tar import Break, End, Member, Salvage
 
 ZEROS = "zeros before the end of the archive; no member could be read from byte"
 BEHIND = "members from here on are after the end-of-archive marker"
@@ -106,32 +104,6 @@ def test_what_is_no_member_is_not_searched_twice(tmp_path: Path, behind: bytes) 
     assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json"]
 
 
-def reading(content: bytes) -> tuple[list[tuple[int, int]], Callable[[int, int], bytes]]:
-    reads: list[tuple[int, int]] = []
-
-    def read(begin: int, end: int) -> bytes:
-        reads.append((begin, end))
-        return content[begin:end]
-
-    return reads, read
-
-
-def test_a_footer_is_not_searched(tmp_path: Path) -> None:
-    path = write(tmp_path, 10, dali_index=False, manifest=False)
-    content = path.read_bytes()
-    end = tc.write_index(path, dali_index=False).end
-    reads, read = reading(content)
-    assert list(Salvage(read, len(content), end))[-1] == End(end)
-    assert len(reads) == 1
-    header = members(path)["009.safetensors"][0] - 512
-    content = content[:header] + bytes(end - header) + content[end:]
-    reads, read = reading(content)
-    *_, last, broken, marker = Salvage(read, len(content), end)
-    assert isinstance(last, Member)
-    assert broken == Break(header, end, "zeros before the end of the archive", "zeros")
-    assert marker == End(end)
-
-
 @pytest.mark.parametrize("format", ["gnu", "pax"])
 def test_an_extended_header_is_lost(tmp_path: Path, format: str) -> None:
     """The member after it has another name then: it is lost, too."""
@@ -156,10 +128,10 @@ def test_breaks_at_the_end_of_a_file(tmp_path: Path) -> None:
         assert fault.offset <= len(content)
 
 
-def test_many_breaks_take_linear_time(tmp_path: Path) -> None:
-    reads, read = reading((build([("a.json", b"1")])[:1024] + bytes(512)) * 500)
-    assert sum(isinstance(part, Break) for part in Salvage(read, 500 * 1536)) == 499
-    assert sum(end - begin for begin, end in reads if end - begin < 1 << 16) < 500 * 3 * 1536 * 10
+def test_many_breaks(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    path.write_bytes((build([("a.json", b"1")])[:1024] + bytes(512)) * 500)
+    assert sum(what.startswith(ZEROS) for _, what in faults(path)) == 499
 
 
 def test_a_damaged_trailer_says_nothing(tmp_path: Path) -> None:

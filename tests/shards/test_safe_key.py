@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards.names import check_key, check_suffixes
 
+# ASCII without dots and white space, a plain path, no name that readers skip
+IS_LEGAL = re.compile(r"(?!__)[A-Za-z0-9_%-]+(/[A-Za-z0-9_%-]+)*").fullmatch
 AWKWARD = [
     "", " ", ".", "..", "/", "//", "_", "__", "___x", "__x/y", "a/", "/a", "a//b", "a/../b", "a/b", "a/__b", "%", "%25", "%2",
     "%empty", "empty", "a%-" + "0" * 40, "photo (1).v2", "IMG_1.JPG", "img_1.jpg", "n01/n01_2.JPEG", "ä", "a\u0308", "\0",
@@ -45,8 +47,8 @@ def test_only_text(wrong: Any) -> None:
 def test_any_text(one: str, other: str) -> None:
     for name in (one, other):
         made = tc.safe_key(name)
-        check_key(made)
-        check_suffixes(made, ["skel.pyd", "safetensors", "digest.txt"])
+        assert IS_LEGAL(made)
+        assert len(f"{made}.safetensors") <= 100
         assert tc.original_name(made) == name
         assert back(made) in (name, None)
         assert back(made) == name or len(name.encode("utf-8", "surrogatepass")) > 29

@@ -49,24 +49,18 @@ def pack(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[
     for name, encoded in caches:
         prefix = f"{key}.{name}." if name else f"{key}."
         skeleton, nbytes = encoded.skeleton, encoded.layout.nbytes
-        skeleton_begin = _add_member(parts, position, prefix + SKELETON, len(skeleton), skeleton)
-        position = skeleton_begin + len(skeleton) + -len(skeleton) % BLOCK
-        begin = _add_member(parts, position, prefix + TENSORS, nbytes, encoded.header, *encoded.buffers)
+        skeleton_header = build_tar_header(prefix + SKELETON, len(skeleton))
+        tensors_header = build_tar_header(prefix + TENSORS, nbytes)
+        skeleton_begin = position + len(skeleton_header)
+        begin = skeleton_begin + len(skeleton) + -len(skeleton) % BLOCK + len(tensors_header)
+        parts += skeleton_header, skeleton, _ZEROS[: -len(skeleton) % BLOCK]
+        parts += tensors_header, encoded.header, *encoded.buffers, _ZEROS[: -nbytes % BLOCK]
         position = begin + nbytes + -nbytes % BLOCK
         names = encoded.references, encoded.further
         entries.append(CacheEntry(name, skeleton_begin, len(skeleton), begin, encoded.layout, encoded.digest, *names))
     for extension, raw in others.items():
-        begin = _add_member(parts, position, f"{key}.{extension}", len(raw), raw)
-        position = begin + len(raw) + -len(raw) % BLOCK
-        members.append((extension.lower(), begin, len(raw)))
+        header = build_tar_header(f"{key}.{extension}", len(raw))
+        parts += header, raw, _ZEROS[: -len(raw) % BLOCK]
+        members.append((extension.lower(), position + len(header), len(raw)))
+        position += len(header) + len(raw) + -len(raw) % BLOCK
     return PackedSample(key, parts, position, entries, members)
-
-
-def _add_member(parts: list[Any], position: int, name: str, nbytes: int, *content: Any) -> int:
-    """Append a member with its header and padding to `parts`; return the offset of its content.
-
-    The header will be at offset `position`.
-    """
-    header = build_tar_header(name, nbytes)
-    parts += header, *content, _ZEROS[: -nbytes % BLOCK]
-    return position + len(header)

@@ -18,7 +18,7 @@ from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.storage.files import File, Files
@@ -40,7 +40,7 @@ _BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, a
 
 
 class _Loaded(Generic[_T]):
-    """An attribute whose first use loads the shard's index."""
+    """An attribute whose first use loads the shard's index. `__getattr__` would slow down all attributes of the shard."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -171,13 +171,17 @@ class Shard:
             places = self._remote_indexes or RemoteIndexes()
             num_samples = None if self._entry is None else self._entry.num_samples
             index = places.load(self.file, num_samples, may_scan=may_scan)
-        # an index with a digest was written by a tool that saw all members
-        if index is not None and (index.hidden is not None or (index.digest is None and not self.is_remote)):
-            from wds_tensorcache.shards.after_end import find_unseen
-
-            if (unseen := find_unseen(index, self.path, 0 if self.is_remote else self.file.nbytes)) is not None:
-                warnings.warn(str(unseen), stacklevel=user_level())
+        if index is not None and (unseen := self.find_unseen(index)) is not None:
+            warnings.warn(str(unseen), stacklevel=user_level())
         return index
+
+    def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
+        """Return the error for members that a scan, with this result, did not see; None if nothing shows any."""
+        if index.hidden is None and (index.digest is not None or self.is_remote):
+            return None
+        from wds_tensorcache.shards.after_end import find_unseen
+
+        return find_unseen(index, self.path, 0 if self.is_remote else self.file.nbytes)
 
     @property
     def is_loaded(self) -> bool:

@@ -26,7 +26,6 @@ from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_me
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.join import JoinedCache
-from wds_tensorcache.shards.after_end import find_unseen
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
@@ -148,8 +147,7 @@ def _check_hidden(cache: Cache) -> None:
     for part in cache._caches if isinstance(cache, JoinedCache) else ():
         _check_hidden(part)
     for shard in cache._store.shards if isinstance(cache, TensorCache) else ():
-        nbytes = 0 if shard.is_remote else shard.file.nbytes
-        if (unseen := find_unseen(shard.index, shard.path, nbytes)) is not None:
+        if (unseen := shard.find_unseen(shard.index)) is not None:
             raise unseen
 
 
