@@ -11,7 +11,6 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import write
-from wds_tensorcache.storage.files import Files
 
 
 @pytest.mark.parametrize("link", [True, False])
@@ -58,10 +57,3 @@ def test_it_went_since(tmp_path: Path) -> None:
                 read()
     with pytest.raises(tc.MissingShardError, match=f"{message}; copy it again$"):
         listed_nowhere[0]
-
-
-def test_it_went_while_the_cache_was_opened(tmp_path: Path) -> None:
-    files = Files()
-    with pytest.raises(tc.MissingShardError, match="a.tar: the shard does not exist, but b.json lists it") as caught:
-        files.expect(str(tmp_path / "a.tar"), "b.json")
-    assert isinstance(caught.value.__cause__, FileNotFoundError)

@@ -10,7 +10,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.remote.caches import listing, small, write_cache
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.reading.remote.batches_ahead import BatchesAhead, remote_url
+from wds_tensorcache.reading.batches_ahead import BatchesAhead, remote_url
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import ByteSource, MemorySource
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.reading.batches_ahead import NUM_THREADS, remote_url
 from wds_tensorcache.reading.cache import Cache
-from wds_tensorcache.reading.remote.batches_ahead import NUM_THREADS, remote_url
 from wds_tensorcache.storage.threads import Threads, run_in_order
 
 __all__ = ["NUM_AHEAD", "pool_for", "tensors_ahead"]
