@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +14,7 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
 from wds_tensorcache.reading.store import Store, load_indexes
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
-from wds_tensorcache.shards.manifest import FoundShard
+from wds_tensorcache.shards.manifest import FoundShard, ShardEntry
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files, default_max_open
@@ -124,8 +123,8 @@ def open(
         for place in found.shards:
             caches, entry = _caches(place), place.entry
             if entry is not None:
-                # objects that a shard does not need take memory
-                entry = replace(entry, caches=None, fingerprint=None)
+                # without the caches and the fingerprint, which would take memory
+                entry = ShardEntry(entry.url, entry.num_samples, entry.nbytes, entry.digest)
             shard = make(place.path, name, count=None if caches is None else caches.get(name, 0), entry=entry)
             if place.path in loaded:
                 shard.take_index(loaded[place.path])
