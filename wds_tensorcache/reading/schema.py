@@ -194,7 +194,7 @@ def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
     shape = None
     if old.shape is not None and new.shape is not None and len(old.shape) == len(new.shape):
         ends = [(*_as_tuple(a), *_as_tuple(b)) for a, b in zip(old.shape, new.shape, strict=True)]
-        shape = tuple(min(each) if min(each) == max(each) else (min(each), max(each)) for each in ends)
+        shape = tuple(min(sizes) if min(sizes) == max(sizes) else (min(sizes), max(sizes)) for sizes in ends)
     return TensorSchema(
         new.name,
         old.kind,
@@ -248,9 +248,9 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
     numbers: dict[tuple[int, ...], int] = {}
     result = np.empty(len(positions), np.int64)
     for shard, which, rows in by_shard(store, positions):
-        _, some, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
+        _, firsts, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
         shapes = []
-        for row in rows[some].tolist():
+        for row in rows[firsts].tolist():
             of_sample = forms.shapes(shard, row)
             if name not in of_sample:
                 raise KeyError(
@@ -290,7 +290,7 @@ def with_trees(patterns: Iterable[str]) -> tuple[str, ...]:
 
 def find_unknown(patterns: Iterable[str], names: Collection[str]) -> str | None:
     """Return the first pattern that matches neither a tensor's name nor the name of a container of tensors."""
-    return next((each for each in patterns if not any(fnmatch.filter(names, one) for one in with_trees([each]))), None)
+    return next((name for name in patterns if not any(fnmatch.filter(names, one) for one in with_trees([name]))), None)
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
