@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same, tensor_bytes
-from wds_tensorcache.reading.batch.leaves import Leaves
 
 __all__ = ["COUNT", "LARGE", "SMALL", "assert_all_same", "assert_batch", "assert_tensor", "nested", "write"]
 
@@ -88,7 +88,7 @@ def assert_batch(samples: list[Any], batch: Any, collate: str = "stack", path: s
         for i in range(len(first)):
             assert_batch([sample[i] for sample in samples], batch[i], collate, f"{path}[{i}]")
     else:
-        assert type(batch) is Leaves, path
+        assert type(batch).__name__ == "Leaves", path
         assert len(batch) == len(samples), path
         assert repr(batch) == repr(samples), path
 
@@ -98,6 +98,15 @@ def _holds_tensor(value: Any) -> bool:
         return True
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return any(map(_holds_tensor, parts))
+
+
+def member_of(path: str | Path, name: str) -> tuple[int, bytes]:
+    """Return where a member of a shard begins, and its bytes."""
+    with tarfile.open(path) as tar:
+        member = tar.getmember(name)
+        content = tar.extractfile(member)
+        assert content is not None
+        return member.offset_data, content.read()
 
 
 def damage(path: str, at: int, content: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -20,10 +21,10 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.reading.batches import damage, write
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from tests.reading.batches import damage, member_of, write
 
 ABC = ["a", "b", "c"]
+PREAMBLE_NBYTES = 42  # FORMAT.md 2.1
 
 
 class Pair(NamedTuple):
@@ -64,34 +65,42 @@ def test_leaves_are_like_lists(cache: Any) -> None:
         assert cache.read_batch([2, 0])["size"] == [(2, ["c"]), (0, ["a"])]
 
 
-def test_leaves_are_decoded_on_first_use_only(cache: Any) -> None:
-    for _ in range(2):
-        batch = cache.read_batch([0, 1, 2, 1])
-        shard = cache._store.shards[0]
-        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
-        before = damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
-        again = cache.read_batch([0, 1, 2, 1])
-        assert again["x"].tolist() == batch["x"].tolist() == [[0], [1], [2], [1]]
-        for one in (batch, again):
-            with pytest.raises(tc.FormatError, match="sample '001'"):
-                one["name"][0]
-            with pytest.raises(tc.FormatError, match="sample '001'"):
-                repr(one["size"])
-        damage(shard.path, begin + nbytes - 10, before)
-        assert batch["name"] == ["a", "b", "c", "b"]
-        cache.read_batch([2, 2])["name"].tolist()
+def write_named(folder: Path, tensor: str) -> tuple[str, str, int]:
+    """Write three samples with names; return their folder, the shard of the first two, and where the name of '001' ends in it.
+
+    The names of tensors differ by test: templates are learned by them, for all caches of a process.
+    """
+    samples = [{tensor: torch.tensor([i]), "name": f"{name} of {tensor}"} for i, name in enumerate(ABC)]
+    written = write(folder, samples, max_samples=2)
+    path = min(map(str, Path(written).glob("*.tar")))
+    name = f"b of {tensor}".encode()
+    return written, path, Path(path).read_bytes().index(name) + len(name)
+
+
+def test_leaves_are_decoded_on_first_use_only(tmp_path: Path) -> None:
+    folder, path, end = write_named(tmp_path, "first use")
+    for _ in range(3):
+        with tc.open(folder) as cache:
+            batch = cache.read_batch([0, 1, 2, 1])
+            before = damage(path, end, b"\xff" * 2)
+            again = cache.read_batch([0, 1, 2, 1])
+            assert again["first use"].tolist() == batch["first use"].tolist() == [[0], [1], [2], [1]]
+            for one in (batch, again):
+                for use in (lambda leaves: leaves[0], repr):
+                    with pytest.raises(tc.FormatError, match="sample '001'"):
+                        use(one["name"])
+            damage(path, end, before)
+            assert batch["name"] == [f"{name} of first use" for name in "abcb"]
+            cache.read_batch([2, 2])["name"].tolist()
 
 
 def test_a_structure_is_learnt_from_one_read_of_a_skeleton(tmp_path: Path) -> None:
-    # a separate name: templates are learned by the names and dtypes of tensors, for all caches of a process
-    samples = [{"read once": torch.tensor([i]), "name": name} for i, name in enumerate(ABC)]
-    with tc.open(write(tmp_path, samples)) as cache:
+    folder, path, end = write_named(tmp_path, "read once")
+    with tc.open(folder) as cache:
         for _ in range(3):
             cache.read_batch([2, 2])["name"].tolist()
         cache.read_batch([1, 0])
-        shard = cache._store.shards[0]
-        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
-        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        damage(path, end, b"\xff" * 2)
         batch = cache.read_batch([1, 0])
         assert batch["read once"].tolist() == [[1], [0]]
         with pytest.raises(tc.FormatError, match="sample '001'"):
@@ -99,13 +108,11 @@ def test_a_structure_is_learnt_from_one_read_of_a_skeleton(tmp_path: Path) -> No
 
 
 def test_tensors_alone_need_no_skeleton_of_a_known_form(tmp_path: Path) -> None:
-    samples = [{"tensors alone": torch.tensor([i]), "name": name} for i, name in enumerate(ABC)]
-    with tc.open(write(tmp_path, samples)) as cache:
+    folder, path, end = write_named(tmp_path, "tensors alone")
+    with tc.open(folder) as cache:
         for _ in range(3):
             cache.read_tensors([2])
-        shard = cache._store.shards[0]
-        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
-        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        damage(path, end, b"\xff" * 2)
         assert cache.read_tensors([1, 0])["tensors alone"].tolist() == [[1], [0]]
         for read in (lambda: cache.read_batch([1, 0]), lambda: cache[1]):
             with pytest.raises(tc.FormatError, match="sample '001'"):
@@ -363,9 +370,10 @@ def test_pad_values_that_integers_cannot_hold(tmp_path: Path) -> None:
 def test_bools_that_are_none(tmp_path: Path, collate: Any, kind: str) -> None:
     flags = torch.ones(40, dtype=torch.bool)
     folder = write(tmp_path, [{"ok": flags if kind == "tensor" else flags.numpy(), "i": i} for i in range(3)])
+    path = next(Path(folder).glob("*.tar"))
+    at = [match.start() for match in re.finditer(b"\x01{40}", path.read_bytes())][1]
     with tc.open(folder) as cache:
-        shard = cache._store.shards[0]
-        damage(shard.path, shard.columns.tensors_begin.item(1) + shard.layout(1).data_begin + 3, b"\x07")
+        damage(str(path), at + 3, b"\x07")
         assert len(cache.read_batch([0, 2], collate=collate)) == 2
         with pytest.raises(
             tc.FormatError, match="tensor 'ok' of a batch with sample '000': a bool .* other than 0 and 1"
@@ -376,9 +384,10 @@ def test_bools_that_are_none(tmp_path: Path, collate: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["tensor", "ndarray"])
 def test_bools_that_are_none_in_padding(tmp_path: Path, kind: str) -> None:
     rows = [torch.ones(20 + i, 2, dtype=torch.bool) for i in range(3)]
-    with tc.open(write(tmp_path, [{"ok": row if kind == "tensor" else row.numpy()} for row in rows])) as cache:
-        shard = cache._store.shards[0]
-        damage(shard.path, shard.columns.tensors_begin.item(1) + shard.layout(1).data_begin + 3, b"\x07")
+    folder = write(tmp_path, [{"ok": row if kind == "tensor" else row.numpy()} for row in rows])
+    path = next(Path(folder).glob("*.tar"))
+    with tc.open(folder) as cache:
+        damage(str(path), path.read_bytes().index(b"\x01" * 42) + 3, b"\x07")
         assert cache.read_batch([0, 2], collate="pad")["ok"].sum() == (20 + 22) * 2
         with pytest.raises(
             tc.FormatError, match="tensor 'ok' of a batch with sample '001': a bool .* other than 0 and 1"
@@ -435,11 +444,10 @@ def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
     with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
         for _ in range(3):
             cache.read_batch([0, 1])["name"].tolist()
-        shard = cache._store.shards[0]
-        begin = shard.columns.skeleton_begin.item(70)
-        body = Path(shard.path).read_bytes()[begin : begin + shard.columns.skeleton_nbytes.item(70)]
+        (path,) = map(str, tmp_path.glob("*.tar"))
+        begin, body = member_of(path, "070.skel.pyd")
         at = {"preamble": begin + 5, "text": begin + body.index(b"item-070")}[where]
-        damage(shard.path, at, b"\xff")
+        damage(path, at, b"\xff")
         intact = [i for i in range(150) if i != 70]
         assert cache.read_batch(intact)["name"] == [f"item-{i:03}" for i in intact]
         batch = cache.read_batch(range(150))
@@ -519,10 +527,9 @@ def test_values_as_if_read_alone(tmp_path: Path) -> None:
     with tc.open(folder) as cache:
         for _ in range(3):
             cache.read_batch(range(140))["name"].tolist()
-        shard = cache._store.shards[0]
-        begin, nbytes = shard.columns.skeleton_begin.item(40), shard.columns.skeleton_nbytes.item(40)
-        path = shard.path
-    for at in range(begin, begin + nbytes, 3):
+    (path,) = map(str, tmp_path.glob("*.tar"))
+    begin, body = member_of(path, "040.skel.pyd")
+    for at in range(begin, begin + len(body), 3):
         before = damage(path, at, b"\xee")
         with tc.open(folder) as cache:
             alone, together = (outcome(cache, numbers) for numbers in ([0, 40], range(140)))

@@ -10,8 +10,8 @@ import torch
 
 import wds_tensorcache as tc
 from tests.reading.batches import assert_all_same, write
-from wds_tensorcache.codec.views import ARRAY_NDIM
 
+ARRAY_NDIM = 64  # numpy has no more dimensions
 MOST = (1,) * ARRAY_NDIM
 COLLATES = ["stack", "pad"]
 

@@ -116,7 +116,7 @@ def test_records_pickle_and_compare(folder: str) -> None:
         assert list(sent.choices) == ["latent", "text"]
         assert sent.shapes["text"].tolist() == [[2, 2], [3, 2]]
         assert repr(info.choices) == ("Choices({'latent': ['latent', 'latent'], 'text': ['captions.1', 'captions.2']})")
-        with pytest.raises(AttributeError, match="immutable"):
+        with pytest.raises((AttributeError, TypeError)):
             info.choices.x = 1
         with pytest.raises(KeyError):
             info.choices.chosen("cond.0")

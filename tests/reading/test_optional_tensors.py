@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.reading.batches import damage, write
+from tests.reading.batches import damage, member_of, write
 
 COUNT = 6
 LENGTHS = [2, None, 3, "no key", 1, None]  # of the mask
@@ -300,9 +300,9 @@ def test_many_optional_tensors(tmp_path: Path) -> None:
 def test_damaged_samples_outside_the_batch_do_not_disturb_it(tmp_path: Path) -> None:
     samples = [{"latent of the damaged": X, "mask": Y if i == 2 else None} for i in range(4)]
     with tc.open(write(tmp_path, samples)) as cache:
-        shard = cache._store.shards[0]
-        begin, nbytes = shard.columns.skeleton_begin.item(2), shard.columns.skeleton_nbytes.item(2)
-        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        (path,) = map(str, tmp_path.glob("*.tar"))
+        begin, skeleton = member_of(path, "002.skel.pyd")
+        damage(path, begin + len(skeleton) - 10, b"\xff" * 10)
         assert cache.read_batch([0, 1], collate="list")["mask"] == [None, None]
         for order in ([0, 2], [2, 0]):
             with pytest.raises(tc.FormatError, match="sample '002'"):
@@ -347,3 +347,18 @@ def test_samples_without_tensors(tmp_path: Path) -> None:
     with tc.open(write(tmp_path, [{"n": 1}, {"n": 2}, {"n": 3, "x": torch.ones(2)}], max_samples=2)) as cache:
         assert cache.read_batch([0, 1])["n"] == [1, 2]
         assert cache.read_batch([1, 0], collate="pad")["x"].shape == (2, 0)
+
+
+def test_a_shorter_list(tmp_path: Path) -> None:
+    """The remedies that the error names work; `collate="list"` has no place for the tensor."""
+    x = torch.ones(2)
+    with tc.open(write(tmp_path, [{"x": [x, x]}, {"x": [x]}])) as cache:
+        with pytest.raises(
+            tc.BatchError, match=r"do not select this tensor, use read_tensors\(…, collate='list'\), or coll"
+        ):
+            cache.read_batch([0, 1])
+        with pytest.raises(tc.BatchError, match="structures differ; collate with a function, or use read_tensors"):
+            cache.read_batch([0, 1], collate="list")
+        assert cache.select("x.0").read_batch([0, 1])["x"][0].shape == (2, 2)
+        assert cache.read_tensors([0, 1], collate="list")["x.1"][1] is None
+        assert [len(sample["x"]) for sample in cache.read_batch([0, 1], collate=list)] == [2, 1]

@@ -10,10 +10,10 @@ import fnmatch
 import glob
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
@@ -317,6 +317,7 @@ class Randomness:
         return choose
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class Choices(Mapping[str, Array]):
     """The choices in a batch, by name: `choices["text"]` is the number of each sample's alternative, int64 `[B]`.
 
@@ -326,13 +327,8 @@ class Choices(Mapping[str, Array]):
     Threads/fork/pickle: immutable, safe everywhere.
     """
 
-    __slots__ = ("_choices", "_chosen")
-    _choices: dict[str, Array]
+    _choices: dict[str, Array] = field(compare=False)
     _chosen: dict[str, list[str]]
-
-    def __init__(self, choices: dict[str, Array], chosen: dict[str, list[str]]) -> None:
-        object.__setattr__(self, "_choices", choices)
-        object.__setattr__(self, "_chosen", chosen)
 
     def chosen(self, name: str) -> list[str]:
         """Return the name of each sample's chosen alternative; raise KeyError if the batch has no choice of this name."""
@@ -353,19 +349,8 @@ class Choices(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._choices)
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError("Choices are immutable")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Choices) and self._chosen == other._chosen
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Choices({self._chosen!r})"
-
-    def __reduce__(self) -> Any:
-        return Choices, (self._choices, self._chosen)
 
 
 # --- tensors ---

@@ -39,26 +39,23 @@ _NOTHING: Any = object()  # takes the place of a dict's item that only one of tw
 _END: Any = object()  # takes the place of a sequence's item that only one of two samples has
 
 
-def insert(sample: Any, name: str, lazy: Any = None) -> tuple[Any, Path]:
-    """Return a sample with a tensor at the path `name`, in place of None or of nothing, and the keys and indices of the path.
-
-    By default, the tensor is a placeholder, of which only the name matters.
+def insert(sample: Any, name: str) -> Any:
+    """Return a sample with a placeholder of a tensor at the path `name`, in place of None or of nothing.
 
     Raises:
         ValueError: The sample has another value there, or in place of a container of the tensor; or the name does not tell the
             type of a container that the sample lacks.
     """
-    if lazy is None:
-        lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
+    lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
     return _insert(sample, name.split("."), lazy)
 
 
-def _insert(value: Any, parts: Sequence[str], lazy: Any) -> tuple[Any, Path]:
+def _insert(value: Any, parts: Sequence[str], lazy: Any) -> Any:
     if not parts:
         if value is not None and not isinstance(value, Lazy):
             raise ValueError(f"there is {shown(value)} at {lazy.name!r}")
         # a tensor of another name is there if its container occurs twice
-        return lazy if value is None else value, ()
+        return lazy if value is None else value
     part, cls = parts[0], type(value)
     if value is None:  # a container that the sample lacks
         if part.isdecimal():
@@ -66,22 +63,21 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any) -> tuple[Any, Path]:
         value = {}
     elif cls in SEQUENCES and part.isdecimal() and int(part) < len(value):
         at = int(part)
-        item, path = _insert(value[at], parts[1:], lazy)
+        item = _insert(value[at], parts[1:], lazy)
         if item is value[at]:
-            return value, (at, *path)
+            return value
         items = [item if number == at else other for number, other in enumerate(value)]
-        return deque(items, value.maxlen) if cls is deque else cls(items), (at, *path)
+        return deque(items, value.maxlen) if cls is deque else cls(items)
     elif cls not in DICTS:
         raise ValueError(f"there is {shown(value)} in place of a container of {lazy.name!r}")
-    new = "" if part == "%" else unquote(part)
-    key = next((key for at, key in enumerate(value) if component(key, at) == part), new)
-    item, path = _insert(value.get(key), parts[1:], lazy)
+    key = next((key for at, key in enumerate(value) if component(key, at) == part), _key_of(part))
+    item = _insert(value.get(key), parts[1:], lazy)
     if item is value.get(key):
-        return value, (key, *path)
+        return value
     result = empty_like(value)
     result.update(value)
     result[key] = item
-    return result, (key, *path)
+    return result
 
 
 def drop_none(sample: Any, name: str) -> None:
@@ -107,17 +103,22 @@ def put(sample: Any, name: str, value: Any) -> None:
     container = sample
     parts = name.split(".")
     for part, after in pairwise(parts):
-        key = "" if part == "%" else unquote(part)
+        key = _key_of(part)
         if type(container) in DICTS and not after.isdecimal():  # a number may be the index of a list that has gone
             container.setdefault(key, {})
         container = container.get(key) if type(container) in DICTS else None
-    key = "" if parts[-1] == "%" else unquote(parts[-1])
+    key = _key_of(parts[-1])
     if type(container) not in DICTS or key in container:
         raise BatchError(
             f"choose={{{name!r}: …}}: samples have another value at this place, or a container that is not a dict; choose a "
             "new name"
         )
     container[key] = value
+
+
+def _key_of(part: str) -> str:
+    """Return the text key that has this part in the names of tensors."""
+    return part if "%" not in part else "" if part == "%" else unquote(part)
 
 
 def value_at(sample: Any, path: Path) -> Any:
@@ -149,7 +150,7 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     whole = samples[base]
     for name in dict.fromkeys(name for each in names for name in each if name not in names[base]):
         try:
-            whole, _ = insert(whole, name)
+            whole = insert(whole, name)
         except ValueError as exc:
             if name in tensors:
                 what = f"sample {base} of the batch lacks tensor {name!r}, and has no place for it: {exc}"

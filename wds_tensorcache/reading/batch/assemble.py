@@ -19,11 +19,11 @@ from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Pad, PadValue, as_collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, lacks_any
 from wds_tensorcache.reading.batch.leaves import Leaves
-from wds_tensorcache.reading.batch.other_values import Decoded
 from wds_tensorcache.reading.batch.padding import Padding, fill_paddings, filler_of, padded_shape
 from wds_tensorcache.reading.batch.placement import Placement, nbytes_of, place_equal, place_in_turn
 from wds_tensorcache.reading.batch.read import read_rows
 from wds_tensorcache.reading.batch.request import NewNames, Request, columns_of
+from wds_tensorcache.reading.batch.values import Decoded
 from wds_tensorcache.reading.structure import put
 
 __all__ = ["nest_tensors", "read_batch", "read_tensors"]
@@ -61,12 +61,13 @@ def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
     """Return a batch with `tensors` by name, and without its other tensors; see `Cache.nest`."""
     kept = request.keeping(tuple(sorted(tensors)))
     layouts = kept.layouts()
+    others = [name for name in tensors if not layouts.chosen or name not in layouts.chosen[0]]
     present = {name for layout in layouts.items for name in layout.named}
-    missing = [name for name in tensors if name not in present and name in request.schema()]
+    missing = [name for name in others if name not in present and name in request.schema()]
     kept = replace(kept, fixed=tuple(dict.fromkeys([*missing, *kept.fixed])))
     structure = kept.structures.structure_for(layouts, kept.fixed)
-    for name in tensors:
-        if name not in structure.names and not (layouts.chosen and name in layouts.chosen[0]):
+    for name in others:
+        if name not in structure.names:
             has = list_names(flatten(request.sample(0)), name)
             raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {has}")
     return _nest(kept, tensors, layouts)
@@ -76,7 +77,7 @@ def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any
     """Return a batch with the structure of its samples, and with `tensors`, by name."""
     structure = request.structures.structure_for(layouts, request.fixed)
     decoded = Decoded(request, layouts, structure)
-    may_lack = layouts.is_mixed or structure.nones
+    may_lack = layouts.is_mixed or structure.has_missing
     if not structure.is_plain or get_worker_info() is not None or (may_lack and lacks_any(layouts, structure.names)):
         # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
         # skeleton tells whether there is None in its place.

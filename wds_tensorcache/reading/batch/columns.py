@@ -152,7 +152,9 @@ class Columns:
         self.numbers = {name: number for number, name in enumerate(self.names)}
         self.layouts = layouts.items
         self.references = []
-        named = with_chosen([layout.named for layout in layouts.items], layouts)
+        named = [layout.named for layout in layouts.items]
+        if layouts.chosen:
+            named = with_chosen(named, layouts)
         stored = [[tensors.get(name, _ABSENT) for tensors in named] for name in self.names]
         shape = (len(self.names), len(layouts.items))
         self.begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
@@ -173,7 +175,9 @@ class Columns:
         Raises:
             BatchError: A tensor's kind or dtype differs between layouts.
         """
-        texts = with_chosen([layout.named_texts for layout in layouts.items], layouts)
+        texts = [layout.named_texts for layout in layouts.items]
+        if layouts.chosen:
+            texts = with_chosen(texts, layouts)
         self.first = []
         for name in self.names:
             references = [
@@ -231,9 +235,15 @@ class Columns:
             )
         if lacking is not None:
             at, first = self.present(tensor)[0]
+            remedy = "use collate='list' or 'pad' for this tensor, or do not select it"
+            if any(part.isdecimal() for part in first.name.split(".")):
+                # the index may lie after the end of a shorter list, and a batch has one structure
+                remedy = (
+                    "do not select this tensor, use read_tensors(…, collate='list'), or collate with a function; if None "
+                    "is in its place, collate='list' and 'pad' work too"
+                )
             raise BatchError(
-                f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; "
-                "use collate='list' or 'pad' for this tensor, or do not select it"
+                f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; {remedy}"
             )
 
 

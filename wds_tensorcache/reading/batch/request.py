@@ -19,7 +19,7 @@ from wds_tensorcache.reading.store import Store
 from wds_tensorcache.reading.structure import drop_none, insert
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["NewNames", "Request", "Structure", "Structures", "Variant", "check_names", "columns_of", "keep_known"]
+__all__ = ["NewNames", "Request", "Structure", "Structures", "check_names", "columns_of", "keep_known"]
 
 _MAX_KNOWN = 64
 _NUM_WITH_VALUES = 16
@@ -29,21 +29,6 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 class NewNames(Exception):
     """Signal that an old index lacks names of a skeleton. The shard has another index now: read the batch again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Another template than that of a batch's structure. Its samples have this structure, but may lack tensors.
-
-    Attributes:
-        template: The template.
-        nones: Indices of the values that must be None, because the batch may have tensors in their places.
-        slots: As `Structure.slots`.
-    """
-
-    template: Template
-    nones: tuple[int, ...]
-    slots: dict[Path, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +43,8 @@ class Structure:
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
             `Template`. None if the sample matches no template, or lacks tensors.
         is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
-        nones: Paths of the tensors that the sample lacks; it has None or nothing there.
-        slots: For each path that was looked up, the index of the template's value at that path; None for a container; -1 for a
-            tensor, or if the sample has nothing there.
-        variants: Other templates of samples that have this structure, by the ids of the templates.
+        has_missing: True if the sample itself lacks tensors of the batch.
+        variants: Templates of samples that have this structure, by their ids; see `values.py`.
     """
 
     sample: Any
@@ -69,9 +52,8 @@ class Structure:
     template: Template | None
     visits: _Visits | None
     is_plain: bool
-    nones: tuple[Path, ...] = ()
-    slots: dict[Path, int | None] = field(default_factory=dict)
-    variants: dict[int, Variant] = field(default_factory=dict)
+    has_missing: bool = False
+    variants: dict[int, Any] = field(default_factory=dict)
 
 
 class Structures:
@@ -160,10 +142,9 @@ class Structures:
         raw = layouts.rows.sample(base)
         check_names(layouts.rows, base, raw)
         sample, wanted = self.whole(raw), self.wanted or (lambda name: True)
-        nones = []
         for name in missing:
             try:
-                sample, path = insert(sample, name)
+                sample = insert(sample, name)
             except ValueError as exc:
                 if not wanted(name):
                     continue
@@ -173,11 +154,10 @@ class Structures:
                     f"{layouts.rows.key(base)!r} has none, and not None in its place; select the tensors that all samples "
                     "have, filter by entry.shapes, or collate with a function"
                 ) from exc
-            nones.append(path)
         names = tuple(filter(wanted, names_of(sample)))
         is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in names)
         visits = _visits_of(sample, wanted) if template is not None and not missing else None
-        return Structure(sample, names, template, visits, is_plain, tuple(nones))
+        return Structure(sample, names, template, visits, is_plain, bool(missing))
 
     def whole(self, sample: Any) -> Any:
         """Return a sample with the structure that the batch has if all tensors are selected."""
