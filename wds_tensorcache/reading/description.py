@@ -64,8 +64,8 @@ class ValueDescription:
     num_samples: int
 
     def __str__(self) -> str:
-        each = (f"{text} ({count:,})" if len(self.types) > 1 else text for text, count in self.types.items())
-        return f"{', '.join(each)}" + f", for example {shown_value(self.example)}" * (self.example is not None)
+        types = (f"{text} ({count:,})" if len(self.types) > 1 else text for text, count in self.types.items())
+        return f"{', '.join(types)}" + f", for example {shown_value(self.example)}" * (self.example is not None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -99,11 +99,13 @@ class Description:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        what = f"{_count(self.num_samples, 'sample')} in {_count(self.num_shards, 'shard')}"
-        yield f"Description: {what}, {self.nbytes:,} bytes of tensors"
+        counts = f"{_count(self.num_samples, 'sample')} in {_count(self.num_shards, 'shard')}"
+        yield f"Description: {counts}, {self.nbytes:,} bytes of tensors"
         if self.tensors or self.num_counted < self.num_samples:
-            some = "" if self.num_counted == self.num_samples else f" of {_count(self.num_counted, 'sample')} in memory"
-            yield f"tensors{some}:"
+            of_samples = (
+                "" if self.num_counted == self.num_samples else f" of {_count(self.num_counted, 'sample')} in memory"
+            )
+            yield f"tensors{of_samples}:"
             yield from _entries(self.tensors, self.num_counted)
         if self.values:
             yield f"values of {_count(self.num_examined, 'sample')}:"
@@ -120,10 +122,10 @@ class Description:
 
 def _entries(described: Mapping[str, TensorDescription] | Mapping[str, ValueDescription], count: int) -> Iterator[str]:
     def lines() -> Iterator[str]:
-        for name, each in described.items():
-            some = "" if each.num_samples == count else f", in {each.num_samples:,} of {count:,} samples"
+        for name, description in described.items():
+            share = "" if description.num_samples == count else f", in {description.num_samples:,} of {count:,} samples"
             shown = name if len(name) <= _VALUE_CHARS else f"{name[:_VALUE_CHARS]}…"
-            yield f"  {printable(shown) or '(the whole sample)'}: {each}{some}"
+            yield f"  {printable(shown) or '(the whole sample)'}: {description}{share}"
 
     return _limited(lines(), len(described))
 
@@ -184,12 +186,12 @@ class _ShapeCounts:
     def most_frequent(self) -> tuple[dict[tuple[int, ...], int], int]:
         """Return the most frequent shapes with their counts, and the number of all distinct shapes."""
         self._merge()
-        found: list[tuple[tuple[int, ...], int]] = []
+        frequent: list[tuple[tuple[int, ...], int]] = []
         for [(shapes, counts)] in self._parts.values():
             order = np.argsort(-counts, kind="stable")[:_MAX_SHAPES]
-            found += zip(map(tuple, shapes[order].tolist()), counts[order].tolist(), strict=True)
-        found.sort(key=lambda pair: -pair[1])
-        return dict(found[:_MAX_SHAPES]), self._num_merged
+            frequent += zip(map(tuple, shapes[order].tolist()), counts[order].tolist(), strict=True)
+        frequent.sort(key=lambda pair: -pair[1])
+        return dict(frequent[:_MAX_SHAPES]), self._num_merged
 
 
 def _merged(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:

@@ -265,8 +265,8 @@ class JoinedCache(Cache[_Sample]):
             for name, tensor in cache._read_tensors(part, device, pin, ways.with_prefix(prefix), 0).items()
         }
 
-    def _ways(self, collate: Any, pad_value: PadValue, known: tuple[str, ...], request: _JoinedRequest) -> Any:
-        ways = as_collate(collate, pad_value, known)
+    def _ways(self, collate: Any, pad_value: PadValue, allowed: tuple[str, ...], request: _JoinedRequest) -> Any:
+        ways = as_collate(collate, pad_value, allowed)
         if ways is not collate and (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
             ways.check_names([*self._batch_names(), *request.chosen_names()])
         return ways
@@ -299,11 +299,11 @@ class JoinedCache(Cache[_Sample]):
         return _JoinedRequest(parts, self._prefixes)
 
     def _choose(self, request: _JoinedRequest, alternatives: Alternatives, chooser: Chooser) -> _JoinedRequest:
-        known = self._alternatives.get(alternatives)
-        if known is None:
+        groups_of_parts = self._alternatives.get(alternatives)
+        if groups_of_parts is None:
             if len(self._alternatives) >= _MAX_ALTERNATIVES:
                 self._alternatives.clear()
-            known = self._alternatives[alternatives] = split(alternatives, self._prefixes, self._tensor_names)
+            groups_of_parts = self._alternatives[alternatives] = split(alternatives, self._prefixes, self._tensor_names)
         all_counts: dict[Group, Array] = {}
 
         def choose_once(group: Group, counts: Array) -> Array:
@@ -315,7 +315,7 @@ class JoinedCache(Cache[_Sample]):
             return chooser(group, counts)
 
         parts, tensors = list(request.parts), set[str]()
-        for number, groups in enumerate(known):
+        for number, groups in enumerate(groups_of_parts):
             if groups:
 
                 def choose_here(group: Group, counts: Array, groups: Mapping[Group, Group] = groups) -> Array:
@@ -352,10 +352,10 @@ class JoinedCache(Cache[_Sample]):
 
     def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
         """Return the member `KEY.suffix` of each sample in `wanted` that has one, from the first cache that has it."""
-        found: dict[int, bytes] = {}
+        members: dict[int, bytes] = {}
         for cache, part in zip(self._caches, request.parts, strict=True):
-            found |= cache._find_members(part, suffix, [i for i in wanted if i not in found])
-        return found
+            members |= cache._find_members(part, suffix, [i for i in wanted if i not in members])
+        return members
 
     def _merge(self, parts: Sequence[Any]) -> Any:
         if self._names is not None:
@@ -367,7 +367,7 @@ class JoinedCache(Cache[_Sample]):
                 raise BatchError(f"{shown} has a {type(part).__name__}, not a dict; {_JOIN_A_DICT}")
             twice = merged.keys() & part.keys()
             if twice:
-                earlier = next(i for i, each in enumerate(parts) if not twice.isdisjoint(each))
+                earlier = next(i for i, other in enumerate(parts) if not twice.isdisjoint(other))
                 raise BatchError(
                     f"{self._show(earlier)} and {self._show(number)} both have {list_names(sorted(twice, key=str))} at the "
                     f"top level; {_JOIN_A_DICT}, or leave tensors out of one of them by cache.select([…])"

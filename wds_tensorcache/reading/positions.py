@@ -223,6 +223,6 @@ def respelled(key: str, width: int) -> list[str]:
     names = [name, name.rpartition(".")[0], stem]
     texts = [key.strip()]
     for first in range(max(0, len(folders) - _MAX_FOLDERS), len(folders) + 1):
-        texts += ["/".join([*folders[first:], each]) for each in names]
+        texts += ["/".join([*folders[first:], name]) for name in names]
     texts += [stem.lstrip("0").zfill(width)] if stem.isdecimal() else []
     return list(dict.fromkeys(spelling for text in texts for spelling in (text, safe_key(text))))

@@ -123,10 +123,13 @@ class _Forms:
             self._known[key] = layout.form, references
         return self._known[key][1]
 
-    def shape(self, shard: Shard, row: int, name: str) -> tuple[int, ...]:
-        """Return the shape of one of the tensors that a sample has."""
-        stored, reference = shard.layout(row).named[name].shape, self.references(shard, row).get(name)
-        return stored if reference is None else stored[: len(reference.shape)]
+    def shapes(self, shard: Shard, row: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of a sample, by name."""
+        references = self.references(shard, row)
+        return {
+            name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
+            for name, tensor in shard.layout(row).named.items()
+        }
 
 
 def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
@@ -191,7 +194,7 @@ def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
     shape = None
     if old.shape is not None and new.shape is not None and len(old.shape) == len(new.shape):
         ends = [(*_as_tuple(a), *_as_tuple(b)) for a, b in zip(old.shape, new.shape, strict=True)]
-        shape = tuple(min(each) if min(each) == max(each) else (min(each), max(each)) for each in ends)
+        shape = tuple(min(sizes) if min(sizes) == max(sizes) else (min(sizes), max(sizes)) for sizes in ends)
     return TensorSchema(
         new.name,
         old.kind,
@@ -224,12 +227,14 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | None = None) -> Iterator[Entry]:
     """Yield an `Entry` for each sample at `positions`, with shapes of the tensors that `wanted` accepts; None accepts all."""
-    forms = _Forms()
+    forms, last, shapes = _Forms(), None, dict[str, tuple[int, ...]]()
     for shard, rows in in_order(store, positions):
         for row in rows.tolist():
             layout = shard.layout(row)
-            names = filter(wanted, layout.named) if wanted is not None else layout.named
-            shapes = {name: forms.shape(shard, row, name) for name in names}
+            if layout is not last:
+                last, shapes = layout, forms.shapes(shard, row)
+                if wanted is not None:
+                    shapes = {name: shape for name, shape in shapes.items() if wanted(name)}
             yield make_entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
@@ -243,15 +248,15 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
     numbers: dict[tuple[int, ...], int] = {}
     result = np.empty(len(positions), np.int64)
     for shard, which, rows in by_shard(store, positions):
-        _, some, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
+        _, firsts, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
         shapes = []
-        for row in rows[some].tolist():
-            named = shard.layout(row).named
-            if name not in named:
+        for row in rows[firsts].tolist():
+            of_sample = forms.shapes(shard, row)
+            if name not in of_sample:
                 raise KeyError(
-                    f"sample {shard.key(row)!r} has no tensor {name!r:.100}; it has {list_names(named, name)}"
+                    f"sample {shard.key(row)!r} has no tensor {name!r:.100}; it has {list_names(of_sample, name)}"
                 )
-            shapes.append(numbers.setdefault(forms.shape(shard, row, name), len(numbers)))
+            shapes.append(numbers.setdefault(of_sample[name], len(numbers)))
         result[which] = np.array(shapes)[inverse]
     return list(numbers), result
 
@@ -285,7 +290,7 @@ def with_trees(patterns: Iterable[str]) -> tuple[str, ...]:
 
 def find_unknown(patterns: Iterable[str], names: Collection[str]) -> str | None:
     """Return the first pattern that matches neither a tensor's name nor the name of a container of tensors."""
-    return next((each for each in patterns if not any(fnmatch.filter(names, one) for one in with_trees([each]))), None)
+    return next((name for name in patterns if not any(fnmatch.filter(names, one) for one in with_trees([name]))), None)
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

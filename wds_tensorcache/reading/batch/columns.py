@@ -151,7 +151,9 @@ class Columns:
         self.numbers = {name: number for number, name in enumerate(self.names)}
         self.layouts = layouts.items
         self.references = []
-        named = with_chosen([layout.named for layout in layouts.items], layouts)
+        named = [layout.named for layout in layouts.items]
+        if layouts.chosen:
+            named = with_chosen(named, layouts)
         stored = [[tensors.get(name, _ABSENT) for tensors in named] for name in self.names]
         shape = (len(self.names), len(layouts.items))
         self.begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
@@ -172,7 +174,9 @@ class Columns:
         Raises:
             BatchError: A tensor's kind or dtype differs between layouts.
         """
-        texts = with_chosen([layout.named_texts for layout in layouts.items], layouts)
+        texts = [layout.named_texts for layout in layouts.items]
+        if layouts.chosen:
+            texts = with_chosen(texts, layouts)
         self.first = []
         for name in self.names:
             references = [
