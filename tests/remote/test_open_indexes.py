@@ -164,7 +164,7 @@ def test_an_index_folder(
         assert_same(SAMPLES, list(cache))
         if is_local:
             os.truncate(tmp_path / "a.tar.index", 1 << 40)  # sparse: more than fits into memory
-            with pytest.raises(tc.FormatError, match="more than the index of any shard"):
+            with pytest.raises(tc.FormatError, match="more than the limit for such a file"):
                 tc.open(url, index_folder=indexes)[0]
         # the index need not be in the folder
         put(b_tar=bare)

@@ -14,7 +14,7 @@ from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.names import TENSORS, member_suffix
 from wds_tensorcache.storage.files import File, ShardFile
 
-__all__ = ["check_sidecar", "find_index", "load_index", "open_if_there", "open_sidecar", "parse_both", "scan"]
+__all__ = ["check_sidecar", "find_index", "load_index", "open_sidecar", "parse_both", "scan"]
 
 _NAME_NBYTES = 100  # the width of a tar header's name field
 _SIZE = slice(124, 136)  # a tar header's size field
@@ -67,13 +67,8 @@ def scan(file: File) -> ShardIndex:
 
 def open_sidecar(path: str) -> ShardFile | None:
     """Return the opened sidecar of the shard at `path`; None if there is none."""
-    return open_if_there(sidecar_path(path))
-
-
-def open_if_there(path: str) -> ShardFile | None:
-    """Return the opened file at `path`; None if there is none."""
     try:
-        return ShardFile(path)
+        return ShardFile(sidecar_path(path))
     except OSError as exc:
         if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from wds_tensorcache.errors import FormatError, RemoteError
@@ -10,12 +10,13 @@ from wds_tensorcache.shards.footer import build_footer, parse_index, read_traile
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.kept_indexes import KeptIndexes
-from wds_tensorcache.shards.load_index import check_sidecar, find_index, open_if_there, scan
+from wds_tensorcache.shards.load_index import check_sidecar, find_index, scan
 from wds_tensorcache.storage.files import File
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.urls import is_url, join_url, keep_secrets, name_of
+from wds_tensorcache.storage.urls import keep_secrets, name_of
 
 __all__ = ["RemoteIndexes"]
 
@@ -69,10 +70,12 @@ class RemoteIndexes:
         guess = _TAIL_NBYTES if num_samples is None else _BASE_NBYTES + num_samples * _SAMPLE_NBYTES
         tail = file.read_tail(min(guess, _MAX_TAIL_NBYTES))
 
-        def read_sidecar() -> bytes | None:
-            return _read_if_there(keep_secrets(url, sidecar_path(url)))
+        sidecar = keep_secrets(url, sidecar_path(url))
 
-        index = find_index(file, read_sidecar, tail=tail)
+        def fetch_sidecar() -> bytes:
+            return run(lambda: client_for(sidecar).read_whole(sidecar, _MAX_INDEX_NBYTES))[1]
+
+        index = find_index(file, lambda: _read_if_allowed(fetch_sidecar), tail=tail)
         if index is None and may_scan:
             index = scan(file)
         # a shard with hidden members is scanned again, and reported, in each run
@@ -85,8 +88,8 @@ class RemoteIndexes:
         name = name_of(file.url)
         if self.folder is None or "/" in name or "\\" in name:
             return None
-        join = join_url if is_url(self.folder) else os.path.join
-        content = _read_if_there(join(self.folder, sidecar_path(name)))
+        folder = folder_of(self.folder)
+        content = _read_if_allowed(lambda: folder.read(sidecar_path(name), _MAX_INDEX_NBYTES))
         if content is None:
             return None
         nbytes = file.identity[0]
@@ -107,15 +110,10 @@ class RemoteIndexes:
         return replace(index, digest=None)
 
 
-def _read_if_there(path: str) -> bytes | None:
-    """Return an index at a path or url; None if there is none."""
-    if not is_url(path):
-        file = open_if_there(path)
-        if file is not None and file.nbytes > _MAX_INDEX_NBYTES:
-            raise FormatError(f"has {file.nbytes:,} bytes, more than the index of any shard", kind="index").at(path)
-        return None if file is None else file.read(0, file.nbytes)
+def _read_if_allowed(read: Callable[[], bytes | None]) -> bytes | None:
+    """Return the index that `read` returns; None if there is none, or if a store does not tell whether there is one."""
     try:
-        return run(lambda: client_for(path).read_whole(path, _MAX_INDEX_NBYTES))[1]
+        return read()
     except FileNotFoundError:
         return None
     except RemoteError as exc:
