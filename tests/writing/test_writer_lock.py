@@ -115,15 +115,21 @@ def test_children_do_not_keep_the_lock_of_one_that_was_killed(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["000.idx", "000.tar", "manifest.json"]
 
 
-def test_a_child_that_ends_takes_nothing_along(tmp_path: Path) -> None:
+def test_a_child_cannot_write_and_takes_nothing_along(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "%03d.tar", fsync=False) as sink:
         sink.write("a", 0)
         before = sorted(os.listdir(tmp_path))
         child = os.fork()
         if child == 0:
-            sink.__exit__(ValueError, None, None)
-            os._exit(0)
-        os.waitpid(child, 0)
+            try:
+                with pytest.raises(RuntimeError, match="forked child"):
+                    sink.write("b", 0)
+                sink.close()
+                sink.__exit__(ValueError, ValueError(), None)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
         assert [name for name in before if name.endswith(".lock")] == lock_files(tmp_path)
         with pytest.raises(FileExistsError, match="is writing"):
             tc.ShardWriter(tmp_path / "%03d.tar")
