@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 import wds_tensorcache as tc
 
@@ -70,6 +71,26 @@ def test_import_is_light(script: str, heavy: set[str]) -> None:
         cwd=ROOT,
     ).stdout
     assert not {name.split(".")[0] for name in modules.split()} & heavy
+
+
+def test_a_local_cache_loads_no_remote_module(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "cache" / "%06d.tar") as sink:
+        sink.write("a", {"x": torch.ones(3), "y": 1})
+    script = (
+        "import sys, wds_tensorcache as tc\n"
+        "cache = tc.open(sys.argv[1])\n"
+        "print(*sys.modules)\n"
+        "cache[0]['x'].load(), cache.read_batch([0])['y'][0]\n"
+        "print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "cache")]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    opened, read = (
+        [name for name in line.split() if name.partition(".")[0] == "wds_tensorcache"] for line in output.splitlines()
+    )
+    assert len(opened) <= 45, opened
+    assert not [name for name in read if "remote" in name or "node_cache" in name or "url_patterns" in name]
+    assert not {name.partition(".")[0] for name in output.split()} & {"urllib3", "obstore", "fsspec", "huggingface_hub"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

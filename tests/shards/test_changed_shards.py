@@ -18,7 +18,7 @@ from wds_tensorcache.shards import shard as one_shard
 @pytest.fixture
 def no_files() -> Iterator[None]:
     yield
-    one_shard._FILES._files.clear()
+    one_shard._unpickled_files.clear()
 
 
 @pytest.mark.usefixtures("no_files")

@@ -10,8 +10,9 @@ import os
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -20,24 +21,7 @@ from torch.utils.data import Dataset
 from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names, unknown_name
-from wds_tensorcache.reading.batch.assemble import nest_tensors, read_batch, read_tensors
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue
-from wds_tensorcache.reading.batch.columns import with_chosen
-from wds_tensorcache.reading.batch.request import Request, Structures
-from wds_tensorcache.reading.batch.rows import locate
-from wds_tensorcache.reading.batch_info import BatchInfo
-from wds_tensorcache.reading.choose import (
-    Alternatives,
-    Choices,
-    Choose,
-    Chooser,
-    Randomness,
-    choices_of_values,
-    choose_tensors,
-    place_in_samples,
-    place_values,
-)
-from wds_tensorcache.reading.description import NUM_EXAMINED, Contents, Description
 from wds_tensorcache.reading.positions import (
     Inverse,
     KeysView,
@@ -70,6 +54,11 @@ from wds_tensorcache.storage.urls import is_url
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
 
+    from wds_tensorcache.reading.batch.request import Request, Structures
+    from wds_tensorcache.reading.batch_info import BatchInfo
+    from wds_tensorcache.reading.choose import Alternatives, Choices, Choose, Chooser, Randomness
+    from wds_tensorcache.reading.description import Contents, Description
+
     _Sample = TypeVar("_Sample", covariant=True, default=Any)
 else:
     from typing import TypeVar
@@ -96,9 +85,6 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         shard that was changed or replaced. `close`, or the end of a `with` block, closes the files and threads of the cache
         and all its views; lazy tensors that were not loaded can then no longer be read.
     """
-
-    _read_batch: ClassVar[Callable[..., Any]] = staticmethod(read_batch)
-    _read_tensors: ClassVar[Callable[..., dict[str, Any]]] = staticmethod(read_tensors)
 
     @overload
     def __getitem__(self, index: int | str | np.integer[Any]) -> _Sample: ...
@@ -195,6 +181,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Cost: loads the index of every shard; a few numpy operations per shard and tensor; and reads at most 64 skeletons of
             each cache. No tensor is read.
         """
+        from wds_tensorcache.reading.description import Contents
+
         contents = Contents(len(self))
         self._collect(contents)
         return contents.description(len(self), self.num_shards, self.members, self.fingerprint)
@@ -290,6 +278,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """
         if choose is None and choices is None:
             return self._read_batch(self._request(indices, collate=collate), device, pin_memory, collate, pad_value)
+        from wds_tensorcache.reading.choose import Randomness
+
         numbers, randomness = self._numbers(indices), Randomness.of(choose, choices)
         return self._read_chosen(numbers, randomness, device, pin_memory, collate, pad_value)
 
@@ -305,6 +295,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         choices: Mapping[str, Any] | None = None,
     ) -> tuple[Any, BatchInfo]:
         """Return the batch that `read_batch` returns, and its `BatchInfo`, which has the shapes before padding."""
+        from wds_tensorcache.reading.batch_info import BatchInfo
+        from wds_tensorcache.reading.choose import Randomness
+
         numbers, randomness = self._numbers(indices), Randomness.of(choose, choices)
         batch = self._read_chosen(numbers, randomness, device, pin_memory, collate, pad_value)
         is_padding = torch.zeros(len(numbers), dtype=torch.bool, device="cpu" if device is None else device)
@@ -336,6 +329,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Raises:
             KeyError: No sample of the batch, or of its shards, has a tensor with one of these names.
         """
+        from wds_tensorcache.reading.batch.assemble import nest_tensors
+
         return nest_tensors(self._request(indices), tensors)
 
     def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
@@ -458,6 +453,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         request = self._request_chosen(numbers, randomness, collate=collate)
         if randomness.alternatives is None or not request.values:
             return self._read_batch(request, device, pin_memory, collate, pad_value)
+        from wds_tensorcache.reading.choose import place_in_samples, place_values
+
         chooser = randomness.chooser(numbers)
         keys = [request.key(i) for i in range(len(request))]
         if callable(collate):
@@ -474,16 +471,22 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         choices: Choices = request.named_choices()
         if not request.values:
             return choices
+        from wds_tensorcache.reading.choose import choices_of_values
+
         keys = [request.key(i) for i in range(len(request))]
         of_values = choices_of_values(self.nest(request, {}), request, randomness.chooser(numbers), keys)
         return choices._with_more(of_values, "")
 
     def _choose(self, request: Any, alternatives: Alternatives, chooser: Chooser) -> Any:
         """Return a request with one of the alternatives for each sample."""
+        from wds_tensorcache.reading.choose import choose_tensors
+
         return choose_tensors(request, alternatives, chooser)
 
     def _shapes(self, request: Any) -> dict[str, torch.Tensor | None]:
         """Return shapes by tensor name, int64 `[B, ndim]`, zeros for a sample that lacks the tensor; None if `ndim` differs."""
+        from wds_tensorcache.reading.batch.columns import with_chosen
+
         layouts, wanted = request.layouts(), request.structures.wanted
         by_layout: list[dict[str, tuple[int, ...]]] = [
             {name: resolve(layout, text).shape for name, text in layout.named_texts.items()} for layout in layouts.items
@@ -531,8 +534,28 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     def _narrow_to(self, wanted: Wanted | None, optional: Iterable[str] = ()) -> None:
         """Set the tensors that samples and batches of this cache have; see `Structures`."""
-        self._wanted = wanted
-        self._structures = Structures(wanted, optional)
+        self._wanted, self._optional = wanted, tuple(optional)
+        self.__dict__.pop("_structures", None)
+
+    # What batches need is imported on first use: half of the modules of a cache.
+
+    @cached_property
+    def _structures(self) -> Structures:
+        from wds_tensorcache.reading.batch.request import Structures
+
+        return Structures(self._wanted, self._optional)
+
+    @cached_property
+    def _read_batch(self) -> Callable[..., Any]:
+        from wds_tensorcache.reading.batch.assemble import read_batch
+
+        return read_batch
+
+    @cached_property
+    def _read_tensors(self) -> Callable[..., dict[str, Any]]:
+        from wds_tensorcache.reading.batch.assemble import read_tensors
+
+        return read_tensors
 
 
 class TensorCache(Cache[_Sample]):
@@ -566,7 +589,7 @@ class TensorCache(Cache[_Sample]):
 
     @property
     def _selection(self) -> tuple[tuple[str, ...] | None, tuple[str, ...], tuple[str, ...]]:
-        return self._patterns, self._names, self._structures.optional
+        return self._patterns, self._names, self._optional
 
     def __len__(self) -> int:
         return len(self._where)
@@ -611,19 +634,18 @@ class TensorCache(Cache[_Sample]):
         patterns = (
             with_trees(patterns) if self._patterns is None else tuple(map(glob.escape, filter(is_selected, names)))
         )
-        return TensorCache(
-            self._store, self._order, patterns, self._names or tuple(names), (*self._structures.optional, *others)
-        )
+        return TensorCache(self._store, self._order, patterns, self._names or tuple(names), (*self._optional, *others))
 
     def close(self) -> None:
         self._store.close()
 
     def _request(self, indices: Any, *, collate: Any = None) -> Request:
-        if isinstance(indices, Request):
-            return indices.in_view(self._store, self._structures, self._names)
+        if hasattr(indices, "in_view"):  # a request
+            request: Request = indices.in_view(self._store, self._structures, self._names)
+            return request
         numbers = numbers_of(indices, len(self._where), self._find)
         positions = numbers if self._order is None else as_array(take(self._where, numbers))
-        return Request(self._store, locate(self._store, positions), self._structures, self._fixed_by(collate))
+        return self._structures.request(self._store, positions, self._fixed_by(collate))
 
     def _fixed_by(self, collate: Any) -> tuple[str, ...]:
         """Return the names of tensors whose places every batch has: those of a view, and those that `collate` pads or lists."""
@@ -654,6 +676,8 @@ class TensorCache(Cache[_Sample]):
         return entries(self._store, self._where, self._wanted if selected else None)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
+        from wds_tensorcache.reading.description import NUM_EXAMINED
+
         tensors = stored_shapes(self._store, self._where)
         contents.add_tensors(prefix, (each for each in tensors if self._wanted is None or self._wanted(each[0])))
         contents.add_values(prefix, self._whole_samples(spread(len(self), NUM_EXAMINED)))
@@ -702,6 +726,8 @@ class TensorCache(Cache[_Sample]):
             located = (self._store.locate(self._at(number)) for number in numbers)
             yield from (shard.sample(row) for shard, row in located)
             return
+        from wds_tensorcache.reading.batch.rows import locate
+
         rows = locate(self._store, np.array([self._at(number) for number in numbers], np.int64))
         rows.fetch_skeletons()
         yield from map(rows.sample, range(len(rows)))

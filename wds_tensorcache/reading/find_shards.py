@@ -66,7 +66,10 @@ def find_shards(
     """
     shards: list[FoundShard] = []
     messages: list[str] = []
-    for text in _texts(source):
+    texts = list(_texts(source))
+    if not texts:
+        raise FileNotFoundError("no shards: the list is empty")
+    for text in texts:
         if local_for is not None and is_url(text):
             what = f"{shown(text)}: only local shards can be {local_for}"
             raise ValueError(f"{what}; copy them to a disk first, with a tool of the store")
@@ -76,8 +79,6 @@ def find_shards(
         if copies:
             raise FormatError(message, kind="index")
         warnings.warn(message, stacklevel=user_level())
-    if not shards:
-        raise FileNotFoundError("no shards: the list is empty")
     return Found(shards, next(iter(messages), None))
 
 

@@ -15,13 +15,13 @@ from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.codec.tree import further_names
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.threads import Threads, per_process
 
 if TYPE_CHECKING:
+    from wds_tensorcache.shards.key_table import KeyTable
     from wds_tensorcache.storage.node_cache.block_file import BlockFile
 
 __all__ = ["Store", "load_indexes"]
@@ -162,6 +162,8 @@ class Store:
     def find(self, key: str) -> list[int]:
         """Return the positions of the samples with this key, ascending: at most one, unless several shards contain the key."""
         if self._table is None:
+            from wds_tensorcache.shards.key_table import KeyTable
+
             self.load_indexes()
             self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
         return self._table.find(key)

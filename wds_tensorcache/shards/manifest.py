@@ -10,17 +10,16 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wds_tensorcache.codec.header import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError
-from wds_tensorcache.shards.footer import read_trailer
-from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.load_index import parse_both
-from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.folder import Folder
 from wds_tensorcache.storage.urls import is_url, is_web, join_url, keep_secrets, shown
+
+if TYPE_CHECKING:
+    from wds_tensorcache.shards.index import ShardIndex
+    from wds_tensorcache.storage.folder import Folder
 
 __all__ = [
     "MANIFEST",
@@ -115,6 +114,8 @@ def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any
         extra: Value of the key `tensorcache`, which wids ignores; must be representable in JSON.
         fsync: Wait for the disk.
     """
+    from wds_tensorcache.storage.atomic import write_atomically
+
     write_atomically(path, [_build_manifest(shards, extra)], fsync)
 
 
@@ -268,6 +269,9 @@ def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> Sh
 
 def stored_digest(path: str) -> str | None:
     """Return the digest of the index at the end of the shard at `path`, or else in its sidecar; None without an index."""
+    from wds_tensorcache.shards.footer import read_trailer
+    from wds_tensorcache.shards.load_index import parse_both
+
     file = ShardFile(path)
     trailers = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
     return next((trailer.digest for trailer in trailers), None)

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -19,8 +19,6 @@ from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.index import CacheColumns, ShardIndex
-from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.storage.files import File, Files
@@ -28,6 +26,7 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
+    from wds_tensorcache.shards.index import CacheColumns, ShardIndex
     from wds_tensorcache.shards.remote_indexes import RemoteIndexes
 
 __all__ = ["FileRange", "Shard"]
@@ -36,7 +35,6 @@ Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
-_MAX_REOPENED = 1024  # files of unpickled lazy tensors
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
 _BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, as in a preamble
 
@@ -64,8 +62,8 @@ class Shard:
     Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """
 
-    index = _Loaded[ShardIndex]()
-    columns = _Loaded[CacheColumns]()
+    index = _Loaded["ShardIndex"]()
+    columns = _Loaded["CacheColumns"]()
     layout_of_all = _Loaded["Layout | None"]()
     _template_numbers = _Loaded[Array]()  # the number of each sample's template, uint8; 0 if unknown
 
@@ -116,8 +114,10 @@ class Shard:
         Raises:
             FormatError: The shard does not match its index.
         """
+        from wds_tensorcache.shards.load_index import scan
+
         scanned = scan(self.file)
-        names = scanned.caches.get(self.name, _NONE)
+        names = _columns_in(scanned, self.name)
         if not np.array_equal(names.digest, self.columns.digest):
             what = "the index does not match the shard; `tensorcache verify` (tc.verify) reports what was changed or damaged"
             raise FormatError(f"{self.path}: {what}")
@@ -145,7 +145,7 @@ class Shard:
         return True
 
     def _set_index(self, index: ShardIndex) -> None:
-        columns = index.caches.get(self.name, _NONE)
+        columns = _columns_in(index, self.name)
         if self._count not in (None, len(columns)):
             counted = f"{len(columns)} samples with cache {self.name!r}"
             raise other_count(self.path, counted, self._count)
@@ -162,6 +162,8 @@ class Shard:
     def _read_index(self, may_scan: bool) -> ShardIndex | None:
         index: ShardIndex | None
         if not self.is_remote:
+            from wds_tensorcache.shards.load_index import load_index
+
             index = load_index(self.file)
         else:
             from wds_tensorcache.shards.remote_indexes import RemoteIndexes
@@ -349,8 +351,13 @@ class Shard:
         return skeletons, bodies
 
 
-_EMPTY = np.empty(0, np.uint64)
-_NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
+def _columns_in(index: ShardIndex, name: str) -> CacheColumns:
+    """Return the columns of a cache in an index, which are empty if it has no such cache."""
+    if name in index.caches:
+        return index.caches[name]
+    from wds_tensorcache.shards.index import CacheColumns
+
+    return CacheColumns(None, *[np.empty(0, np.uint64)] * 5)
 
 
 class _OpenFile(Protocol):
@@ -406,19 +413,27 @@ class FileRange:
 class _UnpickledFile:
     """The file of unpickled lazy tensors, which belong to no open cache. It must be the one that they were pickled with."""
 
+    __slots__ = ("_identity", "path")
     pool = Pool(1 << 28)
 
     def __init__(self, path: str, identity: Any) -> None:
-        self.path = path
-        self._files = Files(identities={path: identity})
+        self.path, self._identity = path, identity
 
     @property
     def file(self) -> File:
-        return self._files.get(self.path)
+        if is_url(self.path):
+            return Files(identities={self.path: self._identity}).get(self.path)
+        file = _unpickled_files.get(self.path)
+        if file is None or file.identity != self._identity:
+            # it may have been replaced on disk
+            file = _unpickled_files[self.path] = Files().get(self.path)
+        if file.identity != self._identity:
+            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)
+        return file
 
 
-_reopen_file = lru_cache(_MAX_REOPENED)(_UnpickledFile)
+_unpickled_files: dict[str, File] = {}
 
 
 def _reopened(path: str, identity: Any, begin: int) -> FileRange:
-    return FileRange(_reopen_file(path, identity), begin)
+    return FileRange(_UnpickledFile(path, identity), begin)

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import locked_folder
-from wds_tensorcache.storage.output import Output
 from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
+    from wds_tensorcache.storage.output import Output
     from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
 __all__ = ["Folder", "LocalFolder", "folder_of"]
@@ -144,9 +142,14 @@ class LocalFolder:
         return file.read(0, file.nbytes)
 
     def write(self, name: str, content: bytes) -> None:
+        from wds_tensorcache.storage.atomic import write_atomically
+
         write_atomically(self.locate(name), [content], self._fsync)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
+        from wds_tensorcache.storage.atomic import find_temporary, remove_stray
+        from wds_tensorcache.storage.locks import locked_folder
+
         with locked_folder(self.path or os.curdir) as is_locked:
             # with the lock, these were left by killed processes
             for stray in find_temporary(self.path, re.escape(name)) if is_locked else ():
@@ -165,6 +168,8 @@ class LocalFolder:
         path = self.locate(name)
         if os.path.exists(path):
             raise FileExistsError(f"{path} was created after this writer started; write to another folder")
+        from wds_tensorcache.storage.output import Output
+
         return Output(path, self._fsync)
 
     def cancel(self) -> None:

@@ -13,7 +13,7 @@ from wds_tensorcache.codec.skeleton.template import Template, item_getter
 from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, names_of, project, separate
 from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
-from wds_tensorcache.reading.batch.rows import Rows
+from wds_tensorcache.reading.batch.rows import Rows, locate
 from wds_tensorcache.reading.schema import TensorSchema, whole_schema
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.reading.structure import drop_none, insert
@@ -92,6 +92,10 @@ class Structures:
             Structures.__init__(view, lambda name: name in names and (self.wanted is None or self.wanted(name)))
             keep_known(self.views, names, view)
         return view
+
+    def request(self, store: Store, positions: Any, fixed: tuple[str, ...]) -> Request:
+        """Return a request for the samples at `positions` of a store, int64 `[B]`; `fixed` as in `Request`."""
+        return Request(store, locate(store, positions), self, fixed)
 
     def note_values(self) -> None:
         """Record that the values of a batch are used."""
