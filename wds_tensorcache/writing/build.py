@@ -18,18 +18,9 @@ from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.writing.build_batch import (
-    DIGEST,
-    SampleProgress,
-    Target,
-    compute,
-    is_comparable,
-    is_right,
-    refuse_shared,
-    resumable,
-    warn_of_positions,
-)
-from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once, number_in, number_text
+from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute, resumable
+from wds_tensorcache.writing.build_compare import DIGEST, Comparison, refuse_shared
+from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.destination.listing import list_build, names_in
 from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -165,8 +156,9 @@ def build(
                 return _no_samples(fingerprint)
         else:
             finished = _load_checked(folder, fingerprint).shards
-            _check_positions(items, finished, folder)
-            compute(_missing(items, finished, None, folder, set(), bar), fn, bar)
+            for _ in _missing(items, finished, folder, set(), bar, is_complete=True):
+                bar.show_count()
+            bar.show_count()
             remove_abandoned(os.path.realpath(folder))
     cache: TensorCache = open(folder, expect=fingerprint, allow=options.get("allow", ()))
     return cache
@@ -213,14 +205,13 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     seen: set[str] = set()
     with resumable(sink, folder), sink:
-        _check_positions(items, sink.finished, folder)
         earlier = sink.finished.indexes.values()
-        compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink, earlier)
+        compute(_missing(items, sink.finished, folder, seen, bar), fn, bar, sink, earlier)
     if items.world_size > 1:
         new = list_build(pattern, sink.finished, options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
         others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
-        _check_positions(items, FinishedShards(others, sink.finished.files), folder)
+        Comparison(items, FinishedShards(others, sink.finished.files), folder).check(is_end=False)
 
 
 def _check_shared(
@@ -247,73 +238,23 @@ def _check_shared(
         refuse_shared(others, pattern, seen, remedy)
 
 
-def _check_positions(items: Items, finished: FinishedShards, folder: str) -> None:
-    """Compare the items of a map-style dataset whose keys are their numbers with finished samples; warn if that is impossible.
-
-    Raises:
-        StaleCacheError: An item differs from that of its sample, or the source has too few items.
-    """
-    if items.is_map and items.are_numbered:
-        stored = _numbered(finished)
-        changed, num_compared, unknown = items.find_changed(stored)
-        if items.are_numbered:
-            _check_moved(items, finished, stored, folder, changed, num_compared)
-        if unknown:
-            warn_of_positions(folder, unknown, num_compared)
-
-
-def _numbered(finished: FinishedShards) -> dict[int, int]:
-    """Return the digest of the item of each sample whose key is the number of an item, by this number; 0 if unknown."""
-    stored: dict[int, int] = {}
-    for index in finished.indexes.values():
-        column = None if index.origins is None else index.origins.digest
-        digests = [0] * len(index.keys) if column is None else column.tolist()
-        for key, digest in zip(index.keys, digests, strict=True):
-            number = number_in(key)
-            if number is not None:
-                stored[number] = digest
-    return stored
-
-
-def _check_moved(
+def _missing(
     items: Items,
     finished: FinishedShards,
-    stored: Mapping[int, int],
     folder: str,
-    changed: Sequence[int],
-    num_compared: int,
-) -> None:
-    """Raise StaleCacheError if items whose keys are their numbers have changed, or if samples have no item."""
-    num_removed = sum(number >= items.num_all for number in stored)
-    if not changed and not num_removed:
-        return
-    faults = []
-    if changed:
-        faults.append(f"item {changed[0]} is not the one from which its sample in {folder!r} was made")
-        faults.append(f"of {num_compared} items compared, {len(changed)} differ")
-        if items.world_size > 1:
-            (path, _), *_ = finished.find(number_text(changed[0]))
-            faults.append(f"the sample is in {path}: all ranks must have the same items in the same order")
-    if num_removed:
-        faults.append(f"the source has {items.num_all} items, but {folder!r} has samples of {num_removed} more")
-    raise StaleCacheError(
-        f"{'; '.join(faults)}. The keys of the samples are the positions of the items, so items can only be appended. "
-        f"Build a new version in another folder, with reuse={folder!r}, which computes what differs; or a new cache with keys= "
-        "or digest=, whose items may move. If the source returns other values each time it is read, pass keys='position'"
-    )
-
-
-def _missing(
-    items: Items, finished: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: SampleProgress
+    seen: set[str],
+    bar: SampleProgress,
+    *,
+    is_complete: bool = False,
 ) -> Iterator[list[Target]]:
-    """Yield all batches up to the first changed item, each item paired with `sink` if its sample is missing, else with None.
+    """Yield all batches up to the first changed item, each item with whether its sample is missing.
 
-    Add all keys to `seen`. At the end, raise StaleCacheError if items have changed. If `sink` is None, also raise it if a
-    sample has no item, or an item has no sample.
+    Add all keys to `seen`. At the end, raise StaleCacheError if items have changed; with `is_complete`, also if a sample has
+    no item, or an item has no sample.
     """
-    changed: list[int] = []  # numbers of items
-    has_warned = items.is_map  # by `_check_positions`
-    for batch in items.batches(lambda key: not items.has_digests and finished.is_finished(key)):
+    comparison = Comparison(items, finished, folder)
+    num_new, is_checked = 0, False
+    for batch in items.batches(finished.is_finished):
         targets: list[Target] = []
         for item in each_once(batch, seen, finished.stored_key):
             places = finished.find(item.key)
@@ -321,29 +262,30 @@ def _missing(
                 if not finished.has_cache(path, row):
                     what = f"sample {item.key!r} has lost its cache, and has only other members"
                     raise FormatError(f"{path}: {what}; delete the shard, and call build again to compute its samples")
-            targets.append((item, None if places else sink))
+            targets.append((item, not places))
             if places:
                 bar.count(is_old=True)
-                if not has_warned and not is_comparable(items, finished, places[0], item):
-                    has_warned = True
-                    warn_of_positions(folder, [item.number])
-            if (places or sink is None) and not any(is_right(finished, place, item) for place in places):
-                changed.append(item.number)
-        if not changed:
+                comparison.find_right(item, places)
+            num_new += is_complete and not places
+        if not comparison.has_changed() and not num_new:
+            if not is_checked and any(is_missing for _, is_missing in targets):
+                comparison.check(is_end=False)
+                is_checked = True
             yield targets
-    if sink is not None and items.are_numbered and (changed or not items.is_map):
-        _check_moved(items, finished, _numbered(finished), folder, changed if items.compares else [], len(seen))
+    comparison.check(is_end=True)
     num_gone = 0
-    if sink is None and items.world_size > 1:  # this rank does not know the keys of other ranks
+    if is_complete and items.world_size > 1:  # this rank does not know the keys of other ranks
         num_gone = max(0, len(finished) - items.num_all)
-    elif sink is None:
+    elif is_complete:
         num_gone = sum(key not in seen for index in finished.indexes.values() for key in index.keys)
-    if changed or num_gone:
-        are_changed = "have changed" if sink is not None else "have changed or are new"
-        what = f"{len(changed)} of {len(seen)} items {are_changed} since the samples in {folder!r} were made"
-        what += f", and {num_gone} samples have no item" * (num_gone > 0)
+    num_changed = len(comparison.changed) + num_new
+    if num_changed or num_gone:
+        what = f"{num_changed} of {len(seen)} items have changed{' or are new' * is_complete}"
+        what += f" since the samples in {folder!r} were made" + f", and {num_gone} samples have no item" * (
+            num_gone > 0
+        )
         if items.has_digests and not any(DIGEST in index.members for index in finished.indexes.values()):
             what += "; the folder has no digests to compare, because it was built without digest="
         raise StaleCacheError(f"{what}; build a new version in another folder, with reuse={folder!r}")
-    if items.is_empty and not len(finished):
+    if not items.num_all and not len(finished):
         raise ValueError(NO_ITEMS)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -25,27 +24,13 @@ from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.tar.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Threads
-from wds_tensorcache.writing.build_items import Item, Items
-from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.resume import FinishedShards
+from wds_tensorcache.writing.build_compare import DIGEST
+from wds_tensorcache.writing.build_items import Item
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = [
-    "DIGEST",
-    "Batch",
-    "SampleProgress",
-    "Target",
-    "compute",
-    "is_comparable",
-    "is_right",
-    "refuse_shared",
-    "resumable",
-    "warn_of_positions",
-]
+__all__ = ["Batch", "SampleProgress", "Target", "compute", "resumable"]
 
-DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
-# an item of a batch, and the writer for its sample; None if the sample is finished
-Target = tuple[Item, "ShardWriter | None"]
+Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
 
 
@@ -53,8 +38,8 @@ def compute(
     batches: Iterable[list[Target]],
     fn: Callable[[list[Any]], Any],
     bar: SampleProgress,
-    sink: ShardWriter | None = None,
-    earlier: Iterable[ShardIndex] = (),
+    sink: ShardWriter,
+    earlier: Iterable[ShardIndex],
 ) -> None:
     """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread.
 
@@ -65,13 +50,12 @@ def compute(
     failed: list[BaseException] = []
     waiting: deque[Future[None]] = deque()
 
-    def write(batch: Batch, targets: list[tuple[Item, ShardWriter] | None]) -> None:
+    def write(batch: Batch, missing: list[Item | None]) -> None:
         if failed:
             return  # Hazard: samples written after a failed batch would leave a gap in the shard
         try:
-            for target, sample in zip(targets, batch.rows(), strict=True):
-                if target is not None:
-                    item, sink = target
+            for item, sample in zip(missing, batch.rows(), strict=True):
+                if item is not None:
                     members = {} if item.digest is None else {DIGEST: item.digest}
                     packed = sink._write(item.key, sample, members, item.origin)
                     if packed is not None:
@@ -84,16 +68,16 @@ def compute(
     with Threads(1, "tensorcache-build") as thread:
         try:
             for batch in batches:
-                if any(sink is not None for _, sink in batch):
+                if any(is_missing for _, is_missing in batch):
                     with _noting(batch):
                         returned = fn([item.value for item, _ in batch])
                     while len(waiting) >= _MAX_WRITING:
                         waiting.popleft().result()
                     # without the values of items, which may be large
-                    targets = [None if sink is None else (replace(item, value=None), sink) for item, sink in batch]
+                    missing = [replace(item, value=None) if is_missing else None for item, is_missing in batch]
                     with _noting(batch):
                         copied = Batch(returned, len(batch), partial(_describe, batch))
-                    waiting.append(thread.submit(write, copied, targets))
+                    waiting.append(thread.submit(write, copied, missing))
                 bar.show_count()
             while waiting:
                 waiting.popleft().result()
@@ -103,8 +87,10 @@ def compute(
             wait(waiting)  # batches that were computed before are kept
             failed.append(exc)
     if failed:
-        if sink is not None:
-            _keep_samples(sink, failed[0])
+        try:
+            sink.close()
+        except Exception as lost:
+            add_note(failed[0], f"tc.build: the samples of the unfinished shard are lost: {lost}")
         try:
             raise failed[0]
         finally:
@@ -114,51 +100,6 @@ def compute(
 def _describe(batch: list[Target], row: int) -> str:
     item, _ = batch[row]
     return f"item {item.number} (key {item.key!r})"
-
-
-def is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
-    """Return whether the sample at a place was made from this item, as far as its digest tells."""
-    if item.digest is not None:
-        return finished.read_member(*place, DIGEST) == item.digest.encode()
-    digest = finished.origin(*place)[0] if item.origin else 0
-    return not digest or digest == item.origin
-
-
-def is_comparable(items: Items, finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
-    """Return whether a digest shows that an item is the one from which a sample was made, if its position must show it."""
-    return not (items.compares and items.are_numbered) or bool(item.origin and finished.origin(*place)[0])
-
-
-def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
-    """Raise ValueError if `shards` of other ranks contain samples with `keys` of this rank, whose shards match `pattern`."""
-    for path, index in shards.items():
-        if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
-            raise ValueError(
-                f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
-                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
-                f"that, and {remedy}"
-            )
-
-
-def warn_of_positions(folder: str, numbers: Sequence[int], num_compared: int | None = None) -> None:
-    """Warn that only the numbers of items match those of finished samples.
-
-    Args:
-        folder: Folder of the finished samples.
-        numbers: Numbers of the items; if `num_compared` is None, only that of the first such item.
-        num_compared: Number of items that were compared.
-    """
-    shown_numbers = ", ".join(map(str, numbers[:3]))
-    if num_compared is None or len(numbers) > 3:
-        shown_numbers += ", …"
-    count = "" if num_compared is None else f" ({len(numbers)} of {num_compared} compared)"
-    warnings.warn(
-        f"tc.build: nothing shows whether items {shown_numbers}{count} are still those of the samples in {folder!r}, "
-        "whose keys are their positions: these items are not plain values, are paths of missing files, or the samples "
-        "were written without digests. Pass keys= or digest= for a new cache; or keys='position', if the order and number of "
-        "the items never change",
-        stacklevel=user_level(),
-    )
 
 
 class _TensorKinds:
@@ -208,14 +149,6 @@ def resumable(sink: ShardWriter, folder: str) -> Iterator[None]:
             what = f"with {count} samples of this call; call it again to resume"
             add_note(exc, f"tc.build: finished shards stay in {folder!r}, {what}")
         raise
-
-
-def _keep_samples(sink: ShardWriter, exc: BaseException) -> None:
-    """Finish the unfinished shard early; if that fails, add a note to `exc`."""
-    try:
-        sink.close()
-    except Exception as lost:
-        add_note(exc, f"tc.build: the samples of the unfinished shard are lost: {lost}")
 
 
 @contextlib.contextmanager

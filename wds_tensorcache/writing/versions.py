@@ -22,16 +22,8 @@ from wds_tensorcache.reading.lookup.keys import respelled
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.files import Files
-from wds_tensorcache.writing.build_batch import (
-    SampleProgress,
-    Target,
-    compute,
-    is_comparable,
-    is_right,
-    refuse_shared,
-    resumable,
-    warn_of_positions,
-)
+from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute, resumable
+from wds_tensorcache.writing.build_compare import Comparison, refuse_shared
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.copy_shards import NewShard, OldShard, Run, write_cache
 from wds_tensorcache.writing.destination.listing import list_build
@@ -210,8 +202,8 @@ def _compute(
         # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
         sink._number = 1 + max((number for number, _ in ages), default=-1)
         earlier = (*old.shards.indexes.values(), *known.indexes.values())
-        compute(_stale(items, old, computed, pattern, sink, changes, bar), fn, bar, sink, earlier)
-        if items.is_empty:
+        compute(_stale(items, old, computed, pattern, changes, bar), fn, bar, sink, earlier)
+        if not items.num_all:
             raise ValueError(NO_ITEMS)
     for path, index in old.shards.indexes.items():
         changes.dropped[path].update(row for row, key in enumerate(index.keys) if key not in changes.keys)
@@ -226,42 +218,40 @@ def _stale(
     old: OldCache,
     computed: FinishedShards,
     pattern: ShardPattern,
-    sink: ShardWriter,
     changes: _Changes,
     bar: SampleProgress,
 ) -> Iterator[list[Target]]:
-    """Yield batches of items that cannot reuse a sample, each item paired with `sink`, or with None if it is already computed.
+    """Yield batches of items that cannot reuse a sample, each item with whether it is not computed yet.
 
     Batches are the same ones after an interruption, because they include the items that this rank has computed. The items
     that ranks of another world size have computed are left out. Record the samples to drop and to replace in `changes`.
     """
     todo: list[Target] = []
+    comparison, newer = Comparison(items, old.shards, old.folder), Comparison(items, computed, old.folder)
     has_origins = any(i.origins is not None and i.origins.digest is not None for i in old.shards.indexes.values())
-    reads_all = items.has_digests or (items.compares and has_origins)
-    has_warned = False
+    reads_all = items.compares and has_origins
     for batch in items.batches(lambda key: not reads_all and key in old.shards):
         for item in each_once(batch, changes.keys, old.shards.stored_key):
-            places = old.shards.find(item.key)
-            right = next((place for place in places if is_right(old.shards, place, item)), None)
-            if places and not has_warned and not is_comparable(items, old.shards, places[0], item):
-                has_warned = True
-                warn_of_positions(old.folder, [item.number])
+            places, newest = old.shards.find(item.key), computed.find(item.key)[-1:]
+            right = comparison.find_right(item, places)
             for path, row in places:  # if several samples have this key, keep one of them
                 if (path, row) != (right or places[0]):
                     changes.dropped[path].add(row)
                 elif right is None:
                     changes.replaced[path][row] = item.key
-            newest = computed.find(item.key)[-1:]
-            is_finished = right is not None or any(is_right(computed, place, item) for place in newest)
+            is_finished = right is not None or newer.find_right(item, newest) is not None
             if is_finished:
                 bar.count(is_old=True)
             is_own = not newest or pattern.covers(os.path.basename(newest[0][0]))
             if right is None and (is_own or not is_finished):
-                todo.append((item, None if is_finished else sink))
+                todo.append((item, not is_finished))
         bar.show_count()
+        if len(todo) >= items.batch_size:
+            comparison.warn()
         while len(todo) >= items.batch_size:
             yield todo[: items.batch_size]
             del todo[: items.batch_size]
+    comparison.warn()
     if todo:
         yield todo
 
