@@ -386,6 +386,45 @@ def test_an_old_one_that_changes_meanwhile(tmp_path: Path) -> None:
     assert not (tmp_path / "1").exists()
 
 
+@pytest.mark.parametrize("then", ["the same call", "a build without reuse", "another version"])
+def test_a_last_step_that_fails(tmp_path: Path, then: str) -> None:
+    """The next call with the same `out` takes over the computed samples. Once `out` is a cache, they are deleted."""
+    make(numbered(), tmp_path / "0")
+    shard = tmp_path / "0" / "000004.tar"
+
+    def fn(batch: list[dict[str, Any]]) -> list[Any]:
+        os.replace(shutil.copy(shard, tmp_path / "copy.tar"), shard)
+        return double(batch)
+
+    with pytest.raises(tc.FormatError, match=r"000004\.tar: the shard was changed"):
+        make(numbered(30), tmp_path / "1", fn, reuse=tmp_path / "0")
+    assert sorted(os.listdir(tmp_path)) == [".1.building", "0"]
+    fn, called = counted()
+    if then == "another version":
+        tc.drop(tmp_path / "0", tmp_path / "1", ["k000"])
+        with pytest.raises(tc.StaleCacheError):
+            make(numbered(30), tmp_path / "1", fn, reuse=tmp_path / "0")
+    else:
+        make(numbered(30), tmp_path / "1", fn, **{"reuse": tmp_path / "0"} if then == "the same call" else {})
+    assert len(called) == (30 if then == "a build without reuse" else 0)
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def test_samples_that_ranks_compute_are_left_alone(tmp_path: Path) -> None:
+    """Even if another call builds a cache in the folder of their version."""
+    make(numbered(), tmp_path / "0")
+
+    def fn(batch: list[dict[str, Any]]) -> list[Any]:
+        make(numbered(5), tmp_path / "1")
+        assert (tmp_path / ".1.building").is_dir()
+        return double(batch)
+
+    options: Any = {"reuse": tmp_path / "0", "rank": 0, "world_size": 2}
+    assert len(build(items(numbered(60)), tmp_path / "1", fn, digest=digest, **options)) == 0
+    make(numbered(5), tmp_path / "1")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
 def test_nothing_writes_into_a_shared_shard(tmp_path: Path) -> None:
     """A change to a shard of one version leaves the other version as it is."""
     make(numbered(), tmp_path / "0", footer=False)

@@ -18,11 +18,11 @@ from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute, resumable
+from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute
 from wds_tensorcache.writing.build_compare import DIGEST, Comparison, refuse_shared
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.destination.listing import list_build, names_in
-from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
+from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.versions import OldCache, build_version, remove_abandoned
@@ -146,20 +146,21 @@ def build(
             _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
             if world_size > 1 and not pattern.build_shards(names_in(folder)):
                 return _no_samples(fingerprint)
+            remove_abandoned(folder)
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
         elif not has_entries(folder):
             name, old = None if pattern.is_default else pattern.name, _load_checked(reuse, fingerprint)
-            if not build_version(items, fn, check_replaceable(folder), old, name, bar, options):
+            if not build_version(items, fn, check_new(folder), old, name, bar, options):
                 return _no_samples(fingerprint)
         else:
             finished = _load_checked(folder, fingerprint).shards
+            remove_abandoned(folder)
             for _ in _missing(items, finished, folder, set(), bar, is_complete=True):
                 bar.show_count()
             bar.show_count()
-            remove_abandoned(os.path.realpath(folder))
     cache: TensorCache = open(folder, expect=fingerprint, allow=options.get("allow", ()))
     return cache
 
@@ -204,9 +205,7 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     seen: set[str] = set()
-    with resumable(sink, folder), sink:
-        earlier = sink.finished.indexes.values()
-        compute(_missing(items, sink.finished, folder, seen, bar), fn, bar, sink, earlier)
+    compute(_missing(items, sink.finished, folder, seen, bar), fn, bar, sink, folder, sink.finished.indexes.values())
     if items.world_size > 1:
         new = list_build(pattern, sink.finished, options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)

@@ -28,7 +28,7 @@ from wds_tensorcache.writing.build_compare import DIGEST
 from wds_tensorcache.writing.build_items import Item
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = ["Batch", "SampleProgress", "Target", "compute", "resumable"]
+__all__ = ["Batch", "SampleProgress", "Target", "compute"]
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
@@ -39,14 +39,15 @@ def compute(
     fn: Callable[[list[Any]], Any],
     bar: SampleProgress,
     sink: ShardWriter,
+    folder: str,
     earlier: Iterable[ShardIndex],
 ) -> None:
     """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread.
 
-    The caller's thread shows `bar` after each batch. After an error or an interrupt, the unfinished shard of `sink` is
-    finished early, so that its samples are kept. Warn of a tensor that differs from those in `earlier` indexes or samples.
+    The caller's thread shows `bar` after each batch. At the end, also after an error or an interrupt, `sink` is closed, so
+    that the samples of its unfinished shard are kept. Warn of a tensor that differs from those in `earlier` indexes or samples.
     """
-    kinds = _TensorKinds(earlier)
+    kinds, num_before = _TensorKinds(earlier), sink.num_finished
     failed: list[BaseException] = []
     waiting: deque[Future[None]] = deque()
 
@@ -86,11 +87,17 @@ def compute(
         except BaseException as exc:
             wait(waiting)  # batches that were computed before are kept
             failed.append(exc)
-    if failed:
-        try:
-            sink.close()
-        except Exception as lost:
+    try:
+        sink.close()
+    except Exception as lost:
+        if failed:
             add_note(failed[0], f"tc.build: the samples of the unfinished shard are lost: {lost}")
+        failed.append(lost)
+    if failed:
+        count = sink.num_finished - num_before
+        if count or not isinstance(failed[0], (StaleCacheError, TypeError, ValueError)):
+            what = f"with {count} samples of this call; call it again to resume"
+            add_note(failed[0], f"tc.build: finished shards stay in {folder!r}, {what}")
         try:
             raise failed[0]
         finally:
@@ -134,21 +141,6 @@ def _kinds_of(form: Form, texts: tuple[str, ...] | None) -> Iterator[tuple[str, 
     for (name, stored, ndim), text in zip(form.entries, texts or itertools.repeat(None), strict=False):
         attribute = None if text is None else parse_reference(text)[2]
         yield name, f"{attribute or stored} with {ndim} dimension{'s' * (ndim != 1)}"
-
-
-@contextlib.contextmanager
-def resumable(sink: ShardWriter, folder: str) -> Iterator[None]:
-    """Add a note to an exception: how many samples are finished, and that the next call resumes after them."""
-    before = sink.num_finished
-    try:
-        yield
-    except BaseException as exc:
-        count = sink.num_finished - before
-        can_resume = count or not isinstance(exc, (StaleCacheError, TypeError, ValueError))
-        if can_resume:
-            what = f"with {count} samples of this call; call it again to resume"
-            add_note(exc, f"tc.build: finished shards stay in {folder!r}, {what}")
-        raise
 
 
 @contextlib.contextmanager

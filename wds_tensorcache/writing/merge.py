@@ -125,7 +125,7 @@ def merge(
 def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
     shards = find_shards(source, local_for="merged or resharded", copies=True)
     indexes = load_finished({path: (listed, fingerprint) for path, listed, fingerprint in shards}, files).indexes
-    return [OldShard.of(path, indexes[path], files, prefix) for path, *_ in shards]
+    return [OldShard(path, indexes[path], files, prefix) for path, *_ in shards]
 
 
 def _text(shard: OldShard) -> str:
@@ -188,19 +188,14 @@ def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> It
     runs: list[Run] = []
     count = nbytes = 0
     for shard in shards:
-        if runs and _text(shard) != _text(runs[0][0]):
-            yield runs
-            runs, count, nbytes = [], 0, 0
-        totals, row = np.cumsum(_sizes(shard)), 0
-        while row < len(totals):
-            if count >= max_samples or nbytes >= max_nbytes:
-                yield runs
-                runs, count, nbytes = [], 0, 0
-            before = totals.item(row - 1) if row else 0
-            filling = int(np.searchsorted(totals, before + max_nbytes - nbytes))  # the sample that makes the shard full
-            end = min(len(totals), row + max_samples - count, filling + 1)
-            runs.append((shard, row, end))
-            count, nbytes, row = count + end - row, nbytes + totals.item(end - 1) - before, end
+        begin = 0
+        for row, size in enumerate(_sizes(shard).tolist()):
+            starts_anew = row == 0 and runs and _text(shard) != _text(runs[0][0])
+            if starts_anew or count >= max_samples or nbytes >= max_nbytes:
+                yield [*runs, (shard, begin, row)] if row > begin else runs
+                runs, begin, count, nbytes = [], row, 0, 0
+            count, nbytes = count + 1, nbytes + size
+        runs += [(shard, begin, len(shard.keys))] * (begin < len(shard.keys))
     if runs:
         yield runs
 
