@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import Any
 
@@ -141,7 +142,7 @@ def build(
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size)
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
-    with SampleProgress(False if rank and progress is None else progress, items.num_items) as bar:
+    with closing(SampleProgress(False if rank and progress is None else progress, items.num_items)) as bar:
         if reuse is None:
             _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
             if world_size > 1 and not pattern.build_shards(names_in(folder)):
@@ -177,18 +178,18 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
         check_same(path, index.fingerprint, fingerprint)
         if len(index.keys) and (list(index.caches) != [""] or index.caches[""].rows is not None):
             counts = {name: len(of) for name, of in index.caches.items()}
-            what = f"{len(index.keys)} samples have caches with these names and numbers of samples: {counts}"
-            raise ValueError(f"{path}: {what}; expected one cache without a name in every sample")
+            fault = f"{len(index.keys)} samples have caches with these names and numbers of samples: {counts}"
+            raise ValueError(f"{path}: {fault}; expected one cache without a name in every sample")
     return old
 
 
 def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, options: Mapping[str, Any]) -> None:
     """Raise ValueError if several ranks cannot build together."""
-    what = f"rank={rank}, world_size={world_size}"
+    fault = f"rank={rank}, world_size={world_size}"
     if not pattern.is_numbered:
-        raise ValueError(f"{what}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
+        raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
     if not options.get("footer", True):
-        raise ValueError(f"{what}, footer=False: ranks need the footers to find the samples of other ranks")
+        raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
 
 
 def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgress, options: dict[str, Any]) -> None:
@@ -259,11 +260,11 @@ def _missing(
             places = finished.find(item.key)
             for path, row in places:
                 if not finished.has_cache(path, row):
-                    what = f"sample {item.key!r} has lost its cache, and has only other members"
-                    raise FormatError(f"{path}: {what}; delete the shard, and call build again to compute its samples")
+                    fault = f"sample {item.key!r} has lost its cache, and has only other members"
+                    raise FormatError(f"{path}: {fault}; delete the shard, and call build again to compute its samples")
             targets.append((item, not places))
             if places:
-                bar.count(is_old=True)
+                bar.num_old += 1
                 comparison.find_right(item, places)
             num_new += is_complete and not places
         if not comparison.has_changed() and not num_new:
@@ -279,12 +280,12 @@ def _missing(
         num_gone = sum(key not in seen for index in finished.indexes.values() for key in index.keys)
     num_changed = len(comparison.changed) + num_new
     if num_changed or num_gone:
-        what = f"{num_changed} of {len(seen)} items have changed{' or are new' * is_complete}"
-        what += f" since the samples in {folder!r} were made" + f", and {num_gone} samples have no item" * (
+        fault = f"{num_changed} of {len(seen)} items have changed{' or are new' * is_complete}"
+        fault += f" since the samples in {folder!r} were made" + f", and {num_gone} samples have no item" * (
             num_gone > 0
         )
         if items.has_digests and not any(DIGEST in index.members for index in finished.indexes.values()):
-            what += "; the folder has no digests to compare, because it was built without digest="
-        raise StaleCacheError(f"{what}; build a new version in another folder, with reuse={folder!r}")
+            fault += "; the folder has no digests to compare, because it was built without digest="
+        raise StaleCacheError(f"{fault}; build a new version in another folder, with reuse={folder!r}")
     if not items.num_all and not len(finished):
         raise ValueError(NO_ITEMS)

@@ -47,7 +47,7 @@ def compute(
     The caller's thread shows `bar` after each batch. At the end, also after an error or an interrupt, `sink` is closed, so
     that the samples of its unfinished shard are kept. Warn of a tensor that differs from those in `earlier` indexes or samples.
     """
-    kinds, num_before = _TensorKinds(earlier), sink.num_finished
+    kinds, num_before = _TensorKinds(), sink.num_finished
     failed: list[BaseException] = []
     waiting: deque[Future[None]] = deque()
 
@@ -61,13 +61,15 @@ def compute(
                     packed = sink._write(item.key, sample, members, item.origin)
                     if packed is not None:
                         kinds.check(packed)
-                    bar.count()
+                    bar.num_new += 1
         except BaseException as exc:
             failed.append(exc)
             raise
 
     with Threads(1, "tensorcache-build") as thread:
         try:
+            for index in earlier:
+                kinds.add(index)
             for batch in batches:
                 if any(is_missing for _, is_missing in batch):
                     with _noting(batch):
@@ -96,8 +98,8 @@ def compute(
     if failed:
         count = sink.num_finished - num_before
         if count or not isinstance(failed[0], (StaleCacheError, TypeError, ValueError)):
-            what = f"with {count} samples of this call; call it again to resume"
-            add_note(failed[0], f"tc.build: finished shards stay in {folder!r}, {what}")
+            fault = f"with {count} samples of this call; call it again to resume"
+            add_note(failed[0], f"tc.build: finished shards stay in {folder!r}, {fault}")
         try:
             raise failed[0]
         finally:
@@ -112,14 +114,16 @@ def _describe(batch: list[Target], row: int) -> str:
 class _TensorKinds:
     """Dtypes and numbers of dimensions of the tensors in earlier samples, by name."""
 
-    def __init__(self, earlier: Iterable[ShardIndex]) -> None:
+    def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
         self._warned: set[str] = set()
         self._last: tuple[Form | None, tuple[str, ...] | None] = None, None
-        for index in earlier:
-            for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
-                for name, kind in _kinds_of(form, texts):
-                    self._kinds.setdefault(name, kind)
+
+    def add(self, index: ShardIndex) -> None:
+        """Add the tensors of a finished shard."""
+        for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
+            for name, kind in _kinds_of(form, texts):
+                self._kinds.setdefault(name, kind)
 
     def check(self, sample: PackedSample) -> None:
         """Warn once for each tensor whose dtype or number of dimensions is not that of an earlier sample."""
@@ -131,8 +135,8 @@ class _TensorKinds:
                 expected = self._kinds.setdefault(name, kind)
                 if kind != expected and name not in self._warned:
                     self._warned.add(name)
-                    what = f"tensor {name!r} is {kind}, but {expected} in earlier samples of this build"
-                    message = f"tc.build: sample {sample.key!r}: {what}; such samples cannot share a batch"
+                    fault = f"tensor {name!r} is {kind}, but {expected} in earlier samples of this build"
+                    message = f"tc.build: sample {sample.key!r}: {fault}; such samples cannot share a batch"
                     warnings.warn(message, stacklevel=user_level())
 
 
@@ -192,8 +196,8 @@ class Batch:
             _check(returned, count)
             for i, sample in enumerate(returned if isinstance(returned, list) else ()):
                 if sample is None:
-                    what = f"fn returned None for {describe(i)}, expected a sample"
-                    raise ValueError(f"{what}; leave such items out of the source")
+                    fault = f"fn returned None for {describe(i)}, expected a sample"
+                    raise ValueError(f"{fault}; leave such items out of the source")
             self._returned, self._count = copy_nested(returned), count
         except RecursionError:
             raise EncodeError("what fn returned is nested too deeply, or contains itself") from None
@@ -215,8 +219,8 @@ def _check(value: Any, count: int, where: str = "what fn returned") -> None:
         raise ValueError(f"{where} is a tuple; return a dict of tensors by name, or a list of samples")
     is_sequence = isinstance(value, list) or (isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim)
     if not is_sequence or len(value) != count:
-        what = f"has {len(value)} rows" if is_sequence else f"is a {type(value).__name__} without rows"
-        raise ValueError(f"{where} {what}, expected one row for each of {count} items")
+        fault = f"has {len(value)} rows" if is_sequence else f"is a {type(value).__name__} without rows"
+        raise ValueError(f"{where} {fault}, expected one row for each of {count} items")
 
 
 def _rows(value: Any, count: int) -> Any:
@@ -229,27 +233,18 @@ def _rows(value: Any, count: int) -> Any:
 class SampleProgress(Progress):
     """The progress of a build in samples.
 
+    Attributes:
+        num_old: Number of samples that were finished before this call, and do not change the rate.
+        num_new: Number of other finished samples.
+
     Threads: one thread counts old samples and shows; another one may count new samples.
     """
 
     def __init__(self, show: bool | Callable[[int, int | None], object] | None, total: int | None) -> None:
         super().__init__(show, total, unit=" samples", smoothing=0.05)
-        self._num_old = self._num_new = 0
+        self.num_old = self.num_new = 0
         self.show_count()
-
-    def count(self, *, is_old: bool = False) -> None:
-        """Count a sample. If `is_old`, it was finished before this call, and does not change the rate."""
-        if is_old:
-            self._num_old += 1
-        else:
-            self._num_new += 1
 
     def show_count(self) -> None:
         """Show the samples counted so far."""
-        self.show(self._num_old + self._num_new, self._num_old)
-
-    def __enter__(self) -> SampleProgress:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        self.show(self.num_old + self.num_new, self.num_old)

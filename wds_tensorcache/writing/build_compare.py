@@ -36,37 +36,37 @@ class Comparison:
         self._items, self._finished, self._folder = items, finished, folder
         self.changed: list[int] = []
         self._first_changed: Item | None = None
-        self._is_random: bool | None = (
-            None  # whether the source returns other values each time; None until it is read again
-        )
+        # whether the source returns other values each time it is read; None until the first changed item is read again
+        self._is_random: bool | None = None
         self._unknown: list[int] = []  # numbers of items of this rank that cannot be compared
         self._num_compared = 0
         self._has_compared_ranks = self._has_warned = False
 
     def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
         """Return the place of the sample that was made from an item, as far as digests tell; None if there is none."""
-        items, finished = self._items, self._finished
+        items = self._items
         if item.digest is not None:
             text = item.digest.encode()
-            right = next((place for place in places if finished.read_member(*place, DIGEST) == text), None)
-        elif not items.compares or not items.are_numbered or (item.value is None and not item.origin):
+            right = next((place for place in places if self._finished.read_member(*place, DIGEST) == text), None)
+        elif items.compares and items.are_numbered and (item.origin or item.value is not None):
+            right = self._find_equal(item, places)
+        else:  # only the key can tell, or the item was not read
             return places[0] if places else None
-        else:
-            self._num_compared += bool(places)
-            right = None
-            for place in places:
-                digest = finished.origin(*place)[0]
-                if digest and item.origin and not self._is_random:
-                    if digest != item.origin:
-                        continue
-                elif items.is_own(item.number):
-                    self._unknown.append(item.number)
-                right = place
-                break
         if places and right is None:
             self._first_changed = self._first_changed or item
             self.changed.append(item.number)
         return right
+
+    def _find_equal(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
+        self._num_compared += bool(places)
+        for place in places:
+            digest = self._finished.origin(*place)[0]
+            is_unknown = not digest or not item.origin or self._is_random
+            if is_unknown and self._items.is_own(item.number):
+                self._unknown.append(item.number)
+            if is_unknown or digest == item.origin:
+                return place
+        return None
 
     def has_changed(self) -> bool:
         """Return whether an item has changed; if the source returns other values each time it is read, that is unknown."""
@@ -100,8 +100,8 @@ class Comparison:
         if items.are_numbered and (items.is_map or is_end):
             num_removed = sum(number >= items.num_all for number in self._numbers())
             if num_removed:
-                what = f"the source has {items.num_all} items, but {self._folder!r} has samples of {num_removed} more"
-                faults.append(what)
+                fault = f"the source has {items.num_all} items, but {self._folder!r} has samples of {num_removed} more"
+                faults.append(fault)
         if faults:
             raise StaleCacheError(
                 f"{'; '.join(faults)}. The keys of the samples are the positions of the items, so items can only be "

@@ -129,8 +129,8 @@ class Items(Dataset[Item]):
             for item in batch if self._keys is None else ():
                 if item.value is not None:
                     if has_key not in (None, _has_key(item.value)):
-                        what = f"item {item.key!r} {'lacks' if has_key else 'has'} a '__key__'"
-                        raise ValueError(f"{what}, unlike the items before it: pass keys=")
+                        fault = f"item {item.key!r} {'lacks' if has_key else 'has'} a '__key__'"
+                        raise ValueError(f"{fault}, unlike the items before it: pass keys=")
                     has_key = _has_key(item.value)
                     self.are_numbered = not has_key
             yield batch
@@ -199,8 +199,8 @@ class Items(Dataset[Item]):
             digest = None if self._digest is None else self._digest(value)
             origin = digest_item(value) if self.compares and not _has_key(value) else 0
         if self._digest is not None and not isinstance(digest, str):
-            what = f"digest returned a {type(digest).__name__}, expected a str"
-            raise TypeError(f"item {number}, key {key!r:.100}: {what}")
+            fault = f"digest returned a {type(digest).__name__}, expected a str"
+            raise TypeError(f"item {number}, key {key!r:.100}: {fault}")
         return Item(number, key, value, digest, origin)
 
 

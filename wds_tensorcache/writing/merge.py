@@ -157,8 +157,8 @@ def _check_fingerprints(sources: Sequence[CachePaths], parts: list[list[OldShard
         other = {_text(shard): shard.index.fingerprint for shard in part}
         if other.keys() != first.keys():
             left, right = (next(iter(fingerprints.values())) for fingerprints in (first, other))
-            what = f"{source} was made with {_differing(right, left)}, but {sources[0]} with {_differing(left, right)}"
-            raise StaleCacheError(f"{what}; merge them with --mixed (mixed=True) if they belong together")
+            fault = f"{source} was made with {_differing(right, left)}, but {sources[0]} with {_differing(left, right)}"
+            raise StaleCacheError(f"{fault}; merge them with --mixed (mixed=True) if they belong together")
 
 
 def _differing(fingerprint: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
@@ -176,9 +176,9 @@ def _check_keys(shards: list[OldShard]) -> None:
         starts = [0, *accumulate(len(shard.keys) for shard in shards)]
         paths = [shards[bisect_right(starts, at) - 1].path for at in table.find(repeated[0])[:2]]
         listed = ", ".join(f"{key!r:.100}" for key in repeated[:_NUM_SHOWN]) + ", …" * (len(repeated) > _NUM_SHOWN)
-        what = f"repeated keys: {len(repeated):,}, {listed}; the first one is in {' and '.join(paths)}"
+        fault = f"repeated keys: {len(repeated):,}, {listed}; the first one is in {' and '.join(paths)}"
         raise InvalidKeyError(
-            f"{what}. To merge other samples with equal keys, give each cache a prefix: --prefix (prefixes=). "
+            f"{fault}. To merge other samples with equal keys, give each cache a prefix: --prefix (prefixes=). "
             "To put two caches of the same samples together, read them with tc.join"
         )
 

@@ -19,12 +19,12 @@ __all__ = ["check_local", "check_new", "has_entries", "new_folder"]
 _WRITTEN = re.compile(r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL).fullmatch
 
 
-def check_local(path: str | os.PathLike[str], what: str) -> None:
-    """Raise ValueError, which says `what` must be local, if a path is a url."""
+def check_local(path: str | os.PathLike[str], role: str) -> None:
+    """Raise ValueError, which says that `role` must be local, if a path is a url."""
     text = os.fsdecode(path)
     if is_url(text):
         remedy = "use a local folder, and copy it: shards first, then manifest.json, as in docs/remote_writing.md"
-        raise ValueError(f"{shown(text)} is a url, but {what} must be on a local disk; {remedy}")
+        raise ValueError(f"{shown(text)} is a url, but {role} must be on a local disk; {remedy}")
     check_not_url(text, ())
 
 
@@ -44,8 +44,8 @@ def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for 
         raise FileExistsError(f"{path} is a file, expected a folder")
     is_current = os.path.isdir(path) and os.path.samefile(path, os.curdir)
     if is_current or os.path.ismount(path):
-        what = "the current folder" if is_current else "a mount point"
-        raise FileExistsError(f"{path} is {what}, and cannot be replaced; choose a folder in it")
+        fault = "the current folder" if is_current else "a mount point"
+        raise FileExistsError(f"{path} is {fault}, and cannot be replaced; choose a folder in it")
     if has_entries(path):
         raise FileExistsError(f"{path} is not empty; {hint}")
     return path

@@ -223,8 +223,7 @@ def _stale(
                 else:
                     del changes[right]
             is_finished = right is not None or newer.find_right(item, newest) is not None
-            if is_finished:
-                bar.count(is_old=True)
+            bar.num_old += is_finished
             is_own = not newest or pattern.covers(os.path.basename(newest[0][0]))
             if right is None and (is_own or not is_finished):
                 todo.append((item, not is_finished))
