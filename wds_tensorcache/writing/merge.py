@@ -188,14 +188,19 @@ def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> It
     runs: list[Run] = []
     count = nbytes = 0
     for shard in shards:
-        begin = 0
-        for row, size in enumerate(_sizes(shard).tolist()):
-            starts_anew = row == 0 and runs and _text(shard) != _text(runs[0][0])
-            if starts_anew or count >= max_samples or nbytes >= max_nbytes:
-                yield [*runs, (shard, begin, row)] if row > begin else runs
-                runs, begin, count, nbytes = [], row, 0, 0
-            count, nbytes = count + 1, nbytes + size
-        runs += [(shard, begin, len(shard.keys))] * (begin < len(shard.keys))
+        if runs and _text(shard) != _text(runs[0][0]):
+            yield runs
+            runs, count, nbytes = [], 0, 0
+        totals, row = np.cumsum(_sizes(shard)), 0
+        while row < len(totals):
+            if count >= max_samples or nbytes >= max_nbytes:
+                yield runs
+                runs, count, nbytes = [], 0, 0
+            before = totals.item(row - 1) if row else 0
+            filling = int(np.searchsorted(totals, before + max_nbytes - nbytes))  # the sample that makes the shard full
+            end = min(len(totals), row + max_samples - count, filling + 1)
+            runs.append((shard, row, end))
+            count, nbytes, row = count + end - row, nbytes + totals.item(end - 1) - before, end
     if runs:
         yield runs
 
