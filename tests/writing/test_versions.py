@@ -174,7 +174,7 @@ def test_drop(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3", "4", "5"]
 
 
-def test_what_is_beside_shards(tmp_path: Path) -> None:
+def test_footers_and_sidecars_stay(tmp_path: Path) -> None:
     """Shards keep their kind: with or without footer, sidecar and `.idx`."""
     make(numbered(), tmp_path / "0", footer=False, dali_index=False)
     tc.write_index(tmp_path / "0" / "000001.tar", dali_index=False)
@@ -261,7 +261,7 @@ def broken_at(count: int, before: Callable[[], None] = lambda: None) -> tuple[An
     return fn, called
 
 
-def test_what_was_computed_is_not_lost(tmp_path: Path) -> None:
+def test_computed_samples_are_not_lost(tmp_path: Path) -> None:
     """Also where items have changed again, or another folder is reused; another fingerprint begins again."""
     make(numbered(), tmp_path / "0")
     values = numbered(43, k001=101, k002=102)

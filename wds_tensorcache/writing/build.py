@@ -211,7 +211,7 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
         new = list_build(pattern, sink.finished, options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
         others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
-        Comparison(items, FinishedShards(others, sink.finished.files), folder).check(is_end=False)
+        Comparison(items, FinishedShards(others, sink.finished.files), folder).check(after=items.num_all)
 
 
 def _check_shared(
@@ -269,10 +269,10 @@ def _missing(
             num_new += is_complete and not places
         if not comparison.has_changed() and not num_new:
             if not is_checked and any(is_missing for _, is_missing in targets):
-                comparison.check(is_end=False)
+                comparison.check(after=targets[-1][0].number)
                 is_checked = True
             yield targets
-    comparison.check(is_end=True)
+    comparison.check()
     num_gone = 0
     if is_complete and items.world_size > 1:  # this rank does not know the keys of other ranks
         num_gone = max(0, len(finished) - items.num_all)

@@ -40,7 +40,7 @@ class Comparison:
         self._is_random: bool | None = None
         self._unknown: list[int] = []  # numbers of items of this rank that cannot be compared
         self._num_compared = 0
-        self._has_compared_ranks = self._has_warned = False
+        self._has_looked_ahead = self._has_warned = False
 
     def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
         """Return the place of the sample that was made from an item, as far as digests tell; None if there is none."""
@@ -78,18 +78,19 @@ class Comparison:
                 self.changed.clear()
         return bool(self.changed)
 
-    def check(self, *, is_end: bool) -> None:
-        """Compare items of other ranks, then warn once if nothing shows whether items have changed.
+    def check(self, after: int | None = None) -> None:
+        """Compare items that this rank has not compared yet, then warn once if nothing shows whether items have changed.
 
-        At the end, samples of an iterable without an item are noticed, too.
+        Args:
+            after: Number of the last item that was compared; None after all items, also those of an iterable.
 
         Raises:
             StaleCacheError: Items whose keys are their positions have changed or were removed.
         """
         items = self._items
-        if not self._has_compared_ranks:
-            self._has_compared_ranks = True
-            self._compare_other_ranks()
+        if not self._has_looked_ahead:
+            self._has_looked_ahead = True
+            self._look_ahead(items.num_all if after is None else after)
         faults = []
         if items.compares and self.has_changed():
             faults.append(f"item {self.changed[0]} is not the one from which its sample in {self._folder!r} was made")
@@ -97,7 +98,7 @@ class Comparison:
             if items.world_size > 1:
                 (path, _), *_ = self._finished.find(number_text(self.changed[0]))
                 faults.append(f"the sample is in {path}: all ranks must have the same items in the same order")
-        if items.are_numbered and (items.is_map or is_end):
+        if items.are_numbered and (items.is_map or after is None):
             num_removed = sum(number >= items.num_all for number in self._numbers())
             if num_removed:
                 fault = f"the source has {items.num_all} items, but {self._folder!r} has samples of {num_removed} more"
@@ -116,12 +117,16 @@ class Comparison:
         keys = chain.from_iterable(index.keys for index in self._finished.indexes.values())
         return (number for number in map(number_in, keys) if number is not None)
 
-    def _compare_other_ranks(self) -> None:
-        """Compare up to 64 items of other ranks: if ranks have other items, or another order, some of these differ."""
+    def _look_ahead(self, after: int) -> None:
+        """Compare up to 64 items of finished samples that belong to other ranks or come after the item `after`.
+
+        If an item before one of them was inserted or removed, or if ranks have another order, some of them differ.
+        """
         items = self._items
-        if items.world_size > 1 and items.is_map and items.compares and items.are_numbered and not self.changed:
-            numbers = sorted(n for n in self._numbers() if n < items.num_all and not items.is_own(n))
-            for item in items.read([numbers[i] for i in spread(len(numbers), NUM_COMPARED)]):
+        if items.is_map and items.compares and items.are_numbered and not self.changed:
+            numbers = sorted(n for n in self._numbers() if n < items.num_all and (n > after or not items.is_own(n)))
+            compared = {*(numbers[i] for i in spread(len(numbers), NUM_COMPARED - 1)), *numbers[-1:]}
+            for item in items.read(sorted(compared)):
                 self.find_right(item, self._finished.find(item.key))
 
     def warn(self) -> None:
