@@ -8,7 +8,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -67,30 +66,6 @@ def test_a_second_one_in_a_process(tmp_path: Path, options: dict[str, Any]) -> N
     assert not lock_files(tmp_path)
     write_one(tmp_path / "%03d.tar", "b")
     assert list(tc.open(tmp_path).keys()) == ["a", "b"]
-
-
-def test_many_threads_begin_at_once(tmp_path: Path) -> None:
-    ready, found = threading.Barrier(8), list[Any]()
-
-    def work(number: int) -> None:
-        ready.wait(60)
-        try:
-            sink = tc.ShardWriter(tmp_path / "%03d.tar", fsync=False)
-        except FileExistsError as exc:
-            found.append(exc)
-            return
-        found.append(sink)
-        sink.write(f"{number}", 0)
-
-    threads = [threading.Thread(target=work, args=[number]) for number in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    (writer,) = [each for each in found if isinstance(each, tc.ShardWriter)]
-    assert len(found) == 8
-    writer.close()
-    assert len(tc.open(tmp_path)) == 1
 
 
 def test_another_process(tmp_path: Path) -> None:

@@ -59,13 +59,12 @@ def build(
     same bytes. Finished samples are never overwritten, and their indexes are trusted: `tc.verify` finds damaged samples.
 
     Several ranks (processes, on any number of machines) build one cache if all of them call `build` with the same arguments
-    and a shared folder. Each computes its part of the batches, writes its own shards, such as `r3of8-000000.tar`, and
-    returns. Any number of ranks can resume. The cache is complete when every rank has returned.
+    and a shared folder. Each computes its part of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
+    number of ranks can resume. The cache is complete when every rank has returned.
 
-    If the keys of samples are the positions of items, items are compared with the digests that finished shards keep of them:
-    all of a list, a tuple or an iterable; of another map-style dataset, 64 and the last finished one; of other ranks, up to
-    64. An item that differs is an error, and so are fewer items than samples. Items that are not plain values, arrays or
-    tensors cause a warning.
+    If keys are the positions of items, items are compared with the digests in finished shards: all of a list, a tuple or an
+    iterable; of another dataset, 64 and the last finished one; of other ranks, up to 64. An item that differs is an error, and
+    so are fewer items than samples. Items that are not plain values, arrays or tensors cause a warning.
 
     If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
     digest from `v1`, and computes all other samples. Samples of changed items keep their positions, samples of new items

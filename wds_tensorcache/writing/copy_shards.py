@@ -69,18 +69,18 @@ class OldShard:
 
     Attributes:
         path: Path of the shard.
-        index: Index of the shard; its fingerprint is that of the copied samples.
+        index: Index of the shard.
         identity: Identity of the indexed file.
         prefix: Prefix of the keys of copied samples. If it is not empty, all copied members get new tar headers.
         has_footer: True if an index is at the end of the shard.
-        is_stored: True if the fingerprint of the index is the stored one.
+        fingerprint: Fingerprint of the copied samples, by default that of the index.
     """
 
     def __init__(self, path: str, index: ShardIndex, files: Files, prefix: str = "") -> None:
         file = files.get(path)
         self.path, self.index, self.identity, self.prefix = path, index, file.identity, prefix
         self.has_footer = read_trailer(file.read, file.nbytes, file.nbytes) is not None
-        self.is_stored = True
+        self.fingerprint = index.fingerprint
 
     @cached_property
     def keys(self) -> Keys:
@@ -154,7 +154,13 @@ class NewShard:
         """The old shard whose samples and indexes are those of this shard; None if there is none."""
         (old, *rows), *others = self.runs
         is_whole = not others and rows == [0, len(old.index.keys)]
-        return old if is_whole and old.is_stored and not old.prefix and old.has_footer >= self.footer else None
+        is_same = is_whole and old.fingerprint == old.index.fingerprint and not old.prefix
+        return old if is_same and old.has_footer >= self.footer else None
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any] | None:
+        """The fingerprint of the samples."""
+        return self.runs[0][0].fingerprint
 
     def origins(self) -> Iterator[tuple[int, str | None]]:
         """Yield the origins of the samples, see `ShardIndex.origin`."""
@@ -190,8 +196,8 @@ def write_cache(
             if os.path.exists(path):  # an interrupted call has renamed it when it was complete
                 report.num_shards_resumed += 1
                 # a shard without a footer has neither
-                fingerprint, origins = new.runs[0][0].index.fingerprint, Origins.of(new.origins())
-                index = dataclasses.replace(load_index(ShardFile(path)), fingerprint=fingerprint, origins=origins)
+                origins = Origins.of(new.origins())
+                index = dataclasses.replace(load_index(ShardFile(path)), fingerprint=new.fingerprint, origins=origins)
             else:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 index = _write_new(path, new, files, fsync)
@@ -215,7 +221,7 @@ def write_cache(
 def _digest_plan(shards: Iterable[NewShard]) -> str:
     plan = [
         [
-            *(new.url, new.footer, new.sidecar, new.dali_index, new.runs[0][0].index.fingerprint),
+            *(new.url, new.footer, new.sidecar, new.dali_index, new.fingerprint),
             [[os.path.abspath(old.path), old.identity, old.prefix, begin, end] for old, begin, end in new.runs],
         ]
         for new in shards
@@ -231,9 +237,8 @@ def _write_new(path: str, new: NewShard, files: Files, fsync: bool) -> ShardInde
         _link(linked, path, files, fsync)
     else:
         ranges = chain.from_iterable(old.ranges(begin, end) for old, begin, end in new.runs)
-        fingerprint = new.runs[0][0].index.fingerprint
         try:
-            index = write_shard(path, ranges, files, fingerprint, new.origins(), footer=new.footer, fsync=fsync)
+            index = write_shard(path, ranges, files, new.fingerprint, new.origins(), footer=new.footer, fsync=fsync)
             keys = [old.keys.raw(row) for old, begin, end in new.runs for row in range(begin, end)]
             sizes = [old.members.sizes[old.select_members(begin, end)] for old, begin, end in new.runs]
             if index.keys.raws() != keys or not np.array_equal(index.members_in_order().sizes, np.concatenate(sizes)):
