@@ -22,7 +22,6 @@ from tests.cli.command import json_of, run
 from tests.cli.commands import Output, Process, the_server
 from tests.cli.conftest import HOSTILE
 from tests.kills import compare
-from wds_tensorcache.writing.merge import merge, reshard
 
 
 def write(folder: Path, numbers: Iterable[int], **options: Any) -> Path:
@@ -85,11 +84,11 @@ def test_whole_shards_are_linked(tmp_path: Path) -> None:
     write(tmp_path / "a", range(8), max_samples=4)
     write(tmp_path / "b", range(8, 12), footer=False)
     write(tmp_path / "expected", range(12), max_samples=4)
-    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out", max_samples=4, fsync=False)
+    tc.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out", max_samples=4, fsync=False)
     compare(tmp_path / "out", tmp_path / "expected")
     links = [os.stat(tmp_path / "out" / f"00000{i}.tar").st_nlink for i in range(3)]
     assert links == [2, 2, 1]
-    merge([tmp_path / "a"], tmp_path / "named", prefixes=["p/"], max_samples=4, fsync=False)
+    tc.merge([tmp_path / "a"], tmp_path / "named", prefixes=["p/"], max_samples=4, fsync=False)
     assert [path.stat().st_nlink for path in (tmp_path / "named").glob("*.tar")] == [1, 1]
 
 
@@ -134,7 +133,7 @@ def test_tars_by_other_programs(tmp_path: Path) -> None:
                 member.size, member.mtime, member.uname = len(content), 1234, "owner"
                 archive.addfile(member, io.BytesIO(content))
         out = tmp_path / f"out{format}"
-        reshard(source, out, max_samples=1, fsync=False)
+        tc.reshard(source, out, max_samples=1, fsync=False)
         assert len(list(out.glob("*.tar"))) == 3
         assert tc.verify(out).ok
         samples = {name: content for name, content in files if "." in name}
@@ -149,7 +148,7 @@ def test_tars_by_other_programs(tmp_path: Path) -> None:
 def test_a_name_that_becomes_too_long(tmp_path: Path) -> None:
     write(tmp_path / "in", range(2))
     with pytest.raises(tc.InvalidKeyError, match="shorten the key"):
-        merge([tmp_path / "in"], tmp_path / "out", prefixes=["x" * 90])
+        tc.merge([tmp_path / "in"], tmp_path / "out", prefixes=["x" * 90])
 
 
 # --- refusals
@@ -240,9 +239,9 @@ def test_wrong_usage(tmp_path: Path) -> None:
         (tmp_path / "file").write_text("x")
         assert "is a file" in run(command, tmp_path / "in", tmp_path / "file", status=2).stderr
     with pytest.raises(ValueError, match="0 caches"):
-        merge([], tmp_path / "out")
+        tc.merge([], tmp_path / "out")
     with pytest.raises(ValueError, match="expected at least 1"):
-        reshard(tmp_path / "in", tmp_path / "out", max_nbytes=0)
+        tc.reshard(tmp_path / "in", tmp_path / "out", max_nbytes=0)
     assert sorted(os.listdir(tmp_path)) == ["file", "in"]
 
 
@@ -332,29 +331,13 @@ def test_other_arguments_do_not_resume(tmp_path: Path, source: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-def test_a_damaged_shard_of_a_killed_command_is_written_again(tmp_path: Path, source: Path) -> None:
-    arguments = ["reshard", source, tmp_path / "out", "--max-samples", 1]
-    process, output = start(*arguments)
-    wait_for_shards(tmp_path, 5)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    output.__exit__()
-    (folder,) = tmp_path.glob(".out.*.tmp")
-    (folder / "000000.tar").write_bytes(b"")
-    (folder / "000001.tar").write_bytes((folder / "000002.tar").read_bytes())
-    (folder / "000003.idx").write_bytes(b"stale")
-    run(*arguments)
-    write(tmp_path / "expected", range(60), max_samples=1)
-    compare(tmp_path / "out", tmp_path / "expected")
-
-
 @pytest.mark.parametrize("limit", [0, 3_000, 10_000])
 def test_a_full_disk(tmp_path: Path, limit: int) -> None:
     """The error is the system's; then the same call resumes."""
     write(tmp_path / "in", range(20))
 
     def copy() -> object:
-        return reshard(tmp_path / "in", tmp_path / "out", max_samples=7, fsync=False)
+        return tc.reshard(tmp_path / "in", tmp_path / "out", max_samples=7, fsync=False)
 
     def fill_and_copy() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -109,7 +109,7 @@ def test_another_cache(tmp_path: Path) -> None:
     assert second["n3"]["x"].load()[0] == 7
 
 
-def test_what_a_model_returns(tmp_path: Path) -> None:
+def test_batches_are_cut_into_samples(tmp_path: Path) -> None:
     """A batch is cut into samples, whose bytes are their own rows alone."""
 
     def model(items: list[Any]) -> Any:
@@ -137,7 +137,7 @@ def test_what_a_model_returns(tmp_path: Path) -> None:
         (lambda items: {"x": tuple(torch.ones(2) for _ in items)}, r"\['x'\] is a tuple"),
     ],
 )
-def test_what_is_not_one_for_each(tmp_path: Path, made: Any, message: str) -> None:
+def test_not_one_row_for_each_item(tmp_path: Path, made: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(Numbers(), tmp_path, made)
 
@@ -273,13 +273,13 @@ def test_samples_without_a_digest_have_changed(tmp_path: Path) -> None:
         build(Numbers(), tmp_path / "x", digest=digest)
 
 
-def test_what_was_made_otherwise(tmp_path: Path) -> None:
+def test_another_fingerprint(tmp_path: Path) -> None:
     build(Numbers(), tmp_path).close()
     with pytest.raises(tc.StaleCacheError, match="expected revision=2, but the cache was made with 1"):
         build(Numbers(), tmp_path, fingerprint=MADE | {"revision": 2})
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_bad_arguments(tmp_path: Path) -> None:
     for options, error, message in (
         ({"keys": ["a"]}, ValueError, "1 keys for 23 items"),
         ({"keys": ["a"] * COUNT}, ValueError, "two items have the key 'a'"),

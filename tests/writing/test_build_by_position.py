@@ -155,6 +155,19 @@ def test_keys_that_look_like_positions(tmp_path: Path) -> None:
             assert [sample["v"] for sample in cache] == list(range(8))
 
 
+@pytest.mark.parametrize("kind", ["list", "dataset"])
+@pytest.mark.parametrize("how", ["insert", "pop"])
+def test_items_after_a_gap_are_compared_first(tmp_path: Path, how: str, kind: str) -> None:
+    """Nothing is computed for a lost shard if an item before later ones was inserted or removed."""
+    build(SOURCES[kind](list(range(COUNT))), tmp_path).close()
+    for name in ("000000.tar", "000000.idx"):
+        (tmp_path / name).unlink()
+    called: list[Any] = []
+    with pytest.warns(UserWarning, match="no longer exists"), pytest.raises(tc.StaleCacheError, match="is not the one"):
+        build(SOURCES[kind](changed(how)), tmp_path, called.extend)
+    assert called == []
+
+
 def test_an_interrupted_build_is_compared(tmp_path: Path) -> None:
     def fail(batch: list[Any]) -> list[Any]:
         if 30 in batch:

@@ -348,14 +348,14 @@ def test_items_in_another_order(tmp_path: Path) -> None:
         ({"rank": 2}, r"rank=2 out of range \[0, 2\)"),
     ],
 )
-def test_what_ranks_cannot_do(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_of_ranks(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     out = tmp_path / options.pop("out", "out")
     with pytest.raises(ValueError, match=message):
         build(Numbers(), out, **{"rank": 0, "world_size": 2} | options)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_version_of_what_ranks_built(tmp_path: Path) -> None:
+def test_a_version_of_a_cache_of_ranks(tmp_path: Path) -> None:
     for rank in range(3):
         build_rank(tmp_path / "1", rank, 3, digest=digest).close()
     with tc.open(tmp_path / "1") as cache:

@@ -162,7 +162,7 @@ def test_classes(tmp_path: Path) -> None:
     assert cache[2]["c"] is Color.BLUE
 
 
-def test_a_break_says_what_is_there(tmp_path: Path) -> None:
+def test_an_error_counts_finished_samples(tmp_path: Path) -> None:
     def broken(items: list[dict[str, Any]]) -> list[Any]:
         if any(item["value"] == 17 for item in items):
             raise ZeroDivisionError
@@ -219,7 +219,7 @@ def test_an_iterable_with_a_length(tmp_path: Path) -> None:
         (Numbers(), {"footer": False, "manifest": False}, ValueError, "the fingerprint needs one of the two"),
     ],
 )
-def test_what_is_refused_before_anything_is_computed(
+def test_bad_arguments(
     tmp_path: Path, source: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     def fn(items: list[Any]) -> Any:
@@ -240,7 +240,7 @@ def test_a_folder_of_other_shards(tmp_path: Path) -> None:
         build(Numbers(), tmp_path / "a-%d.tar")
 
 
-def test_going_on_with_what_was_repaired(tmp_path: Path) -> None:
+def test_a_repaired_cache_is_completed(tmp_path: Path) -> None:
     build(Numbers(), tmp_path / "x", keys=key).close()
     with (tmp_path / "x" / "000002.tar").open("r+b") as file:
         file.truncate(3000)

@@ -174,7 +174,7 @@ def test_drop(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3", "4", "5"]
 
 
-def test_what_is_beside_shards(tmp_path: Path) -> None:
+def test_footers_and_sidecars_stay(tmp_path: Path) -> None:
     """Shards keep their kind: with or without footer, sidecar and `.idx`."""
     make(numbered(), tmp_path / "0", footer=False, dali_index=False)
     tc.write_index(tmp_path / "0" / "000001.tar", dali_index=False)
@@ -261,7 +261,7 @@ def broken_at(count: int, before: Callable[[], None] = lambda: None) -> tuple[An
     return fn, called
 
 
-def test_what_was_computed_is_not_lost(tmp_path: Path) -> None:
+def test_computed_samples_are_not_lost(tmp_path: Path) -> None:
     """Also where items have changed again, or another folder is reused; another fingerprint begins again."""
     make(numbered(), tmp_path / "0")
     values = numbered(43, k001=101, k002=102)
@@ -384,6 +384,45 @@ def test_an_old_one_that_changes_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(tc.FormatError, match=r"000004\.tar: the shard was changed"):
         make(numbered(24), tmp_path / "1", fn, reuse=tmp_path / "0")
     assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize("then", ["the same call", "a build without reuse", "another version"])
+def test_a_last_step_that_fails(tmp_path: Path, then: str) -> None:
+    """The next call with the same `out` takes over the computed samples. Once `out` is a cache, they are deleted."""
+    make(numbered(), tmp_path / "0")
+    shard = tmp_path / "0" / "000004.tar"
+
+    def fn(batch: list[dict[str, Any]]) -> list[Any]:
+        os.replace(shutil.copy(shard, tmp_path / "copy.tar"), shard)
+        return double(batch)
+
+    with pytest.raises(tc.FormatError, match=r"000004\.tar: the shard was changed"):
+        make(numbered(30), tmp_path / "1", fn, reuse=tmp_path / "0")
+    assert sorted(os.listdir(tmp_path)) == [".1.building", "0"]
+    fn, called = counted()
+    if then == "another version":
+        tc.drop(tmp_path / "0", tmp_path / "1", ["k000"])
+        with pytest.raises(tc.StaleCacheError):
+            make(numbered(30), tmp_path / "1", fn, reuse=tmp_path / "0")
+    else:
+        make(numbered(30), tmp_path / "1", fn, **{"reuse": tmp_path / "0"} if then == "the same call" else {})
+    assert len(called) == (30 if then == "a build without reuse" else 0)
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def test_samples_that_ranks_compute_are_left_alone(tmp_path: Path) -> None:
+    """Even if another call builds a cache in the folder of their version."""
+    make(numbered(), tmp_path / "0")
+
+    def fn(batch: list[dict[str, Any]]) -> list[Any]:
+        make(numbered(5), tmp_path / "1")
+        assert (tmp_path / ".1.building").is_dir()
+        return double(batch)
+
+    options: Any = {"reuse": tmp_path / "0", "rank": 0, "world_size": 2}
+    assert len(build(items(numbered(60)), tmp_path / "1", fn, digest=digest, **options)) == 0
+    make(numbered(5), tmp_path / "1")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
 def test_nothing_writes_into_a_shared_shard(tmp_path: Path) -> None:

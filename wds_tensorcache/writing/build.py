@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import Any
 
@@ -19,19 +20,10 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.writing.build_batch import (
-    DIGEST,
-    SampleProgress,
-    Target,
-    compute,
-    is_comparable,
-    is_right,
-    refuse_shared,
-    resumable,
-    warn_of_positions,
-)
-from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once, number_in, number_text
-from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
+from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute
+from wds_tensorcache.writing.build_compare import DIGEST, Comparison, refuse_shared
+from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
+from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards, list_new
 from wds_tensorcache.writing.versions import OldCache, build_version, remove_abandoned
@@ -67,13 +59,12 @@ def build(
     same bytes. Finished samples are never overwritten, and their indexes are trusted: `tc.verify` finds damaged samples.
 
     Several ranks (processes, on any number of machines) build one cache if all of them call `build` with the same arguments
-    and a shared folder. Each computes its part of the batches, writes its own shards, such as `r3of8-000000.tar`, and
-    returns. Any number of ranks can resume. The cache is complete when every rank has returned.
+    and a shared folder. Each computes its part of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
+    number of ranks can resume. The cache is complete when every rank has returned.
 
-    If the keys of samples are the positions of items, items are compared with the digests that finished shards keep of them:
-    all of a list, a tuple or an iterable; of another map-style dataset, 64 and the last finished one; of other ranks, up to
-    64. An item that differs is an error, and so are fewer items than samples. Items that are not plain values, arrays or
-    tensors cause a warning.
+    If keys are the positions of items, items are compared with the digests in finished shards: all of a list, a tuple or an
+    iterable; of another dataset, 64 and the last finished one; of other ranks, up to 64. An item that differs is an error, and
+    so are fewer items than samples. Items that are not plain values, arrays or tensors cause a warning.
 
     If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
     digest from `v1`, and computes all other samples. Samples of changed items keep their positions, samples of new items
@@ -150,24 +141,26 @@ def build(
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size)
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
-    with SampleProgress(False if rank and progress is None else progress, items.num_items) as bar:
+    with closing(SampleProgress(False if rank and progress is None else progress, items.num_items)) as bar:
         if reuse is None:
             _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
             if world_size > 1 and not pattern.build_shards(folder_of(folder).names()):
                 return _no_samples(fingerprint)
+            remove_abandoned(folder)
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
         elif not has_entries(folder):
             name, old = None if pattern.is_default else pattern.name, _load_checked(reuse, fingerprint)
-            if not build_version(items, fn, check_replaceable(folder), old, name, bar, options):
+            if not build_version(items, fn, check_new(folder), old, name, bar, options):
                 return _no_samples(fingerprint)
         else:
             finished = _load_checked(folder, fingerprint).shards
-            _check_positions(items, finished, folder)
-            compute(_missing(items, finished, None, folder, set(), bar), fn, bar)
-            remove_abandoned(os.path.realpath(folder))
+            remove_abandoned(folder)
+            for _ in _missing(items, finished, folder, set(), bar, is_complete=True):
+                bar.show_count()
+            bar.show_count()
     cache: TensorCache = open(folder, expect=fingerprint, allow=options.get("allow", ()))
     return cache
 
@@ -184,18 +177,18 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
         check_same(path, index.fingerprint, fingerprint)
         if len(index.keys) and (list(index.caches) != [""] or index.caches[""].rows is not None):
             counts = {name: len(of) for name, of in index.caches.items()}
-            what = f"{len(index.keys)} samples have caches with these names and numbers of samples: {counts}"
-            raise ValueError(f"{path}: {what}; expected one cache without a name in every sample")
+            fault = f"{len(index.keys)} samples have caches with these names and numbers of samples: {counts}"
+            raise ValueError(f"{path}: {fault}; expected one cache without a name in every sample")
     return old
 
 
 def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, options: Mapping[str, Any]) -> None:
     """Raise ValueError if several ranks cannot build together."""
-    what = f"rank={rank}, world_size={world_size}"
+    fault = f"rank={rank}, world_size={world_size}"
     if not pattern.is_numbered:
-        raise ValueError(f"{what}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
+        raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
     if not options.get("footer", True):
-        raise ValueError(f"{what}, footer=False: ranks need the footers to find the samples of other ranks")
+        raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
 
 
 def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgress, options: dict[str, Any]) -> None:
@@ -212,15 +205,12 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     seen: set[str] = set()
-    with resumable(sink, folder), sink:
-        _check_positions(items, sink.finished, folder)
-        earlier = sink.finished.indexes.values()
-        compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink, earlier)
+    compute(_missing(items, sink.finished, folder, seen, bar), fn, bar, sink, folder, sink.finished.indexes.values())
     if items.world_size > 1:
         new = list_new(pattern, sink.finished, options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
         others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
-        _check_positions(items, FinishedShards(others, sink.finished.files), folder)
+        Comparison(items, FinishedShards(others, sink.finished.files), folder).check(after=items.num_all)
 
 
 def _check_shared(
@@ -247,103 +237,54 @@ def _check_shared(
         refuse_shared(others, pattern, seen, remedy)
 
 
-def _check_positions(items: Items, finished: FinishedShards, folder: str) -> None:
-    """Compare the items of a map-style dataset whose keys are their numbers with finished samples; warn if that is impossible.
-
-    Raises:
-        StaleCacheError: An item differs from that of its sample, or the source has too few items.
-    """
-    if items.is_map and items.are_numbered:
-        stored = _numbered(finished)
-        changed, num_compared, unknown = items.find_changed(stored)
-        if items.are_numbered:
-            _check_moved(items, finished, stored, folder, changed, num_compared)
-        if unknown:
-            warn_of_positions(folder, unknown, num_compared)
-
-
-def _numbered(finished: FinishedShards) -> dict[int, int]:
-    """Return the digest of the item of each sample whose key is the number of an item, by this number; 0 if unknown."""
-    stored: dict[int, int] = {}
-    for index in finished.indexes.values():
-        column = None if index.origins is None else index.origins.digest
-        digests = [0] * len(index.keys) if column is None else column.tolist()
-        for key, digest in zip(index.keys, digests, strict=True):
-            number = number_in(key)
-            if number is not None:
-                stored[number] = digest
-    return stored
-
-
-def _check_moved(
+def _missing(
     items: Items,
     finished: FinishedShards,
-    stored: Mapping[int, int],
     folder: str,
-    changed: Sequence[int],
-    num_compared: int,
-) -> None:
-    """Raise StaleCacheError if items whose keys are their numbers have changed, or if samples have no item."""
-    num_removed = sum(number >= items.num_all for number in stored)
-    if not changed and not num_removed:
-        return
-    faults = []
-    if changed:
-        faults.append(f"item {changed[0]} is not the one from which its sample in {folder!r} was made")
-        faults.append(f"of {num_compared} items compared, {len(changed)} differ")
-        if items.world_size > 1:
-            (path, _), *_ = finished.find(number_text(changed[0]))
-            faults.append(f"the sample is in {path}: all ranks must have the same items in the same order")
-    if num_removed:
-        faults.append(f"the source has {items.num_all} items, but {folder!r} has samples of {num_removed} more")
-    raise StaleCacheError(
-        f"{'; '.join(faults)}. The keys of the samples are the positions of the items, so items can only be appended. "
-        f"Build a new version in another folder, with reuse={folder!r}, which computes what differs; or a new cache with keys= "
-        "or digest=, whose items may move. If the source returns other values each time it is read, pass keys='position'"
-    )
-
-
-def _missing(
-    items: Items, finished: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: SampleProgress
+    seen: set[str],
+    bar: SampleProgress,
+    *,
+    is_complete: bool = False,
 ) -> Iterator[list[Target]]:
-    """Yield all batches up to the first changed item, each item paired with `sink` if its sample is missing, else with None.
+    """Yield all batches up to the first changed item, each item with whether its sample is missing.
 
-    Add all keys to `seen`. At the end, raise StaleCacheError if items have changed. If `sink` is None, also raise it if a
-    sample has no item, or an item has no sample.
+    Add all keys to `seen`. At the end, raise StaleCacheError if items have changed; with `is_complete`, also if a sample has
+    no item, or an item has no sample.
     """
-    changed: list[int] = []  # numbers of items
-    has_warned = items.is_map  # by `_check_positions`
-    for batch in items.batches(lambda key: not items.has_digests and finished.is_finished(key)):
+    comparison = Comparison(items, finished, folder)
+    num_new, is_checked = 0, False
+    for batch in items.batches(finished.is_finished):
         targets: list[Target] = []
         for item in each_once(batch, seen, finished.stored_key):
             places = finished.find(item.key)
             for path, row in places:
                 if not finished.has_cache(path, row):
-                    what = f"sample {item.key!r} has lost its cache, and has only other members"
-                    raise FormatError(f"{path}: {what}; delete the shard, and call build again to compute its samples")
-            targets.append((item, None if places else sink))
+                    fault = f"sample {item.key!r} has lost its cache, and has only other members"
+                    raise FormatError(f"{path}: {fault}; delete the shard, and call build again to compute its samples")
+            targets.append((item, not places))
             if places:
-                bar.count(is_old=True)
-                if not has_warned and not is_comparable(items, finished, places[0], item):
-                    has_warned = True
-                    warn_of_positions(folder, [item.number])
-            if (places or sink is None) and not any(is_right(finished, place, item) for place in places):
-                changed.append(item.number)
-        if not changed:
+                bar.num_old += 1
+                comparison.find_right(item, places)
+            num_new += is_complete and not places
+        if not comparison.has_changed() and not num_new:
+            if not is_checked and any(is_missing for _, is_missing in targets):
+                comparison.check(after=targets[-1][0].number)
+                is_checked = True
             yield targets
-    if sink is not None and items.are_numbered and (changed or not items.is_map):
-        _check_moved(items, finished, _numbered(finished), folder, changed if items.compares else [], len(seen))
+    comparison.check()
     num_gone = 0
-    if sink is None and items.world_size > 1:  # this rank does not know the keys of other ranks
+    if is_complete and items.world_size > 1:  # this rank does not know the keys of other ranks
         num_gone = max(0, len(finished) - items.num_all)
-    elif sink is None:
+    elif is_complete:
         num_gone = sum(key not in seen for index in finished.indexes.values() for key in index.keys)
-    if changed or num_gone:
-        are_changed = "have changed" if sink is not None else "have changed or are new"
-        what = f"{len(changed)} of {len(seen)} items {are_changed} since the samples in {folder!r} were made"
-        what += f", and {num_gone} samples have no item" * (num_gone > 0)
+    num_changed = len(comparison.changed) + num_new
+    if num_changed or num_gone:
+        fault = f"{num_changed} of {len(seen)} items have changed{' or are new' * is_complete}"
+        fault += f" since the samples in {folder!r} were made" + f", and {num_gone} samples have no item" * (
+            num_gone > 0
+        )
         if items.has_digests and not any(DIGEST in index.members for index in finished.indexes.values()):
-            what += "; the folder has no digests to compare, because it was built without digest="
-        raise StaleCacheError(f"{what}; build a new version in another folder, with reuse={folder!r}")
-    if items.is_empty and not len(finished):
+            fault += "; the folder has no digests to compare, because it was built without digest="
+        raise StaleCacheError(f"{fault}; build a new version in another folder, with reuse={folder!r}")
+    if not items.num_all and not len(finished):
         raise ValueError(NO_ITEMS)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -25,27 +24,13 @@ from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Threads
-from wds_tensorcache.writing.build_items import Item, Items
-from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.resume import FinishedShards
+from wds_tensorcache.writing.build_compare import DIGEST
+from wds_tensorcache.writing.build_items import Item
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = [
-    "DIGEST",
-    "Batch",
-    "SampleProgress",
-    "Target",
-    "compute",
-    "is_comparable",
-    "is_right",
-    "refuse_shared",
-    "resumable",
-    "warn_of_positions",
-]
+__all__ = ["Batch", "SampleProgress", "Target", "compute"]
 
-DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
-# an item of a batch, and the writer for its sample; None if the sample is finished
-Target = tuple[Item, "ShardWriter | None"]
+Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
 
 
@@ -53,47 +38,49 @@ def compute(
     batches: Iterable[list[Target]],
     fn: Callable[[list[Any]], Any],
     bar: SampleProgress,
-    sink: ShardWriter | None = None,
-    earlier: Iterable[ShardIndex] = (),
+    sink: ShardWriter,
+    folder: str,
+    earlier: Iterable[ShardIndex],
 ) -> None:
     """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread.
 
-    The caller's thread shows `bar` after each batch. After an error or an interrupt, the unfinished shard of `sink` is
-    finished early, so that its samples are kept. Warn of a tensor that differs from those in `earlier` indexes or samples.
+    The caller's thread shows `bar` after each batch. At the end, also after an error or an interrupt, `sink` is closed, so
+    that the samples of its unfinished shard are kept. Warn of a tensor that differs from those in `earlier` indexes or samples.
     """
-    kinds = _TensorKinds(earlier)
+    kinds, num_before = _TensorKinds(), sink.num_finished
     failed: list[BaseException] = []
     waiting: deque[Future[None]] = deque()
 
-    def write(batch: Batch, targets: list[tuple[Item, ShardWriter] | None]) -> None:
+    def write(batch: Batch, missing: list[Item | None]) -> None:
         if failed:
             return  # Hazard: samples written after a failed batch would leave a gap in the shard
         try:
-            for target, sample in zip(targets, batch.rows(), strict=True):
-                if target is not None:
-                    item, sink = target
+            for item, sample in zip(missing, batch.rows(), strict=True):
+                if item is not None:
                     members = {} if item.digest is None else {DIGEST: item.digest}
                     packed = sink._write(item.key, sample, members, item.origin)
                     if packed is not None:
                         kinds.check(packed)
-                    bar.count()
+                    bar.num_new += 1
         except BaseException as exc:
             failed.append(exc)
             raise
 
     with Threads(1, "tensorcache-build") as thread:
         try:
+            for index in earlier:
+                kinds.add(index)
             for batch in batches:
-                if any(sink is not None for _, sink in batch):
+                if any(is_missing for _, is_missing in batch):
                     with _noting(batch):
                         returned = fn([item.value for item, _ in batch])
                     while len(waiting) >= _MAX_WRITING:
                         waiting.popleft().result()
                     # without the values of items, which may be large
-                    targets = [None if sink is None else (replace(item, value=None), sink) for item, sink in batch]
+                    missing = [replace(item, value=None) if is_missing else None for item, is_missing in batch]
                     with _noting(batch):
                         copied = Batch(returned, len(batch), partial(_describe, batch))
-                    waiting.append(thread.submit(write, copied, targets))
+                    waiting.append(thread.submit(write, copied, missing))
                 bar.show_count()
             while waiting:
                 waiting.popleft().result()
@@ -102,9 +89,17 @@ def compute(
         except BaseException as exc:
             wait(waiting)  # batches that were computed before are kept
             failed.append(exc)
+    try:
+        sink.close()
+    except Exception as lost:
+        if failed:
+            add_note(failed[0], f"tc.build: the samples of the unfinished shard are lost: {lost}")
+        failed.append(lost)
     if failed:
-        if sink is not None:
-            _keep_samples(sink, failed[0])
+        count = sink.num_finished - num_before
+        if count or not isinstance(failed[0], (StaleCacheError, TypeError, ValueError)):
+            fault = f"with {count} samples of this call; call it again to resume"
+            add_note(failed[0], f"tc.build: finished shards stay in {folder!r}, {fault}")
         try:
             raise failed[0]
         finally:
@@ -116,62 +111,19 @@ def _describe(batch: list[Target], row: int) -> str:
     return f"item {item.number} (key {item.key!r})"
 
 
-def is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
-    """Return whether the sample at a place was made from this item, as far as its digest tells."""
-    if item.digest is not None:
-        return finished.read_member(*place, DIGEST) == item.digest.encode()
-    digest = finished.origin(*place)[0] if item.origin else 0
-    return not digest or digest == item.origin
-
-
-def is_comparable(items: Items, finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
-    """Return whether a digest shows that an item is the one from which a sample was made, if its position must show it."""
-    return not (items.compares and items.are_numbered) or bool(item.origin and finished.origin(*place)[0])
-
-
-def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
-    """Raise ValueError if `shards` of other ranks contain samples with `keys` of this rank, whose shards match `pattern`."""
-    for path, index in shards.items():
-        if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
-            raise ValueError(
-                f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
-                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
-                f"that, and {remedy}"
-            )
-
-
-def warn_of_positions(folder: str, numbers: Sequence[int], num_compared: int | None = None) -> None:
-    """Warn that only the numbers of items match those of finished samples.
-
-    Args:
-        folder: Folder of the finished samples.
-        numbers: Numbers of the items; if `num_compared` is None, only that of the first such item.
-        num_compared: Number of items that were compared.
-    """
-    shown_numbers = ", ".join(map(str, numbers[:3]))
-    if num_compared is None or len(numbers) > 3:
-        shown_numbers += ", …"
-    count = "" if num_compared is None else f" ({len(numbers)} of {num_compared} compared)"
-    warnings.warn(
-        f"tc.build: nothing shows whether items {shown_numbers}{count} are still those of the samples in {folder!r}, "
-        "whose keys are their positions: these items are not plain values, are paths of missing files, or the samples "
-        "were written without digests. Pass keys= or digest= for a new cache; or keys='position', if the order and number of "
-        "the items never change",
-        stacklevel=user_level(),
-    )
-
-
 class _TensorKinds:
     """Dtypes and numbers of dimensions of the tensors in earlier samples, by name."""
 
-    def __init__(self, earlier: Iterable[ShardIndex]) -> None:
+    def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
         self._warned: set[str] = set()
         self._last: tuple[Form | None, tuple[str, ...] | None] = None, None
-        for index in earlier:
-            for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
-                for name, kind in _kinds_of(form, texts):
-                    self._kinds.setdefault(name, kind)
+
+    def add(self, index: ShardIndex) -> None:
+        """Add the tensors of a finished shard."""
+        for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
+            for name, kind in _kinds_of(form, texts):
+                self._kinds.setdefault(name, kind)
 
     def check(self, sample: PackedSample) -> None:
         """Warn once for each tensor whose dtype or number of dimensions is not that of an earlier sample."""
@@ -183,8 +135,8 @@ class _TensorKinds:
                 expected = self._kinds.setdefault(name, kind)
                 if kind != expected and name not in self._warned:
                     self._warned.add(name)
-                    what = f"tensor {name!r} is {kind}, but {expected} in earlier samples of this build"
-                    message = f"tc.build: sample {sample.key!r}: {what}; such samples cannot share a batch"
+                    fault = f"tensor {name!r} is {kind}, but {expected} in earlier samples of this build"
+                    message = f"tc.build: sample {sample.key!r}: {fault}; such samples cannot share a batch"
                     warnings.warn(message, stacklevel=user_level())
 
 
@@ -193,29 +145,6 @@ def _kinds_of(form: Form, texts: tuple[str, ...] | None) -> Iterator[tuple[str, 
     for (name, stored, ndim), text in zip(form.entries, texts or itertools.repeat(None), strict=False):
         attribute = None if text is None else parse_reference(text)[2]
         yield name, f"{attribute or stored} with {ndim} dimension{'s' * (ndim != 1)}"
-
-
-@contextlib.contextmanager
-def resumable(sink: ShardWriter, folder: str) -> Iterator[None]:
-    """Add a note to an exception: how many samples are finished, and that the next call resumes after them."""
-    before = sink.num_finished
-    try:
-        yield
-    except BaseException as exc:
-        count = sink.num_finished - before
-        can_resume = count or not isinstance(exc, (StaleCacheError, TypeError, ValueError))
-        if can_resume:
-            what = f"with {count} samples of this call; call it again to resume"
-            add_note(exc, f"tc.build: finished shards stay in {folder!r}, {what}")
-        raise
-
-
-def _keep_samples(sink: ShardWriter, exc: BaseException) -> None:
-    """Finish the unfinished shard early; if that fails, add a note to `exc`."""
-    try:
-        sink.close()
-    except Exception as lost:
-        add_note(exc, f"tc.build: the samples of the unfinished shard are lost: {lost}")
 
 
 @contextlib.contextmanager
@@ -267,8 +196,8 @@ class Batch:
             _check(returned, count)
             for i, sample in enumerate(returned if isinstance(returned, list) else ()):
                 if sample is None:
-                    what = f"fn returned None for {describe(i)}, expected a sample"
-                    raise ValueError(f"{what}; leave such items out of the source")
+                    fault = f"fn returned None for {describe(i)}, expected a sample"
+                    raise ValueError(f"{fault}; leave such items out of the source")
             self._returned, self._count = copy_nested(returned), count
         except RecursionError:
             raise EncodeError("what fn returned is nested too deeply, or contains itself") from None
@@ -290,8 +219,8 @@ def _check(value: Any, count: int, where: str = "what fn returned") -> None:
         raise ValueError(f"{where} is a tuple; return a dict of tensors by name, or a list of samples")
     is_sequence = isinstance(value, list) or (isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim)
     if not is_sequence or len(value) != count:
-        what = f"has {len(value)} rows" if is_sequence else f"is a {type(value).__name__} without rows"
-        raise ValueError(f"{where} {what}, expected one row for each of {count} items")
+        fault = f"has {len(value)} rows" if is_sequence else f"is a {type(value).__name__} without rows"
+        raise ValueError(f"{where} {fault}, expected one row for each of {count} items")
 
 
 def _rows(value: Any, count: int) -> Any:
@@ -304,27 +233,18 @@ def _rows(value: Any, count: int) -> Any:
 class SampleProgress(Progress):
     """The progress of a build in samples.
 
+    Attributes:
+        num_old: Number of samples that were finished before this call, and do not change the rate.
+        num_new: Number of other finished samples.
+
     Threads: one thread counts old samples and shows; another one may count new samples.
     """
 
     def __init__(self, show: bool | Callable[[int, int | None], object] | None, total: int | None) -> None:
         super().__init__(show, total, unit=" samples", smoothing=0.05)
-        self._num_old = self._num_new = 0
+        self.num_old = self.num_new = 0
         self.show_count()
-
-    def count(self, *, is_old: bool = False) -> None:
-        """Count a sample. If `is_old`, it was finished before this call, and does not change the rate."""
-        if is_old:
-            self._num_old += 1
-        else:
-            self._num_new += 1
 
     def show_count(self) -> None:
         """Show the samples counted so far."""
-        self.show(self._num_old + self._num_new, self._num_old)
-
-    def __enter__(self) -> SampleProgress:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        self.show(self.num_old + self.num_new, self.num_old)

@@ -30,7 +30,7 @@ from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, stor
 from wds_tensorcache.shards.names import check_key, check_suffixes
 from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, build_tar_header
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, remove_stray, write_atomically
-from wds_tensorcache.storage.files import Files, Identity, ShardFile
+from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.output import Output
 from wds_tensorcache.writing.new_folder import new_folder
@@ -65,32 +65,23 @@ class CopyReport:
         )
 
 
-@dataclasses.dataclass
 class OldShard:
     """A shard to copy samples from.
 
     Attributes:
         path: Path of the shard.
-        index: Index of the shard; its fingerprint is that of the copied samples.
+        index: Index of the shard.
         identity: Identity of the indexed file.
         prefix: Prefix of the keys of copied samples. If it is not empty, all copied members get new tar headers.
         has_footer: True if an index is at the end of the shard.
-        is_stored: True if the fingerprint of the index is the stored one.
+        fingerprint: Fingerprint of the copied samples, by default that of the index.
     """
 
-    path: str
-    index: ShardIndex
-    identity: Identity
-    prefix: str = ""
-    has_footer: bool = True
-    is_stored: bool = True
-
-    @classmethod
-    def of(cls, path: str, index: ShardIndex, files: Files, prefix: str = "") -> OldShard:
-        """Return the shard at a path, which has this index."""
+    def __init__(self, path: str, index: ShardIndex, files: Files, prefix: str = "") -> None:
         file = files.get(path)
-        has_footer = read_trailer(file.read, file.nbytes, file.nbytes) is not None
-        return cls(path, index, file.identity, prefix, has_footer)
+        self.path, self.index, self.identity, self.prefix = path, index, file.identity, prefix
+        self.has_footer = read_trailer(file.read, file.nbytes, file.nbytes) is not None
+        self.fingerprint = index.fingerprint
 
     @cached_property
     def keys(self) -> Keys:
@@ -123,11 +114,6 @@ class OldShard:
     def select_members(self, begin: int, end: int) -> slice:
         """Return the part of `members` with the members of samples `[begin, end)`."""
         return slice(*np.searchsorted(self.members.rows, [begin, end]).tolist())
-
-    def origin(self, row: int) -> tuple[int, str | None]:
-        """Return the origin of a sample, see `ShardIndex.origin`."""
-        digest, name = self.index.origin(row)
-        return digest, name and self.prefix + name
 
     def ranges(self, begin: int, end: int) -> Iterator[MemberRange]:
         """Yield the ranges of the members of samples `[begin, end)`.
@@ -167,9 +153,21 @@ class NewShard:
     @property
     def link_to(self) -> OldShard | None:
         """The old shard whose samples and indexes are those of this shard; None if there is none."""
-        (old, begin, end), *others = self.runs
-        is_whole = not others and (begin, end) == (0, len(old.index.keys))
-        return old if is_whole and old.is_stored and not old.prefix and old.has_footer >= self.footer else None
+        (old, *rows), *others = self.runs
+        is_whole = not others and rows == [0, len(old.index.keys)]
+        is_same = is_whole and old.fingerprint == old.index.fingerprint and not old.prefix
+        return old if is_same and old.has_footer >= self.footer else None
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any] | None:
+        """The fingerprint of the samples."""
+        return self.runs[0][0].fingerprint
+
+    def origins(self) -> Iterator[tuple[int, str | None]]:
+        """Yield the origins of the samples, see `ShardIndex.origin`."""
+        for old, begin, end in self.runs:
+            for digest, name in map(old.index.origin, range(begin, end)):
+                yield digest, name and old.prefix + name
 
 
 def write_cache(
@@ -196,9 +194,12 @@ def write_cache(
                 remove_stray(stray)
         for new in shards:
             path = os.path.join(folder, new.url)
-            index = _find_complete(path, new)
-            report.num_shards_resumed += index is not None
-            if index is None:
+            if os.path.exists(path):  # an interrupted call has renamed it when it was complete
+                report.num_shards_resumed += 1
+                # a shard without a footer has neither
+                origins = Origins.of(new.origins())
+                index = dataclasses.replace(load_index(ShardFile(path)), fingerprint=new.fingerprint, origins=origins)
+            else:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 index = _write_new(path, new, files, fsync)
             nbytes = os.path.getsize(path)
@@ -221,26 +222,12 @@ def write_cache(
 def _digest_plan(shards: Iterable[NewShard]) -> str:
     plan = [
         [
-            *(new.url, new.footer, new.sidecar, new.dali_index, new.runs[0][0].index.fingerprint),
+            *(new.url, new.footer, new.sidecar, new.dali_index, new.fingerprint),
             [[os.path.abspath(old.path), old.identity, old.prefix, begin, end] for old, begin, end in new.runs],
         ]
         for new in shards
     ]
     return xxh3_64_hexdigest(json.dumps(plan, sort_keys=True).encode())
-
-
-def _find_complete(path: str, new: NewShard) -> ShardIndex | None:
-    """Return the index of a shard that an interrupted call has completed; None if there is no such shard."""
-    if not os.path.exists(path):
-        return None
-    with contextlib.suppress(FormatError):
-        index = load_index(ShardFile(path))
-        if _has_samples(index, new.runs):
-            # a shard without a footer has neither
-            fingerprint, origins = new.runs[0][0].index.fingerprint, Origins.of(_origins(new.runs))
-            return dataclasses.replace(index, fingerprint=fingerprint, origins=origins)
-    os.remove(path)
-    return None
 
 
 def _write_new(path: str, new: NewShard, files: Files, fsync: bool) -> ShardIndex:
@@ -251,10 +238,11 @@ def _write_new(path: str, new: NewShard, files: Files, fsync: bool) -> ShardInde
         _link(linked, path, files, fsync)
     else:
         ranges = chain.from_iterable(old.ranges(begin, end) for old, begin, end in new.runs)
-        fingerprint = new.runs[0][0].index.fingerprint
         try:
-            index = write_shard(path, ranges, files, fingerprint, _origins(new.runs), footer=new.footer, fsync=fsync)
-            if not _has_samples(index, new.runs):
+            index = write_shard(path, ranges, files, new.fingerprint, new.origins(), footer=new.footer, fsync=fsync)
+            keys = [old.keys.raw(row) for old, begin, end in new.runs for row in range(begin, end)]
+            sizes = [old.members.sizes[old.select_members(begin, end)] for old, begin, end in new.runs]
+            if index.keys.raws() != keys or not np.array_equal(index.members_in_order().sizes, np.concatenate(sizes)):
                 raise FormatError(
                     "the index and the shard differ in samples; see `tensorcache verify` (tc.verify)", kind="index"
                 )
@@ -273,17 +261,6 @@ def _link(old: OldShard, path: str, files: Files, fsync: bool) -> None:
     else:
         if ShardFile(path).identity != old.identity:
             raise FormatError("the shard was changed since its index was loaded; try again").at(old.path)
-
-
-def _origins(runs: Iterable[Run]) -> Iterator[tuple[int, str | None]]:
-    return (old.origin(row) for old, begin, end in runs for row in range(begin, end))
-
-
-def _has_samples(index: ShardIndex, runs: Sequence[Run]) -> bool:
-    """Return whether an index has the samples of `runs`, in order, with members of the same lengths."""
-    keys = [old.keys.raw(row) for old, begin, end in runs for row in range(begin, end)]
-    sizes = [old.members.sizes[old.select_members(begin, end)] for old, begin, end in runs]
-    return index.keys.raws() == keys and np.array_equal(index.members_in_order().sizes, np.concatenate(sizes))
 
 
 @dataclasses.dataclass(slots=True, order=True)

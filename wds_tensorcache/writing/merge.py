@@ -7,7 +7,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -125,40 +124,38 @@ def merge(
 def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
     shards = find_shards(source, local_for="merged or resharded", copies=True).shards
     indexes = load_finished({shard.path: (shard, shard.fingerprint) for shard in shards}, files).indexes
-    return [OldShard.of(shard.path, indexes[shard.path], files, prefix) for shard in shards]
+    return [OldShard(shard.path, indexes[shard.path], files, prefix) for shard in shards]
 
 
 def _text(shard: OldShard) -> str:
-    return json.dumps(shard.index.fingerprint, sort_keys=True)
+    return json.dumps(shard.fingerprint, sort_keys=True)
 
 
 def _unite_sources(shards: list[OldShard]) -> None:
     """Give shards of imports the same fingerprint if they differ only in the folders from which they were imported."""
-    alike: dict[str, list[tuple[OldShard, dict[str, Any]]]] = {}
+    alike: dict[str, tuple[list[OldShard], list[Any]]] = {}  # shards, and the folders of all of them
     for shard in shards:
-        fingerprint = shard.index.fingerprint
-        if fingerprint is not None and "format" in fingerprint and SOURCE in fingerprint:
+        fingerprint = shard.fingerprint or {}
+        if "format" in fingerprint and SOURCE in fingerprint:
             others = {name: value for name, value in fingerprint.items() if name != SOURCE}
-            alike.setdefault(json.dumps(others, sort_keys=True), []).append((shard, dict(fingerprint)))
-    for group in alike.values():
-        folders: list[Any] = []
-        for _, fingerprint in group:
+            group, folders = alike.setdefault(json.dumps(others, sort_keys=True), ([], []))
+            group.append(shard)
             source = fingerprint[SOURCE]
             folders += [name for name in (source if isinstance(source, list) else [source]) if name not in folders]
-        for shard, fingerprint in group if len(folders) > 1 else ():
-            shard.index = replace(shard.index, fingerprint={**fingerprint, SOURCE: folders})
-            shard.is_stored = False
+    for group, folders in alike.values():
+        for shard in group if len(folders) > 1 else ():
+            shard.fingerprint = {**(shard.fingerprint or {}), SOURCE: folders}
 
 
 def _check_fingerprints(sources: Sequence[CachePaths], parts: list[list[OldShard]]) -> None:
     """Raise StaleCacheError unless the shards of all caches have the same fingerprints."""
-    first = {_text(shard): shard.index.fingerprint for shard in parts[0]}
+    first = {_text(shard): shard.fingerprint for shard in parts[0]}
     for source, part in zip(sources[1:], parts[1:], strict=True):
-        other = {_text(shard): shard.index.fingerprint for shard in part}
+        other = {_text(shard): shard.fingerprint for shard in part}
         if other.keys() != first.keys():
             left, right = (next(iter(fingerprints.values())) for fingerprints in (first, other))
-            what = f"{source} was made with {_differing(right, left)}, but {sources[0]} with {_differing(left, right)}"
-            raise StaleCacheError(f"{what}; merge them with --mixed (mixed=True) if they belong together")
+            fault = f"{source} was made with {_differing(right, left)}, but {sources[0]} with {_differing(left, right)}"
+            raise StaleCacheError(f"{fault}; merge them with --mixed (mixed=True) if they belong together")
 
 
 def _differing(fingerprint: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
@@ -176,9 +173,9 @@ def _check_keys(shards: list[OldShard]) -> None:
         starts = [0, *accumulate(len(shard.keys) for shard in shards)]
         paths = [shards[bisect_right(starts, at) - 1].path for at in table.find(repeated[0])[:2]]
         listed = ", ".join(f"{key!r:.100}" for key in repeated[:_NUM_SHOWN]) + ", …" * (len(repeated) > _NUM_SHOWN)
-        what = f"repeated keys: {len(repeated):,}, {listed}; the first one is in {' and '.join(paths)}"
+        fault = f"repeated keys: {len(repeated):,}, {listed}; the first one is in {' and '.join(paths)}"
         raise InvalidKeyError(
-            f"{what}. To merge other samples with equal keys, give each cache a prefix: --prefix (prefixes=). "
+            f"{fault}. To merge other samples with equal keys, give each cache a prefix: --prefix (prefixes=). "
             "To put two caches of the same samples together, read them with tc.join"
         )
 

@@ -13,18 +13,18 @@ from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace
 from wds_tensorcache.storage.locks import Flock
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
-__all__ = ["check_local", "check_new", "check_replaceable", "has_entries", "new_folder"]
+__all__ = ["check_local", "check_new", "has_entries", "new_folder"]
 
 # matches names of files in a cache
 _WRITTEN = re.compile(r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL).fullmatch
 
 
-def check_local(path: str | os.PathLike[str], what: str) -> None:
-    """Raise ValueError, which says `what` must be local, if a path is a url."""
+def check_local(path: str | os.PathLike[str], role: str) -> None:
+    """Raise ValueError, which says that `role` must be local, if a path is a url."""
     text = os.fsdecode(path)
     if is_url(text):
         remedy = "use a local folder, and copy it: shards first, then manifest.json, as in docs/remote_writing.md"
-        raise ValueError(f"{shown(text)} is a url, but {what} must be on a local disk; {remedy}")
+        raise ValueError(f"{shown(text)} is a url, but {role} must be on a local disk; {remedy}")
     check_not_url(text, ())
 
 
@@ -35,19 +35,6 @@ def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for 
         FileExistsError: The path is a file, a folder that is not empty, the current folder, or a mount point.
         ValueError: The path is empty.
     """
-    path = check_replaceable(out)
-    if has_entries(path):
-        raise FileExistsError(f"{path} is not empty; {hint}")
-    return path
-
-
-def check_replaceable(out: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a folder that can be made, or replaced when it is empty.
-
-    Raises:
-        FileExistsError: The path is a file, the current folder, or a mount point.
-        ValueError: The path is empty.
-    """
     check_local(out, "a folder that appears by one rename")
     path = os.fsdecode(out)
     if not path:
@@ -55,13 +42,12 @@ def check_replaceable(out: str | os.PathLike[str]) -> str:
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isdir(path):
         raise FileExistsError(f"{path} is a file, expected a folder")
-    what = ""
-    if os.path.isdir(path) and os.path.samefile(path, os.curdir):
-        what = "the current folder"
-    elif os.path.ismount(path):
-        what = "a mount point"
-    if what:
-        raise FileExistsError(f"{path} is {what}, and cannot be replaced; choose a folder in it")
+    is_current = os.path.isdir(path) and os.path.samefile(path, os.curdir)
+    if is_current or os.path.ismount(path):
+        fault = "the current folder" if is_current else "a mount point"
+        raise FileExistsError(f"{path} is {fault}, and cannot be replaced; choose a folder in it")
+    if has_entries(path):
+        raise FileExistsError(f"{path} is not empty; {hint}")
     return path
 
 

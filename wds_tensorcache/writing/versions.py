@@ -7,10 +7,8 @@ import json
 import os
 import re
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -18,21 +16,13 @@ from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.find_shards import find_shards
-from wds_tensorcache.reading.positions import respelled
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import folder_of
-from wds_tensorcache.writing.build_batch import (
-    SampleProgress,
-    Target,
-    compute,
-    is_comparable,
-    is_right,
-    refuse_shared,
-    resumable,
-    warn_of_positions,
-)
+from wds_tensorcache.storage.locks import is_being_written
+from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute
+from wds_tensorcache.writing.build_compare import Comparison, refuse_shared
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.copy_shards import NewShard, OldShard, Run, write_cache
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
@@ -44,6 +34,8 @@ from wds_tensorcache.writing.writer import ShardWriter
 __all__ = ["OldCache", "build_version", "drop", "remove_abandoned"]
 
 _NUM_KEYS = 100  # keys that an error compares with an unknown one
+# samples of the old cache, by path and row, that a version leaves out (None), or the keys whose new samples replace them
+_Changes = dict[tuple[str, int], "str | None"]
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL).fullmatch
 
 
@@ -73,36 +65,15 @@ def drop(
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys={keys!r:.100}, expected a collection of keys")
     out, old = check_new(out), OldCache(source)
-    changes = _Changes()
+    changes: _Changes = {}
     for key in keys:
         places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
-            raise KeyError(f"{old.folder} has no sample {key!r:.100}; there are {_near_keys(old.shards, key)}")
-        for path, row in places:
-            changes.dropped[path].add(row)
-    _write_version(out, old, changes, FinishedShards({}, old.shards.files), None, fsync)
-
-
-def _near_keys(shards: FinishedShards, key: object) -> str:
-    """Return a list of keys for a message: other spellings of `key` that exist, or else some keys, similar ones first."""
-    some = list(islice(chain.from_iterable(index.keys for index in shards.indexes.values()), _NUM_KEYS))
-    near = respelled(key, len(some[0]) if some else 0) if isinstance(key, str) else []
-    return list_names([name for name in near if name in shards] or some, key, len(shards))
-
-
-@dataclass(slots=True)
-class _Changes:
-    """Changes of a version to an old cache: rows of its shards, by path.
-
-    Attributes:
-        dropped: Rows of the samples that the version leaves out.
-        replaced: Rows of the samples that are computed again, and their keys.
-        keys: Keys of all items of the version.
-    """
-
-    dropped: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    replaced: defaultdict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-    keys: set[str] = field(default_factory=set)
+            first = list(islice(chain.from_iterable(i.keys for i in old.shards.indexes.values()), _NUM_KEYS))
+            names = list_names(first, key, len(old.shards))
+            raise KeyError(f"{old.folder} has no sample {key!r:.100}; there are {names}")
+        changes |= dict.fromkeys(places)
+    _write_version(out, old, changes, set(), FinishedShards({}, old.shards.files), None, fsync)
 
 
 class OldCache:
@@ -165,18 +136,19 @@ def build_version(
     # samples with another fingerprint have other names, so they are not used
     prefix = xxh3_64_hexdigest(json.dumps(fingerprint, sort_keys=True).encode())[:8]
     pattern = ShardPattern(os.path.join(folder, f"{prefix}-{DEFAULT_NAME}")).of_rank(items.rank, items.world_size)
+    keys: set[str] = set()
     try:
         if items.world_size > 1:
-            _compute(items, fn, old, pattern, bar, options)
+            _compute(items, fn, old, pattern, bar, keys, options)
             return False
         with closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
             if has_entries(out):
                 raise FileExistsError(f"{out}: another call has written this version since this one started")
-            changes = _compute(items, fn, old, pattern, bar, options)
+            changes = _compute(items, fn, old, pattern, bar, keys, options)
             with closing(WriterLock(pattern)):  # from here on, no rank may add samples
                 paths = [path for _, path in pattern.shards_by_age()]
                 computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
-                _write_version(out, old, changes, computed, name, options.get("fsync", True))
+                _write_version(out, old, changes, keys, computed, name, options.get("fsync", True))
                 shutil.rmtree(folder, ignore_errors=True)
         return True
     finally:
@@ -185,8 +157,10 @@ def build_version(
 
 
 def remove_abandoned(out: str) -> None:
-    """Delete the hidden folder of a version, if a killed call has left it after the version was complete."""
-    shutil.rmtree(_hidden(out), ignore_errors=True)
+    """Delete the samples that were computed for a version, now that `out` is a cache, unless a call still computes some."""
+    folder = _hidden(os.path.realpath(out))
+    if os.path.isdir(folder) and not is_being_written(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hidden(out: str) -> str:
@@ -199,25 +173,24 @@ def _compute(
     old: OldCache,
     pattern: ShardPattern,
     bar: SampleProgress,
+    keys: set[str],
     options: dict[str, Any],
 ) -> _Changes:
-    """Compute this rank's samples that can neither be reused nor are computed already."""
-    sink, changes = ShardWriter(str(pattern), resume=True, **options), _Changes()
-    with resumable(sink, pattern.folder), sink:
-        known, ages = sink.finished, pattern.shards_by_age()
-        computed = FinishedShards({path: known.indexes[path] for _, path in ages if path in known.indexes}, known.files)
-        sink.finished = FinishedShards({}, Files())  # stale samples are computed again
-        # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
-        sink._number = 1 + max((number for number, _ in ages), default=-1)
-        earlier = (*old.shards.indexes.values(), *known.indexes.values())
-        compute(_stale(items, old, computed, pattern, sink, changes, bar), fn, bar, sink, earlier)
-        if items.is_empty:
-            raise ValueError(NO_ITEMS)
+    """Compute this rank's samples that can neither be reused nor are computed already; add the keys of its items to `keys`."""
+    changes: _Changes = {}
+    sink = ShardWriter(str(pattern), resume=True, **options)
+    finished, ages = sink.finished, pattern.shards_by_age()
+    indexes = {path: finished.indexes[path] for _, path in ages if path in finished.indexes}
+    sink.finished = FinishedShards({}, Files())  # stale samples are computed again
+    # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
+    sink._number = 1 + max((number for number, _ in ages), default=-1)
+    batches = _stale(items, old, FinishedShards(indexes, finished.files), pattern, bar, keys, changes)
+    compute(batches, fn, bar, sink, pattern.folder, (*old.shards.indexes.values(), *indexes.values()))
     for path, index in old.shards.indexes.items():
-        changes.dropped[path].update(row for row, key in enumerate(index.keys) if key not in changes.keys)
+        changes |= {(path, row): None for row, key in enumerate(index.keys) if key not in keys}
     if items.world_size > 1:
-        new = list_new(pattern, known, options)
-        refuse_shared(new, pattern, changes.keys, "call build on one process, which computes the missing samples")
+        new = list_new(pattern, finished, options)
+        refuse_shared(new, pattern, keys, "call build on one process, which computes the missing samples")
     return changes
 
 
@@ -226,102 +199,100 @@ def _stale(
     old: OldCache,
     computed: FinishedShards,
     pattern: ShardPattern,
-    sink: ShardWriter,
-    changes: _Changes,
     bar: SampleProgress,
+    keys: set[str],
+    changes: _Changes,
 ) -> Iterator[list[Target]]:
-    """Yield batches of items that cannot reuse a sample, each item paired with `sink`, or with None if it is already computed.
+    """Yield batches of items that cannot reuse a sample, each item with whether it is not computed yet.
 
     Batches are the same ones after an interruption, because they include the items that this rank has computed. The items
-    that ranks of another world size have computed are left out. Record the samples to drop and to replace in `changes`.
+    that ranks of another world size have computed are left out. Add the keys of all items to `keys`.
     """
     todo: list[Target] = []
+    comparison, newer = Comparison(items, old.shards, old.folder), Comparison(items, computed, old.folder)
     has_origins = any(i.origins is not None and i.origins.digest is not None for i in old.shards.indexes.values())
-    reads_all = items.has_digests or (items.compares and has_origins)
-    has_warned = False
+    reads_all = items.compares and has_origins
     for batch in items.batches(lambda key: not reads_all and key in old.shards):
-        for item in each_once(batch, changes.keys, old.shards.stored_key):
-            places = old.shards.find(item.key)
-            right = next((place for place in places if is_right(old.shards, place, item)), None)
-            if places and not has_warned and not is_comparable(items, old.shards, places[0], item):
-                has_warned = True
-                warn_of_positions(old.folder, [item.number])
-            for path, row in places:  # if several samples have this key, keep one of them
-                if (path, row) != (right or places[0]):
-                    changes.dropped[path].add(row)
-                elif right is None:
-                    changes.replaced[path][row] = item.key
-            newest = computed.find(item.key)[-1:]
-            is_finished = right is not None or any(is_right(computed, place, item) for place in newest)
-            if is_finished:
-                bar.count(is_old=True)
+        for item in each_once(batch, keys, old.shards.stored_key):
+            places, newest = old.shards.find(item.key), computed.find(item.key)[-1:]
+            right = comparison.find_right(item, places)
+            if places:  # if several samples have this key, keep one of them
+                changes |= dict.fromkeys(places)
+                if right is None:
+                    changes[places[0]] = item.key
+                else:
+                    del changes[right]
+            is_finished = right is not None or newer.find_right(item, newest) is not None
+            bar.num_old += is_finished
             is_own = not newest or pattern.covers(os.path.basename(newest[0][0]))
             if right is None and (is_own or not is_finished):
-                todo.append((item, None if is_finished else sink))
+                todo.append((item, not is_finished))
         bar.show_count()
+        if len(todo) >= items.batch_size:
+            comparison.warn()
         while len(todo) >= items.batch_size:
             yield todo[: items.batch_size]
             del todo[: items.batch_size]
+    comparison.warn()
     if todo:
         yield todo
+    if not items.num_all:
+        raise ValueError(NO_ITEMS)
 
 
 def _write_version(
-    out: str, old: OldCache, changes: _Changes, computed: FinishedShards, name: str | None, fsync: bool
+    out: str,
+    old: OldCache,
+    changes: _Changes,
+    keys: Collection[str],
+    computed: FinishedShards,
+    name: str | None,
+    fsync: bool,
 ) -> None:
-    """Write a version.
+    """Write a version: the shards of the old cache with the changes, then new samples that have `keys`.
 
     Raises:
         FormatError: A shard is damaged, or was changed since it was indexed.
         ValueError: No sample remains.
     """
-    plan = list(_plan(old, changes, computed, name))
-    if not any(end - begin for part in plan for _, begin, end in part.runs):
-        raise ValueError(f"{old.folder}: no sample would remain, so nothing was written")
-    write_cache(out, plan, old.shards.files, extra=Manifest.of(folder_of(old.folder)).extra, fsync=fsync)
-
-
-def _plan(old: OldCache, changes: _Changes, computed: FinishedShards, name: str | None) -> Iterator[NewShard]:
-    """Yield the shards of a version: those of the old cache with the changes, then those with samples of new items."""
-    shards = {path: OldShard.of(path, index, computed.files) for path, index in computed.indexes.items()}
+    shards = {path: OldShard(path, index, computed.files) for path, index in computed.indexes.items()}
 
     def newest(key: str) -> Run:
         path, row = computed.find(key)[-1]
         return shards[path], row, row + 1
 
+    plan: list[NewShard] = []
     for path, url in old.urls.items():
-        shard = OldShard.of(path, old.shards.indexes[path], old.shards.files)
-        replaced = {row: newest(key) for row, key in changes.replaced[path].items()}
-        runs = list(_remaining(shard, changes.dropped[path], replaced))
-        if runs:
-            yield _new_shard(url, shard, runs)
+        shard, rows = (
+            OldShard(path, old.shards.indexes[path], old.shards.files),
+            range(len(old.shards.indexes[path].keys)),
+        )
+        new = {row: changes[path, row] for row in rows if (path, row) in changes}
+        _add(plan, url, shard, {row: None if key is None else newest(key) for row, key in new.items()})
     urls = old.next_urls(name)
     for path, shard in shards.items():
-        skipped = {
+        skipped = [
             row
             for row, key in enumerate(shard.index.keys)
-            if key not in changes.keys or key in old.shards or computed.find(key)[-1] != (path, row)
-        }
-        runs = list(_remaining(shard, skipped, {}))
-        if runs:
-            yield _new_shard(next(urls), shard, runs)
+            if key not in keys or key in old.shards or computed.find(key)[-1] != (path, row)
+        ]
+        _add(plan, urls, shard, dict.fromkeys(skipped))
+    if not any(end - begin for part in plan for _, begin, end in part.runs):
+        raise ValueError(f"{old.folder}: no sample would remain, so nothing was written")
+    write_cache(out, plan, old.shards.files, extra=Manifest.of(folder_of(old.folder)).extra, fsync=fsync)
 
 
-def _new_shard(url: str, old: OldShard, runs: list[Run]) -> NewShard:
-    """Return a shard with a footer, a sidecar and an `.idx` only if the old shard has one, too."""
-    sidecar, idx = sidecar_path(old.path), dali_index_path(old.path)
-    check_replaceable(idx, sidecar)
-    return NewShard(url, runs, old.has_footer, os.path.exists(sidecar), os.path.exists(idx))
-
-
-def _remaining(old: OldShard, dropped: set[int], replaced: Mapping[int, Run]) -> Iterator[Run]:
-    """Yield the runs of a shard without the dropped samples, and with new runs in place of the replaced ones."""
-    begin, count = 0, len(old.index.keys)
-    for row in sorted({*dropped, *replaced}):
-        if begin < row:
-            yield old, begin, row
-        if row in replaced:
-            yield replaced[row]
+def _add(plan: list[NewShard], url: str | Iterator[str], old: OldShard, changes: Mapping[int, Run | None]) -> None:
+    """Plan a shard with the samples of an old one, but without or with others for some rows, unless no sample remains."""
+    runs, begin, count = list[Run](), 0, len(old.index.keys)
+    for row, replacement in sorted(changes.items()):
+        runs += [(old, begin, row)] * (begin < row)
+        runs += [] if replacement is None else [replacement]
         begin = row + 1
-    if begin < count or not count:
-        yield old, begin, count
+    runs += [(old, begin, count)] * (begin < count or not count)
+    if runs:
+        # with a footer, a sidecar and an `.idx` only if the old shard has one, too
+        sidecar, idx = sidecar_path(old.path), dali_index_path(old.path)
+        check_replaceable(idx, sidecar)
+        url = url if isinstance(url, str) else next(url)
+        plan.append(NewShard(url, runs, old.has_footer, os.path.exists(sidecar), os.path.exists(idx)))

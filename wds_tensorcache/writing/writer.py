@@ -105,7 +105,8 @@ class ShardWriter:
 
     Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
         shard never replaces another one. A second writer of the same pattern is refused while the first one is open and its
-        process runs. At a url, its first upload is refused instead, and a forked child cannot use the writer.
+        process runs. At a url, its first upload is refused instead. A forked child cannot use the writer: `write` raises
+        RuntimeError, and `close` has no effect.
     """
 
     def __init__(

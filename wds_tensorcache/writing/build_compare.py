@@ -1,0 +1,155 @@
+"""The comparison of items with their finished samples: an item that has changed, moved or vanished is never overlooked."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain
+
+from wds_tensorcache.arguments import user_level
+from wds_tensorcache.errors import StaleCacheError
+from wds_tensorcache.reading.positions import spread
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.writing.build_items import NUM_COMPARED, Item, Items, number_in, number_text
+from wds_tensorcache.writing.pattern import ShardPattern
+from wds_tensorcache.writing.resume import FinishedShards
+
+__all__ = ["DIGEST", "Comparison", "refuse_shared"]
+
+DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
+
+
+class Comparison:
+    """The items of a rank, compared with finished samples.
+
+    If the caller gives digests, samples contain them. Else, if keys are positions, indexes contain the digests of items.
+
+    Args:
+        folder: Folder of the samples, for messages.
+
+    Attributes:
+        changed: Numbers of the items that are not the ones from which their samples were made.
+    """
+
+    def __init__(self, items: Items, finished: FinishedShards, folder: str) -> None:
+        self._items, self._finished, self._folder = items, finished, folder
+        self.changed: list[int] = []
+        self._first_changed: Item | None = None
+        # whether the source returns other values each time it is read; None until the first changed item is read again
+        self._is_random: bool | None = None
+        self._unknown: list[int] = []  # numbers of items of this rank that cannot be compared
+        self._num_compared = 0
+        self._has_looked_ahead = self._has_warned = False
+
+    def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
+        """Return the place of the sample that was made from an item, as far as digests tell; None if there is none."""
+        items = self._items
+        if item.digest is not None:
+            text = item.digest.encode()
+            right = next((place for place in places if self._finished.read_member(*place, DIGEST) == text), None)
+        elif items.compares and items.are_numbered and (item.origin or item.value is not None):
+            right = self._find_equal(item, places)
+        else:  # only the key can tell, or the item was not read
+            return places[0] if places else None
+        if places and right is None:
+            self._first_changed = self._first_changed or item
+            self.changed.append(item.number)
+        return right
+
+    def _find_equal(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
+        self._num_compared += bool(places)
+        for place in places:
+            digest = self._finished.origin(*place)[0]
+            is_unknown = not digest or not item.origin or self._is_random
+            if is_unknown and self._items.is_own(item.number):
+                self._unknown.append(item.number)
+            if is_unknown or digest == item.origin:
+                return place
+        return None
+
+    def has_changed(self) -> bool:
+        """Return whether an item has changed; if the source returns other values each time it is read, that is unknown."""
+        first, items = self._first_changed, self._items
+        if first is not None and self._is_random is None and items.compares and items.is_map:
+            self._is_random = items[first.number].origin != first.origin
+            if self._is_random:
+                self._unknown += filter(items.is_own, self.changed)
+                self.changed.clear()
+        return bool(self.changed)
+
+    def check(self, after: int | None = None) -> None:
+        """Compare items that this rank has not compared yet, then warn once if nothing shows whether items have changed.
+
+        Args:
+            after: Number of the last item that was compared; None after all items, also those of an iterable.
+
+        Raises:
+            StaleCacheError: Items whose keys are their positions have changed or were removed.
+        """
+        items = self._items
+        if not self._has_looked_ahead:
+            self._has_looked_ahead = True
+            self._look_ahead(items.num_all if after is None else after)
+        faults = []
+        if items.compares and self.has_changed():
+            faults.append(f"item {self.changed[0]} is not the one from which its sample in {self._folder!r} was made")
+            faults.append(f"of {self._num_compared} items compared, {len(self.changed)} differ")
+            if items.world_size > 1:
+                (path, _), *_ = self._finished.find(number_text(self.changed[0]))
+                faults.append(f"the sample is in {path}: all ranks must have the same items in the same order")
+        if items.are_numbered and (items.is_map or after is None):
+            num_removed = sum(number >= items.num_all for number in self._numbers())
+            if num_removed:
+                fault = f"the source has {items.num_all} items, but {self._folder!r} has samples of {num_removed} more"
+                faults.append(fault)
+        if faults:
+            raise StaleCacheError(
+                f"{'; '.join(faults)}. The keys of the samples are the positions of the items, so items can only be "
+                f"appended. Build a new version in another folder, with reuse={self._folder!r}, which computes what differs; "
+                "or a new cache with keys= or digest=, whose items may move. If the source returns other values each time it "
+                "is read, pass keys='position'"
+            )
+        self.warn()
+
+    def _numbers(self) -> Iterator[int]:
+        """Yield the number of the item of each finished sample whose key is the position of an item."""
+        keys = chain.from_iterable(index.keys for index in self._finished.indexes.values())
+        return (number for number in map(number_in, keys) if number is not None)
+
+    def _look_ahead(self, after: int) -> None:
+        """Compare up to 64 items of finished samples that belong to other ranks or come after the item `after`.
+
+        If an item before one of them was inserted or removed, or if ranks have another order, some of them differ.
+        """
+        items = self._items
+        if items.is_map and items.compares and items.are_numbered and not self.changed:
+            numbers = sorted(n for n in self._numbers() if n < items.num_all and (n > after or not items.is_own(n)))
+            compared = {*(numbers[i] for i in spread(len(numbers), NUM_COMPARED - 1)), *numbers[-1:]}
+            for item in items.read(sorted(compared)):
+                self.find_right(item, self._finished.find(item.key))
+
+    def warn(self) -> None:
+        """Warn once if only the numbers of items match those of finished samples."""
+        if self._has_warned or not self._unknown:
+            return
+        self._has_warned = True
+        numbers = ", ".join(map(str, self._unknown[:3])) + ", …" * (len(self._unknown) > 3)
+        warnings.warn(
+            f"tc.build: nothing shows whether items {numbers} ({len(self._unknown)} of {self._num_compared} compared) are "
+            f"still those of the samples in {self._folder!r}, whose keys are their positions: these items are not plain "
+            "values, are paths of missing files, or the samples were written without digests. Pass keys= or digest= for a "
+            "new cache; or keys='position', if the order and number of the items never change",
+            stacklevel=user_level(),
+        )
+
+
+def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
+    """Raise ValueError if `shards` of other ranks contain samples with `keys` of this rank, whose shards match `pattern`."""
+    for path, index in shards.items():
+        if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
+            raise ValueError(
+                f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
+                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
+                f"that, and {remedy}"
+            )
