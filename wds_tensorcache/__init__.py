@@ -50,7 +50,7 @@ _NAMES = {
     "training.loader": "Loader",
     "training.order": "EpochOrder",
     "training.stats": "LoaderStats",
-    "training.step_sampler": "StepSampler",
+    "training.sampler": "StepSampler",
     "training.plan": "RowCounts Step",
     "training.transforms": "DropText SampleMoments drop_text sample_moments",
     "writing.build": "build",

@@ -46,8 +46,8 @@ from wds_tensorcache.training.buckets import ByLength, by_length
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.plan import RowCounts, Step
+from wds_tensorcache.training.sampler import StepSampler
 from wds_tensorcache.training.stats import LoaderStats
-from wds_tensorcache.training.step_sampler import StepSampler
 from wds_tensorcache.training.transforms import DropText, SampleMoments, drop_text, sample_moments
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.copy_shards import CopyReport
