@@ -37,7 +37,7 @@ _NAMES = {
     "training.buckets": "by_length",
     "training.loader": "Loader",
     "training.order": "EpochOrder",
-    "training.step_sampler": "StepSampler",
+    "training.sampler": "StepSampler",
     "training.transforms": "drop_text sample_moments",
     "writing.build": "build",
     "writing.index_shard": "write_index",

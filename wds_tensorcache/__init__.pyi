@@ -34,7 +34,7 @@ from wds_tensorcache.sharing.manage import shared_clear, shared_list
 from wds_tensorcache.training.buckets import by_length
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
-from wds_tensorcache.training.step_sampler import StepSampler
+from wds_tensorcache.training.sampler import StepSampler
 from wds_tensorcache.training.transforms import drop_text, sample_moments
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.index_shard import write_index

@@ -162,11 +162,11 @@ def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str, is_stream:
         iterator = dali_plugin.TensorCacheIterator(made)
         next(iterator)
         source = weakref.ref(iterator._source)
-        assert is_stream or cache._store.pool.num_leases
+        assert is_stream or cache._store.pool._leases
         del iterator, made
         wait_for_no_threads()
         assert source() is None
-        assert cache._store.pool.num_leases == 0
+        assert not cache._store.pool._leases
     finally:
         gc.enable()
 

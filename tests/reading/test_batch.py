@@ -43,7 +43,6 @@ def test_ways_of_reading(small: str, large: str, io: str, threads: int, samples:
             assert_batch(expected, cache.read_batch(numbers, collate="list"), "list")
             assert_batch(expected, cache.read_batch(numbers, collate="pad"))
             assert_all_same(expected, cache.read_batch(numbers, collate=list))
-        assert cache._store.pool.num_leases == 0
 
 
 def test_indices_of_every_kind(small: str) -> None:

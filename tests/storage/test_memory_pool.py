@@ -123,10 +123,13 @@ def test_no_memory_is_reused_while_it_is_held(cache: Any, without_gc: None) -> N
 
 
 @pytest.mark.parametrize("number", range(len(HELD)))
-@pytest.mark.parametrize("how", ["batch", "load", "array", "part"])
+@pytest.mark.parametrize("how", ["batch", "row", "padded", "array of a batch", "load", "array", "part"])
 def test_it_comes_back_when_the_last_holder_goes(cache: Any, without_gc: None, how: str, number: int) -> None:
     take: dict[str, Callable[[], Any]] = {
         "batch": lambda: cache.read_batch([1, 2, 3])["x"],
+        "row": lambda: cache.read_batch([1, 2, 3], collate="list")["x"][1],
+        "padded": lambda: cache.read_batch([1, 2, 3], collate="pad")["x"],
+        "array of a batch": lambda: torch.from_numpy(cache.read_batch([1, 2, 3])["y"]),
         "load": lambda: cache[1]["x"].load(),
         "array": lambda: torch.from_numpy(cache[1]["y"].load()),
         "part": lambda: cache[1]["x"][:19_000],

@@ -262,7 +262,7 @@ def killed(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
     ("collate", "error", "message"),
-    [(in_the_worker, ZeroDivisionError, "of the user"), (killed, RuntimeError, "exited unexpectedly")],
+    [(in_the_worker, ZeroDivisionError, "of the user"), (killed, RuntimeError, "exited unexpectedly|killed by signal")],
 )
 @pytest.mark.usefixtures("impatient")
 def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error: Any, message: str) -> None:

@@ -15,11 +15,11 @@ from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.reading.choose import Choose
 from wds_tensorcache.training.loader import BaseLoader, Read
-from wds_tensorcache.training.make_plan import StepOptions
+from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Step
+from wds_tensorcache.training.sampler import StepSampler
 from wds_tensorcache.training.stats import LoaderStats
 from wds_tensorcache.training.step_reader import Transform, apply_transforms, as_transforms
-from wds_tensorcache.training.step_sampler import StepSampler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -25,7 +25,7 @@ class Pool:
 
     Args:
         max_idle_nbytes: Maximum total length of idle arenas. Arenas above the limit are returned to the system: at once if
-            those of one size alone exceed it, otherwise at the next lease or the next look at `idle_nbytes`.
+            those of one size alone exceed it, otherwise at the next lease.
 
     Threads/fork/pickle: any thread; a forked child has private copies; a pickled copy is a new pool with the same limit.
     """
@@ -38,22 +38,11 @@ class Pool:
         self._allocated_nbytes = 0
         self._closed = False
 
-    @property
-    def idle_nbytes(self) -> int:
-        """Total length of idle arenas in bytes, after arenas above the limit were returned to the system."""
-        self._free(self._sum_idle() - self.max_idle_nbytes, 0)
-        return self._sum_idle()
-
     def _sum_idle(self) -> int:
         nbytes = 0
         for size, arenas in list(self._idle.items()):
             nbytes += size * len(arenas)
         return nbytes
-
-    @property
-    def num_leases(self) -> int:
-        """Number of arenas in use."""
-        return len(self._leases)
 
     def lease(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Return a page-aligned uint8 array of `nbytes` bytes with undefined content.

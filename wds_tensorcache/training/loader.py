@@ -28,12 +28,12 @@ from wds_tensorcache.reading.choose import Choose
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
 from wds_tensorcache.storage.remote.fetch import MADE
 from wds_tensorcache.storage.threads import Threads
-from wds_tensorcache.training.make_plan import StepOptions
+from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Position, RowCounts, Step
+from wds_tensorcache.training.sampler import StepSampler
 from wds_tensorcache.training.state import build_state, load_state
 from wds_tensorcache.training.stats import LoaderStats, Timing
 from wds_tensorcache.training.step_reader import StepReader, Transform, apply_transforms, as_transforms
-from wds_tensorcache.training.step_sampler import StepSampler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.choose import Alternatives
-from wds_tensorcache.training.make_plan import make_plan
+from wds_tensorcache.training.options import make_plan
 from wds_tensorcache.training.plan import MAX_EPOCHS, Position, RowCounts, Step
 from wds_tensorcache.training.state import build_state, load_state
 from wds_tensorcache.training.step_reader import StepReader

@@ -1,4 +1,4 @@
-"""Make the plan of a loader from its options: check them, and make streams and weights."""
+"""Options of a loader: they are checked, and a plan with streams and weights is made from them."""
 
 from __future__ import annotations
 
