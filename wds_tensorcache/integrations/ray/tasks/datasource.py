@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -22,7 +21,7 @@ from wds_tensorcache.integrations.ray.rows.columns import Kind, value_kind
 from wds_tensorcache.integrations.ray.rows.structure import KEY, MEMBER
 from wds_tensorcache.integrations.ray.rows.table import make_table, values_of
 from wds_tensorcache.reading.cache import Cache
-from wds_tensorcache.reading.choose import Alternatives, Randomness, place_in_samples
+from wds_tensorcache.reading.choose import Randomness, place_in_samples
 
 __all__ = ["CacheDatasource", "Plan"]
 
@@ -224,22 +223,7 @@ def _read_bits(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Pl
     return {name: found[name] for name in names}
 
 
-def _view(cache: Cache[Any], names: Sequence[str], plan: Plan) -> Cache[Any]:
-    """Return the view of a cache that reads only the tensors `names` of the dataset."""
-    if len(names) == len(plan.kinds):
-        return cache
-    alternatives = plan.randomness.alternatives
-    return cache.select(
-        [glob.escape(name) for name in names] if alternatives is None else alternatives.patterns_for(names)
-    )
-
-
 def _request(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> Any:
-    view, alternatives = _view(cache, names, plan), plan.randomness.alternatives
-    if alternatives is not None and view is not cache:
-        kept = tuple(group for group in alternatives.groups if any(name in names for name in group.names))
-        if not kept:
-            return view._request(numbers)
-        randomness = dataclasses.replace(plan.randomness, alternatives=Alternatives(kept))
-        return view._request_chosen(numbers, randomness).keeping(tuple(names))
-    return view._request_chosen(numbers, plan.randomness)
+    """Return the request for the tensors `names` of samples."""
+    request = cache._request_chosen(numbers, plan.randomness)
+    return request if len(names) == len(plan.kinds) else request.keeping(tuple(names))
