@@ -145,7 +145,7 @@ def family_of(sample: Any) -> Family | None:
 
 
 def _learn_form(sample: Any, body: bytes, tensors: list[StorableTensor]) -> _Form | None:
-    template = learn(body, 0)
+    template = learn(sample, body)
     parts = None if template is None else template.take_apart(sample)
     # Another thread may have changed the sample after `body` was written.
     if template is None or parts is None or template.fill(parts) != body:
