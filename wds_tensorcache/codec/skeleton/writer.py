@@ -84,7 +84,7 @@ class SkeletonWriter:
         return body
 
     def _join(self) -> bytes:
-        """Return the pickle: the parts, with a MEMOIZE for each object that a GET fetches."""
+        """Return the pickle, with a MEMOIZE for each object that a GET fetches."""
         parts, gets = self._parts, self._gets
         if gets:
             memo = {}
@@ -373,7 +373,6 @@ _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items())
 
 
 def _remedy(value: Any) -> str:
-    """Return why `value` cannot be written, and what to store instead."""
     cls = type(value)
     name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(value, _CODE):
