@@ -151,7 +151,7 @@ def template(data: bytes) -> None:
         return
     layout.form.template, layout.form.num_interpreted = None, 100  # learn nothing more
     interpreted = read(second)
-    layout.form.template = learn(first, 2)
+    layout.form.template = learn(decode_body(first, 2, layout, MemorySource(_MEMBER), True, {}), first[2:])
     assert read(second) == interpreted
 
 

@@ -47,7 +47,10 @@ multiprocessing.util.spawnv_passfds multiprocessing.Process threading.Thread con
 logging.config.fileConfig logging.config.listen tempfile.mktemp linecache.getline uuid._get_command_stdout
 getpass.getpass signal.signal sys.exit sys.setrecursionlimit gc.get_objects inspect.getsource ast.literal_eval
 sqlite3.connect dbm.open shelve.open mailcap.findmatch crypt.crypt tkinter.Tcl turtle.done antigravity.geohash
-collections.namedtuple collections.OrderedDict.fromkeys weakref.finalize atexit.register
+collections.namedtuple collections.OrderedDict.fromkeys weakref.finalize weakref.ref atexit.register
+builtins.type builtins.object builtins.print builtins.map builtins.vars builtins.bytes builtins.memoryview
+builtins.format.__self__ builtins.range.__reduce__ pathlib.Path pathlib.PosixPath zoneinfo.ZoneInfo uuid.SafeUUID
+torch.Tensor torch._utils._rebuild_tensor_v2 numpy.memmap wds_tensorcache.decode_sample wds_tensorcache.codec.lazy.LazyTensor
 """.split()
 
 CALLED: list[object] = []

@@ -162,13 +162,6 @@ def test_headers_are_not_kept_without_a_limit() -> None:
     assert used[2] < used[1] + 1_000_000
 
 
-def test_halves_of_two_samples() -> None:
-    first, second = (tc.encode_sample({"x": torch.full((2,), float(i))}) for i in range(2))
-    for skeleton, tensors in ((first[0], second[1]), (second[0], first[1])):
-        with pytest.raises(tc.FormatError, match="do not belong together"):
-            tc.decode_sample(skeleton, tensors)
-
-
 @pytest.mark.parametrize("at", range(3, 15))
 def test_a_preamble_that_is_damaged_is_no_stock_pickle(at: int) -> None:
     skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})

@@ -139,7 +139,6 @@ _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
 
 def _keep(table: dict[Any, Any], key: Any, value: Any) -> Any:
-    """Return the value of `key` in a table, which becomes `value` if there is none."""
     if len(table) >= _MAX_LAYOUTS:
         table.clear()  # equal layouts may then be different objects, and the templates of forms are lost
     return table.setdefault(key, value)

@@ -54,7 +54,6 @@ class Lazy:
         return cls.check(cls.view_memory(buffer, dtype, shape))
 
     def _renamed(self, name: str) -> Any:
-        """Return the same tensor under another name."""
         return type(self)(replace(self._reference, name=name), self._source)
 
     def load(self) -> Any:
@@ -206,7 +205,7 @@ class PendingLoads:
 
 
 def _rebuild(cls: Any, source: ByteSource, name: str, kind: str, dtype: Any, shape: Any, *rest: Any) -> Any:
-    """Rebuild a lazy tensor from its pickled fields; pickling the `Reference` as an object would take twice as long."""
+    # pickling the `Reference` as an object would take twice as long
     return cls(Reference(name, kind, dtype, torch.Size(shape) if kind == "tensor" else shape, *rest), source)
 
 
@@ -216,7 +215,6 @@ _set_source: Any = vars(Lazy)["_source"].__set__
 
 
 def _loaded(value: Any) -> Any:
-    """Return `value` with each lazy tensor in plain lists, tuples and dicts loaded."""
     cls = type(value)
     if issubclass(cls, Lazy):
         return value.load()

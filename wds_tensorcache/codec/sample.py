@@ -278,7 +278,7 @@ def _interpret(
     form.num_interpreted += 1
     # Learning takes time: not for the first sample of a form, which may be the only one, and not again and again.
     if 1 < form.num_interpreted <= MAX_ATTEMPTS:
-        form.template = learn(skeleton, begin)
+        form.template = learn(sample, skeleton[begin:])
     return sample, tensors
 
 

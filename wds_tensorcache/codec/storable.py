@@ -95,11 +95,7 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
 
 
 def _view_memory(tensor: torch.Tensor) -> Array:
-    """Return a view of a tensor's memory as an array.
-
-    Raises:
-        RuntimeError, TypeError: The tensor has no memory that numpy can use.
-    """
+    """Return a tensor's memory as an array; raise RuntimeError or TypeError if numpy cannot use it."""
     array: Array = tensor.numpy()
     # For a tensor without memory, as inside `torch.func.functionalize`, torch returns an array of random bytes.
     if array.flags.owndata and array.size:
@@ -138,7 +134,7 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
 
 
 def _bytes_of_array(array: Array) -> Array:
-    """Return the bytes of an array in C order, little-endian. Memory: aliases the array if it has this form already."""
+    """Return an array's bytes in C order, little-endian. Memory: aliases the array if it has this form already."""
     reason = _why_not_array(array)
     if reason is not None:
         raise ValueError(reason)
@@ -148,7 +144,6 @@ def _bytes_of_array(array: Array) -> Array:
 
 
 def _why_not_tensor(tensor: torch.Tensor) -> str | None:
-    """Return why `tensor` cannot be stored, and a remedy; None if it can be stored."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return f"tensor subclass {type(tensor).__name__} cannot be stored; store x.as_subclass(torch.Tensor)"
     if tensor.is_nested:

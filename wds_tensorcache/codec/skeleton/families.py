@@ -78,7 +78,6 @@ class _Form:
 
 @lru_cache(1024)
 def _plan(form: _Form, align: int, *shapes: tuple[int, ...]) -> tuple[bytes, Layout]:
-    """Return the header and the layout of the member for tensors of these shapes."""
     entries = [
         (name, true.stored, tuple(shape), math.prod(shape) * true.itemsize)
         for shape, (_, name, true, _) in zip(shapes, form.tensors, strict=True)
@@ -145,7 +144,7 @@ def family_of(sample: Any) -> Family | None:
 
 
 def _learn_form(sample: Any, body: bytes, tensors: list[StorableTensor]) -> _Form | None:
-    template = learn(body, 0)
+    template = learn(sample, body)
     parts = None if template is None else template.take_apart(sample)
     # Another thread may have changed the sample after `body` was written.
     if template is None or parts is None or template.fill(parts) != body:
@@ -162,6 +161,5 @@ def _learn_form(sample: Any, body: bytes, tensors: list[StorableTensor]) -> _For
 
 
 def _plain_dtype(tensor: Any, true: TrueDtype) -> torch.dtype | None:
-    if type(tensor) is torch.Tensor and tensor.dtype in PLAIN and TORCH_TRUE[tensor.dtype] == true:
-        return tensor.dtype
-    return None
+    is_plain = type(tensor) is torch.Tensor and tensor.dtype in PLAIN and TORCH_TRUE[tensor.dtype] == true
+    return tensor.dtype if is_plain else None

@@ -8,28 +8,37 @@ is the body of a skeleton without these numbers and strings.
 - *Writing.* The body of a sample with the same structure is the template with the sample's values in it, byte for byte what
   `SkeletonWriter` writes.
 
-Bodies and samples that contain anything but dicts with string keys, lists, tuples, plain values and tensors have no template.
+A template is learned from a sample and its body, by writing the sample again: no second parser of pickles is needed. Samples
+that contain anything but dicts with string keys, lists, tuples, plain values and tensors have no template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
-from pickletools import genops
 from struct import Struct
 from struct import error as StructError
 from typing import Any
 
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.dtypes import TORCH_TRUE, numpy_true_dtype
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.opcodes import *
-from wds_tensorcache.codec.skeleton.opcodes import ATOM_WRITERS
+from wds_tensorcache.codec.skeleton.opcodes import ATOM_WRITERS, CODE
+from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
+from wds_tensorcache.codec.storable import StorableTensor
 
 __all__ = ["MAX_ATTEMPTS", "MAX_PARTS", "MISS", "Template", "assemble", "item_getter", "learn"]
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
 MAX_ATTEMPTS = 8  # after this many samples of a form without a template, none is sought any longer
 MAX_PARTS = 100  # the interpreter is as fast for a larger body
+_TENSORS = (torch.Tensor, np.ndarray, LazyTensor, LazyArray)
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
 # opcodes of values whose length precedes their bytes -> the function that converts the bytes
@@ -182,135 +191,104 @@ def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
     return itemgetter(*indices)
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
-    """A value, tensor or container of a body."""
+class _MarkingWriter(SkeletonWriter):
+    """A writer that notes where it writes plain values, and does not read the bytes of tensors."""
 
-    kind: Any  # `_VALUE`, `_TENSOR`, or the type of a container
-    content: Any  # the value, the string of a reference to a tensor, or the items of a container
-    begin: int = 0
-    end: int = 0
-    keys: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        super().__init__({})
+        self.marks: list[int] = []  # for each value, in the order of the body, its index among the parts of the body
+
+    def _save_value(self, value: Any, cls: type, write: Callable[[Any], bytes]) -> None:
+        self.marks.append(len(self._parts))
+        super()._save_value(value, cls, write)
+
+    def _describe(self, value: Any) -> StorableTensor:
+        is_tensor = isinstance(value, (torch.Tensor, LazyTensor))
+        true: Any = TORCH_TRUE[value.dtype] if is_tensor else numpy_true_dtype(value.dtype)
+        return StorableTensor("tensor" if is_tensor else "ndarray", true, (), b"")
+
+    def first_mark(self, mark: int) -> int:
+        """Return the mark of the value that a value is fetched from; its own mark if it is written in full."""
+        return self._gets.get(mark, mark + 1) - 1
+
+    def segments(self, marks: Iterable[int]) -> tuple[bytes, ...]:
+        """Return the bytes between the values at these marks. Call `body` first, which completes the parts."""
+        edges = [-1, *marks, len(self._parts)]
+        segments = [b"".join(self._parts[begin + 1 : end]) for begin, end in pairwise(edges)]
+        return (*segments[:-1], segments[-1] + CODE[STOP])
 
 
-_VALUE, _TENSOR, _REFERENCE = object(), object(), object()
+def learn(sample: Any, body: bytes) -> Template | None:
+    """Return the template of a sample and the body of its skeleton.
 
-
-class _NotATemplate(Exception):
-    """The body contains something that a template cannot represent."""
-
-
-def learn(body: bytes, begin: int) -> Template | None:
-    """Return the template of a valid body; None if the body contains something that a template cannot represent."""
-    try:
-        nodes, root = _parse_body(body, begin)
-    except (_NotATemplate, IndexError):
-        return None
-    values = [node for node in nodes if node.kind is _VALUE]
-    tensors = [node for node in nodes if node.kind is _TENSOR]
-    containers = [node for node in nodes if node.kind in (dict, list, tuple)]
-    if not containers or root is not containers[-1] or len(values) + len(containers) > MAX_PARTS:
-        return None
-    order = {id(node): index for index, node in enumerate([*values, *tensors, *containers])}
-    if any(id(item) not in order for container in containers for item in container.content):
-        return None  # a string that is both a key and a value
-    cuts = [begin, *(edge for value in values for edge in (value.begin, value.end)), len(body)]
-    parts: list[_Node] = [root]
-    outline = []
+    None if the sample contains an object that a template cannot represent, or if `SkeletonWriter` writes another body.
+    """
+    parts: list[Any] = [sample]
+    outline: list[tuple[int, Any, int]] = []
+    keys: list[Any] = []
+    items: dict[int, range] = {}  # position of a container -> positions of its items
     for position, part in enumerate(parts):  # `parts` grows until all containers have been visited
-        if part.kind in (dict, list, tuple):
-            parts += part.content
-            outline.append((position, part.kind, len(parts)))
-    positions = {id(part): position for position, part in enumerate(parts)}
+        if type(part) in (dict, list, tuple):
+            begin = len(parts)
+            keys += part if type(part) is dict else ()
+            parts += part.values() if type(part) is dict else part
+            items[position] = range(begin, len(parts))
+            outline.append((position, type(part), len(parts)))
+        elif type(part) not in ATOM_WRITERS and not isinstance(part, _TENSORS):
+            return None
+        if len(parts) > 2 * MAX_PARTS:
+            return None
     # CPython has one empty tuple, which is written wherever it occurs.
-    unique = [node for node in (*tensors, *containers) if node.kind is not tuple or node.content]
-    keys = [key for position, *_ in outline for key in parts[position].keys]
-    references = tuple(tensor.content for tensor in tensors)
+    unique = [position for position in items if type(parts[position]) is not tuple or items[position]]
+    if not items or len({id(parts[position]) for position in unique}) < len(unique):
+        return None
+    if not TEXTS.issuperset(map(type, keys)):
+        return None
+    writer = _MarkingWriter()
+    try:
+        writer.save(sample)
+        if writer.body() != body:
+            return None
+    except (ValueError, KeyError):
+        return None  # a tensor that cannot be stored: another thread has changed the sample
+    values: dict[int, int] = {}  # mark of a value -> position of its first occurrence
+    tensors: dict[int, int] = {}  # id of a tensor -> position of its first occurrence
+    firsts: dict[int, int] = {}  # position of a value or tensor -> position of its first occurrence
+    marks, todo = iter(writer.marks), [0]
+    while todo:  # in the order of the body
+        position = todo.pop()
+        part = parts[position]
+        if position in items:
+            todo += reversed(items[position])
+        elif type(part) in ATOM_WRITERS:
+            mark = next(marks, -1)
+            first = writer.first_mark(mark)
+            if mark < 0 or (first != mark and first not in values):
+                return None  # another thread has changed the sample; or a string is both a key and a value
+            firsts[position] = values.setdefault(first, position)
+        else:
+            firsts[position] = tensors.setdefault(id(part), position)
+    if len(values) + len(items) > MAX_PARTS or len(tensors) != len(writer.tensors):
+        return None
+    inner_first = list(reversed(items))
+    order = {position: at for at, position in enumerate((*values.values(), *tensors.values(), *inner_first))}
+    references = tuple(tensor.reference for tensor in writer.tensors.values())
     return Template(
-        segments=tuple(body[first:last] for first, last in zip(cuts[::2], cuts[1::2], strict=True)),
+        segments=writer.segments(values),
         references=references,
         containers=tuple(
-            (node.kind, node.keys, item_getter([order[id(item)] for item in node.content])) for node in containers
+            (
+                type(parts[position]),
+                tuple(parts[position]) if type(parts[position]) is dict else (),
+                item_getter([order[firsts.get(item, item)] for item in items[position]]),
+            )
+            for position in inner_first
         ),
-        outline=tuple(outline) if len(positions) == len(parts) else None,
+        outline=tuple(outline) if len(firsts) == len(values) + len(tensors) else None,
         keys=keys,
-        select_values=item_getter([positions[id(node)] for node in values]),
-        tensors=tuple(positions[id(node)] for node in tensors),
-        select_unique=item_getter([positions[id(node)] for node in unique]),
-        num_unique=len(unique),
+        select_values=item_getter(list(values.values())),
+        tensors=tuple(tensors.values()),
+        select_unique=item_getter([*tensors.values(), *unique]),
+        num_unique=len(tensors) + len(unique),
         texts={*keys, *references, *(("builtins", "format") if references else ())},
     )
-
-
-def _parse_body(body: bytes, begin: int) -> tuple[list[_Node], Any]:
-    """Return all values, tensors and finished containers of a body in the order of its opcodes, and the outermost object."""
-    nodes: list[_Node] = []
-    stack: list[Any] = []
-    marks: list[list[Any]] = []
-    memo: list[Any] = []
-    value: _Node | None = None
-    operations: Iterable[tuple[Any, Any, Any]] = genops(body[begin:])
-    for opcode, argument, at in operations:
-        op = ord(opcode.code)
-        if value is not None:
-            value.end, value = begin + at, None
-        if len(nodes) > 4 * MAX_PARTS:  # these include keys and names, which `learn` leaves out
-            raise _NotATemplate
-        if op in FIXED_NBYTES or op in SIZED:
-            value = _Node(_VALUE, argument, begin + at)
-            stack.append(value)
-            nodes.append(value)
-        elif op == MEMOIZE:
-            if stack[-1].__class__ is _Node and stack[-1].kind in (dict, list, tuple):
-                raise _NotATemplate  # the body may fetch the container again
-            memo.append(stack[-1])
-        elif op == BINGET:
-            stack.append(memo[argument])
-        elif op == MARK:
-            marks.append(stack)
-            stack = []
-        elif op == STACK_GLOBAL:
-            name, module = stack.pop(), stack.pop()
-            if (_claim_constant_text(module), _claim_constant_text(name)) != ("builtins", "format"):
-                raise _NotATemplate
-            stack.append(_REFERENCE)
-        elif op == REDUCE:
-            arguments = stack.pop()
-            if stack.pop() is not _REFERENCE:
-                raise _NotATemplate
-            nodes.remove(arguments)
-            stack.append(_Node(_TENSOR, _claim_constant_text(arguments.content[0])))
-            nodes.append(stack[-1])
-        elif op == EMPTY_DICT or op == EMPTY_LIST:
-            stack.append(_Node(dict if op == EMPTY_DICT else list, ()))
-            if body[begin + at + 1] != MARK:
-                nodes.append(stack[-1])
-        elif op == SETITEMS or op == APPENDS:
-            items, stack = stack, marks.pop()
-            target = stack[-1]
-            if target.content or target in nodes:
-                raise _NotATemplate
-            if op == SETITEMS:
-                target.keys = tuple(map(_claim_constant_text, items[::2]))
-            target.content = items if op == APPENDS else items[1::2]
-            nodes.append(target)
-        elif op in (EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE):
-            if op == TUPLE:
-                items, stack = stack, marks.pop()
-            else:
-                first = len(stack) - (0 if op == EMPTY_TUPLE else op - TUPLE1 + 1)
-                items = stack[first:]
-                del stack[first:]
-            stack.append(_Node(tuple, items))
-            nodes.append(stack[-1])
-        elif op != STOP or len(stack) != 1:
-            raise _NotATemplate
-    return nodes, stack[0]
-
-
-def _claim_constant_text(part: Any) -> str:
-    """Return the string of a part, and mark the part as constant: all skeletons of the template have the same string there."""
-    if part.__class__ is not _Node or part.kind not in (_VALUE, None) or part.content.__class__ is not str:
-        raise _NotATemplate
-    part.kind = None
-    return str(part.content)

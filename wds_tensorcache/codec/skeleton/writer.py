@@ -84,7 +84,7 @@ class SkeletonWriter:
         return body
 
     def _join(self) -> bytes:
-        """Return the pickle: the parts, with a MEMOIZE for each object that a GET fetches."""
+        """Return the pickle, with a MEMOIZE for each object that a GET fetches."""
         parts, gets = self._parts, self._gets
         if gets:
             memo = {}
@@ -102,7 +102,7 @@ class SkeletonWriter:
         """Write the value at `path`. In a set, key or allowed object, where paths end, `opaque` numbers the tensors."""
         cls = type(value)
         if (atom := op.ATOM_WRITERS.get(cls)) is not None:
-            self._save_atom(value, cls, atom)
+            self._save_value(value, cls, atom)
             return
         slot = self._slots.get(id(value))
         if slot is not None:
@@ -141,16 +141,19 @@ class SkeletonWriter:
         self._slots[id(value)] = (len(self._parts), value)
         self._parts.append(b"")
 
-    def _save_atom(self, value: Any, cls: type, atom: Callable[[Any], bytes]) -> None:
+    def _save_value(self, value: Any, cls: type, write: Callable[[Any], bytes]) -> None:
         parts, texts = self._parts, self._texts.get(cls)
         if texts is None or len(value) < 2:  # a GET and its MEMOIZE would not be shorter
-            parts.append(atom(value))
+            parts.append(write(value))
             return
         slot = texts.setdefault(value, len(parts) + 1)
         if slot < len(parts):
             self._get(slot)
         else:
-            parts += atom(value), b""
+            parts += write(value), b""
+
+    _save_text = _save_value  # for keys, references, and names of globals
+    _describe = staticmethod(describe_tensor)
 
     def _save_container(self, value: Any, path: str, opaque: Iterator[int] | None, depth: int) -> None:
         """Write a container that may contain itself: first the empty container, then its contents."""
@@ -172,10 +175,10 @@ class SkeletonWriter:
             self._parts.append(CODE[op.ADDITEMS])
 
     def _save_each(self, values: Iterable[Any], path: str, opaque: Iterator[int] | None, depth: int) -> None:
-        writers, save_atom = op.ATOM_WRITERS, self._save_atom
+        writers, save_value = op.ATOM_WRITERS, self._save_value
         for index, item in enumerate(values):
             if (atom := writers.get(type(item))) is not None:  # has no path
-                save_atom(item, type(item), atom)
+                save_value(item, type(item), atom)
             else:
                 inside = path if opaque else f"{path}.{index}" if path else str(index)
                 self.save(item, inside, opaque, depth + 1)
@@ -199,12 +202,12 @@ class SkeletonWriter:
         self._parts.append(CODE[op.MARK])
         for index, (key, item) in enumerate(pairs):
             if type(key) is str:
-                self._save_atom(key, str, _write_key if len(key) < 64 else op.write_text)
+                self._save_text(key, str, _write_key if len(key) < 64 else op.write_text)
             else:
                 inside = path if opaque else join_path(path, component(key, index))
                 self.save(key, inside, count(), depth + 1)
             if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
-                self._save_atom(item, type(item), atom)
+                self._save_value(item, type(item), atom)
             elif opaque:
                 self.save(item, path, opaque, depth + 1)
             else:
@@ -308,13 +311,13 @@ class SkeletonWriter:
             self._get(slot)
             return
         for text in (module, name):
-            self._save_atom(text, str, _write_key)
+            self._save_text(text, str, _write_key)
         self._parts += CODE[op.STACK_GLOBAL], b""
         self._globals[module, name] = len(self._parts) - 1
 
     def _save_tensor(self, value: Any, path: str, opaque: Iterator[int] | None) -> None:
         try:
-            stored = describe_tensor(value)
+            stored = self._describe(value)
         except ValueError as exc:
             raise EncodeError(f"{place(path)}: {exc}") from exc
         if opaque is not None or not path:
@@ -326,7 +329,7 @@ class SkeletonWriter:
         stored.name, stored.reference = path, reference_text(stored.kind, path, stored.true.attribute)
         self.tensors[path] = stored
         self._global("builtins", "format")
-        self._save_atom(stored.reference, str, op.write_text)
+        self._save_text(stored.reference, str, op.write_text)
         self._slots[id(value)] = (len(self._parts) + 1, value)
         self._names[id(value)] = path
         self._parts += CODE[op.TUPLE1] + CODE[op.REDUCE], b""
@@ -370,7 +373,6 @@ _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items())
 
 
 def _remedy(value: Any) -> str:
-    """Return why `value` cannot be written, and what to store instead."""
     cls = type(value)
     name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(value, _CODE):

@@ -1,0 +1,88 @@
+"""Hostile shards that make a tool repeat its work. Only counters inside the package show that, in reasonable time."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from wds_tensorcache.shards.tar.headers import BLOCK, names_of
+
+from tests.shards.damage import write
+from tests.shards.tars import raw_header, record
+from tests.shards.test_key_table import Counting, keys_of, text
+from wds_tensorcache.checking.indexed_places import find_places
+from wds_tensorcache.codec.header import form_of, make_layout
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.key_table import KeyTable
+from wds_tensorcache.storage.files import ShardFile
+
+
+@pytest.mark.parametrize("blocks", range(2, 10))
+def test_extended_headers_that_are_read_for_each_member(blocks: int) -> None:
+    """Some blocks before a member is a header, too, of records that are a megabyte long."""
+    size = (1 << 20) - BLOCK
+    large = raw_header(b"pax", b"x", b"%011o" % size)
+    front = large + bytes((blocks - 2) * BLOCK)
+    content = front + raw_header(b"a.json", b"0", b"0") + record(b"comment", b"x" * 2000) + bytes(1 << 20)
+    reads: list[int] = []
+
+    def read(begin: int, end: int) -> bytes:
+        reads.append(end - begin)
+        return content[begin:end]
+
+    assert list(names_of(read, len(front) + BLOCK, len(content))) == [b"a.json"]
+    assert max(reads) == BLOCK
+
+
+def test_an_index_is_not_read_twice_for_each_break(tmp_path: Path) -> None:
+    """Whatever is damaged, headers are looked at once, and the memory is that of the index."""
+    path = write(tmp_path, 200, dali_index=False, manifest=False)
+    places = find_places(ShardFile(str(path)))
+    assert places is not None
+    count = 0
+    read = places._read
+
+    def counted(begin: int, end: int) -> bytes:
+        nonlocal count
+        count += 1
+        return read(begin, end)
+
+    places._read = counted
+    tracemalloc.start()
+    for offset in range(0, path.stat().st_size, BLOCK):
+        places.after(offset)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count <= 800 + 1
+    assert peak < 200_000
+
+
+def test_shapes_of_one_hash() -> None:
+    """Tables of layouts, of a scan and of an index, by their shapes: hashes of tuples of numbers can be chosen."""
+    builder = IndexBuilder()
+    form = form_of((("x", "U8", 3),))
+    for number in range(50):
+        builder.add(str(number), [CacheEntry("", 0, 1, 512, make_layout(form, (0, 1, number), 64), 1, None)], [])
+    table = builder._numbers_by_content
+    assert table
+    assert not any(
+        type(part) is tuple and all(type(dim) is int for dim in part) for place in table for part in place[:3]
+    )
+    assert len(builder.finish(1024).layouts) == 50
+
+
+def test_keys_with_one_polynomial_hash_are_not_all_looked_at() -> None:
+    """Thue and Morse's sequence and its complement have one sum of powers modulo 2^64, whatever the base."""
+    bits = [number.bit_count() % 2 for number in range(1024)]
+    blocks = [bytes(97 + (bit ^ flip) for bit in bits) for flip in (0, 1)]
+    names = [b"".join(blocks[number >> at & 1] for at in range(7)) for number in range(128)]
+    random.Random(0).shuffle(names)
+    table = KeyTable([(keys_of(names, Counting), None)])
+    Counting.num_read = 0
+    assert [table.find(text(name)) for name in names] == [[at] for at in range(len(names))]
+    assert Counting.num_read < 2 * len(names)
+    Counting.num_read = 0
+    assert table.shared() == []
+    assert Counting.num_read < len(names)
