@@ -30,8 +30,6 @@ from tests.shards.tars import (
     scan_file,
 )
 
-SIZED_BY_PAX = ["pax size", "pax, twice the same key"]
-
 
 def test_shards_have_the_bytes_of_webdataset(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
@@ -125,7 +123,7 @@ def test_sizes_above_8_gib_by_gnu_tar(tmp_path: Path, gnu_tar: str, format: str)
     assert scan_file(archive) == by_tarfile_in(archive)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in UNUSUAL if kind not in SIZED_BY_PAX])
+@pytest.mark.parametrize("kind", UNUSUAL)
 def test_unusual_members(kind: str) -> None:
     first = UNUSUAL[kind]
     for archive in (first + LAST, raw_header(b"z.x", b"0", b"1") + bytes(512) + first + LAST):
@@ -137,11 +135,3 @@ def test_global_names() -> None:
     archive = pax(record(b"path", b"p.x"), kind=b"g") + member + pax(record(b"path", b"q.x")) + member + bytes(1024)
     assert scan(archive) == by_tarfile(io.BytesIO(archive))
     assert [name for name, _, _ in scan(archive)] == ["p.x", "q.x"]
-
-
-@pytest.mark.parametrize("kind", SIZED_BY_PAX)
-def test_small_members_whose_size_is_in_a_pax_record(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "x.tar"
-    path.write_bytes(UNUSUAL[kind] + LAST)
-    report = tc.verify(path)
-    assert (report.ok, report.num_samples) == (True, 2)

@@ -156,7 +156,7 @@ class Places:
             size = parse_number(header[124:136])
             if header.startswith(raw + b"\0") and size == nbytes and header[156] == _FILE and not header[345]:
                 return _BY_HEADER
-            names = [found.decode("utf-8", "surrogateescape") for found in names_of(self._read, begin, self._nbytes)]
+            names = [name.decode("utf-8", "surrogateescape") for name, _ in names_of(self._read, begin, self._nbytes)]
             splits = [split_member(each) for each in names]
             if (key, suffix) in [(split[0], split[1].lower()) for split in splits if split is not None]:
                 return _BY_HEADER if size == nbytes or nbytes >= _MAX_OCTAL_NBYTES else _UNKNOWN

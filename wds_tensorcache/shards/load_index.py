@@ -18,7 +18,6 @@ __all__ = ["check_sidecar", "find_index", "load_index", "open_sidecar", "parse_b
 
 _NAME_NBYTES = 100  # the width of a tar header's name field
 _SIZE = slice(124, 136)  # a tar header's size field
-_MAX_OCTAL = 1 << 33  # a pax record may declare a length from here on
 _Parsed = TypeVar("_Parsed")
 
 
@@ -111,10 +110,11 @@ def check_sidecar(index: ShardIndex, file: File) -> None:
     headers = file.read_many([begin - BLOCK for begin in begins], begins)
     for (row, suffix, begin, nbytes), header in zip(places, headers, strict=True):
         key, stored_name = index.keys.raw(row), header[:_NAME_NBYTES].partition(b"\0")[0]
-        is_same = parse_number(header[_SIZE]) == nbytes or nbytes >= _MAX_OCTAL
-        # extended headers of other writers may contain the name
-        names = names_of(file.read, begin, file.nbytes)
-        if is_same and (_is_member(stored_name, key, suffix) or any(_is_member(name, key, suffix) for name in names)):
+        if parse_number(header[_SIZE]) == nbytes and _is_member(stored_name, key, suffix):
+            continue
+        # extended headers may contain the name and the length
+        members = names_of(file.read, begin, file.nbytes)
+        if any(size == nbytes and _is_member(name, key, suffix) for name, size in members):
             continue
         listed, name = f"{key.decode(errors='replace')}.{suffix}", stored_name.decode(errors="replace")
         what = f"the sidecar lists {listed!r:.200} of {nbytes} bytes where the shard has {name!r:.120}"

@@ -394,10 +394,10 @@ class Scanner:
                 known_rest, known_sum = rest, sum(rest) + 8 * 32 - 1
 
 
-def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[bytes]:
-    """Yield the possible names of the member whose content starts at byte `begin` in a file of `nbytes` bytes.
+def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the possible names and lengths of the member whose content starts at byte `begin` in a file of `nbytes` bytes.
 
-    It is unknown how many extended headers precede the member's header; each number may give another name.
+    It is unknown how many extended headers precede the member's header; each number may give another name and length.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         at, headers = begin - blocks * BLOCK, Headers(read, nbytes)
@@ -409,7 +409,7 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
                 header = headers.parse(block, at)
                 at += BLOCK
                 if at == begin and header.is_file:
-                    yield header.name.encode("utf-8", "surrogateescape")
+                    yield header.name.encode("utf-8", "surrogateescape"), header.nbytes
                 if header.kind not in _EXTENDED_TYPES:
                     break
                 at += header.nbytes + padding(header.nbytes)
