@@ -561,8 +561,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 class TensorCache(Cache[_Sample]):
     """The samples of one or many shards; opened by `tc.open`.
 
-    Memory: about 22 bytes per sample, plus its key. The first look-up by key adds 8 bytes per sample, unless the keys of
-        each shard ascend and the key ranges of shards do not overlap; in a view that is no slice, 8 bytes more.
+    Memory: about 22 bytes per sample, plus its key. The first look-up by key adds 8 bytes per sample; in a view that
+        is no slice, 8 bytes more.
     """
 
     def __init__(

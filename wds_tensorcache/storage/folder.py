@@ -53,7 +53,7 @@ class Folder(Protocol):
         ...
 
     def open(self, name: str) -> ShardFile | RemoteFile:
-        """Open a file for positioned reads; raise FileNotFoundError if there is none."""
+        """Open a file for positioned reads. If there is none, this call or the first read raises FileNotFoundError."""
         ...
 
     def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
