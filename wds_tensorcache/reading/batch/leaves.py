@@ -113,6 +113,9 @@ class Leaves:
         values = self.tolist()
         try:
             tensor = torch.tensor(values)
+            # Hazard: `torch.tensor([[], [1]])` has the shape (2, 0), without an error.
+            if not tensor.numel() and _has_numbers(values):
+                raise ValueError("lists of different lengths")
         except (TypeError, ValueError, RuntimeError) as exc:
             # not a TypeError: torch's operators would hide it, and say that they do not support a `Leaves`
             raise _refusal(values, ".".join(map(str, self._path)), exc) from exc
@@ -124,6 +127,10 @@ class Leaves:
         kwargs = kwargs or {}
         device = _device_of((args, kwargs))
         return func(*_with_tensors(list(args), device), **_with_tensors(kwargs, device))
+
+
+def _has_numbers(value: Any) -> bool:
+    return any(map(_has_numbers, value)) if isinstance(value, (list, tuple)) else True
 
 
 def _refusal(values: list[Any], place: str, exc: Exception) -> BatchError:
