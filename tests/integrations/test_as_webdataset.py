@@ -90,17 +90,16 @@ members = st.lists(st.tuples(names, st.sampled_from([tarfile.REGTYPE] * 6 + TYPE
 @given(members, st.sampled_from(sorted(FORMATS)))
 def test_any_members(members: list[tuple[str, bytes, bytes]], kind: str) -> None:
     empty = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
-    # a V7 file whose name ends in a slash is read as a folder; see test_content_of_folders
+    # tarfile reads a V7 file whose name ends in a slash as a folder
     whole = [(n, t, b"" if t in empty or (t == tarfile.AREGTYPE and n.endswith("/")) else raw) for n, t, raw in members]
     assert_as_webdataset(tar_of(whole, FORMATS[kind]))
 
 
-@pytest.mark.parametrize("kind", [tarfile.AREGTYPE, tarfile.DIRTYPE])
-def test_content_of_folders(kind: bytes) -> None:
+def test_content_of_folders() -> None:
     """Read it as headers, like `tarfile`. If it is not a header, webdataset drops the rest of the shard silently."""
 
     def tar(content: bytes) -> bytes:
-        members = [("a.txt", tarfile.REGTYPE, b"1"), ("d/", kind, content), ("b.txt", tarfile.REGTYPE, b"2")]
+        members = [("a.txt", tarfile.REGTYPE, b"1"), ("d/", tarfile.DIRTYPE, content), ("b.txt", tarfile.REGTYPE, b"2")]
         return tar_of(members, tarfile.GNU_FORMAT)
 
     inner = tar_of([("z.txt", tarfile.REGTYPE, b"1")], tarfile.GNU_FORMAT)
