@@ -164,10 +164,10 @@ def test_plot(cache: Path, tmp_path: Path, suffix: str, begin: bytes) -> None:
 def test_interrupted(cache: Path, tmp_path: Path) -> None:
     """Ctrl-C while threads read: status 130, and one line."""
     with Output() as said, open(os.devnull) as null:
-        arguments = ["bench", str(cache), "--seconds", "0.2", "--threads", "3"]
+        arguments = ["bench", str(cache), "--seconds", "2", "--threads", "3"]
         process = the_server().start(arguments, (null.fileno(), said.fileno, said.fileno), tmp_path)
 
-        time.sleep(1.0)  # seven runs of 0.2 s take 4.2 s
+        time.sleep(1.0)  # all runs of 2 s take 42 s
         process.interrupt()
         assert process.wait() == 130
         assert said.read() == b"interrupted\n"
