@@ -267,6 +267,16 @@ def test_another_number_of_samples_in_all(folder: Path, count: int, has_caches: 
                     use()
 
 
+def test_a_listed_shard_without_caches(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path, max_samples=1) as sink:
+        sink.write("a", {"x": torch.ones(2)})
+        sink.write("b", json={"only": "another member"})
+        sink.write("c", {"x": torch.zeros(2)})
+    with tc.open(tmp_path) as cache:
+        assert list(cache.keys()) == ["a", "c"]
+        assert cache.read_batch(["c", "a"])["x"].tolist() == [[0, 0], [1, 1]]
+
+
 def test_a_count_of_a_cache_that_the_shard_lacks(folder: Path) -> None:
     change(folder, lambda document: document["tensorcache"]["caches"]["train-000001.tar"].update(clip=5))
     message = "0 samples with cache 'clip', but the manifest lists 5"

@@ -39,6 +39,10 @@ def _error_of(url: str = URL, count: int = 12, **options: object) -> BaseExcepti
         [{"method": "PUT", "suffix": ".tar", "lost": True}, {"method": "PUT", "suffix": "manifest.json", "lost": True}],
         [{"method": "PUT", "suffix": "1.tar", "lost": True}, {"method": "PUT", "suffix": "1.tar", "status": 500}],
         [{"method": "PUT", "suffix": ".tar", "status": 409}],
+        [
+            {"method": "PUT", "suffix": ".idx", "status": 409},
+            {"method": "PUT", "suffix": "manifest.json", "status": 409},
+        ],
         [{"method": "PUT", "suffix": ".tar", "status": 400, "code": "RequestTimeout"}],
     ],
 )

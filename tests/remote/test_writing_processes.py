@@ -63,6 +63,26 @@ def test_a_rank_that_resumes_keeps_the_entries_of_a_rank_that_writes(write_serve
     assert [each["nsamples"] for each in listed] == [5, 5, 2]
 
 
+@pytest.mark.filterwarnings("ignore:.*r1of2-000000.tar no longer exists")
+def test_a_rank_that_resumes_keeps_the_entries_of_a_rank_that_replaces_its_shards(write_server: WriteServer) -> None:
+    """Another rank has deleted a shard when this one lists the folder, and has written it anew when this one lists it."""
+    write(f"{URL}/r0of2-%06d.tar", 5)
+    write(f"{URL}/r1of2-%06d.tar", 5)
+    write_server.script({"method": "GET", "suffix": "manifest.json"}, {"method": "GET", "hold": True})
+    resumes = threading.Thread(target=partial(write, f"{URL}/r0of2-%06d.tar", 0, resume=True))
+    resumes.start()
+    write_server.wait_until_held()
+    with tc.ShardWriter(f"{URL}/r1of2-%06d.tar", max_samples=5, overwrite=True) as replaces:
+        write_server.script({"method": "GET", "suffix": "manifest.json", "hold": True})
+        write_server.wait_until_held()
+        replaces.write("new", sample(1))
+        replaces.write("newer", sample(2))
+    write_server.script()
+    resumes.join()
+    with tc.open(URL) as cache:
+        assert list(cache.keys()) == [*(f"{i:03d}" for i in range(5)), "new", "newer"]
+
+
 def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
     write_server: WriteServer, nursery: Nursery, tmp_path: Path
 ) -> None:

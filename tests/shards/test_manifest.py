@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
+from wds_tensorcache.writing.index_shard import index_folder
 
 INSTALL_WIDS = "needs wids, which webdataset 0.2.86 has and 1.0 has not"
 
@@ -342,3 +343,19 @@ def test_tables_that_are_not_objects_are_ignored_by_readers_and_refused_by_write
     assert not tc.verify(tmp_path).ok
     with pytest.raises(tc.FormatError, match="must both be objects"):
         tc.ShardWriter(tmp_path / "b.tar")
+
+
+def test_a_shard_that_is_written_anew_while_its_folder_is_indexed_stays_listed(tmp_path: Path) -> None:
+    write(tmp_path, "a%d.tar", 2)
+    write(tmp_path, "b%d.tar", 2)
+    (tmp_path / "a0.tar").unlink()
+    (tmp_path / "a0.idx").unlink()
+
+    def show(done: int, count: int) -> None:
+        if not done:
+            write(tmp_path, "a%d.tar", 2, resume=True)
+
+    with pytest.warns(UserWarning, match="no longer exists"):
+        index_folder(str(tmp_path), dali_index=True, show=show)
+    with tc.open(tmp_path) as cache:
+        assert cache.num_shards == 2

@@ -110,7 +110,11 @@ def open(
         loaded = {path: make(path, "", entry=shard.entry) for path, shard in places.items() if _caches(shard) is None}
         load_indexes(loaded.values())
         name = _choose_name(
-            cache, {path: _caches(shard) or loaded[path].index.caches for path, shard in places.items()}
+            cache,
+            {
+                path: loaded[path].index.caches if path in loaded else _caches(shard) or ()
+                for path, shard in places.items()
+            },
         )
         fingerprints = {
             path: loaded[path].index.fingerprint if path in loaded else shard.fingerprint

@@ -250,7 +250,8 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
         indexes[name] = index
 
     def change(manifest: Manifest) -> None:
-        manifest.remove(*removed)
+        # a writer that started meanwhile may have written one of them anew
+        manifest.remove(*(url for url in removed if not os.path.exists(os.path.join(folder, url))))
         for name, index in indexes.items():
             manifest.add(entry_of(os.path.join(folder, name), index), index)
 

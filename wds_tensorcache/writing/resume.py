@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -193,15 +193,25 @@ def take_over(
         what += f", nor do {len(lost) - 1} more shards" * (len(lost) > 1)
         warnings.warn(f"{what}; removed from the manifest", stacklevel=user_level())
     if lost or unlisted:
-        _list(folder, unlisted, lost)
+        _list(folder, unlisted, listed, lost)
     return finished
 
 
-def _list(folder: Folder, shards: Iterable[tuple[ShardEntry, ShardIndex]], lost: Iterable[str] = ()) -> None:
+def _list(
+    folder: Folder,
+    shards: Iterable[tuple[ShardEntry, ShardIndex]],
+    before: Manifest,
+    lost: Sequence[str] = (),
+) -> None:
+    """Add shards to the manifest, and remove those that are `lost`; keep entries that others have changed since `before`."""
+
     def change(manifest: Manifest) -> None:
-        manifest.remove(*lost)
+        # Hazard: another writer may have replaced a shard meanwhile. A shard is listed when it exists, so look again.
+        present = set(folder.names()) if lost else set()
+        manifest.remove(*(url for url in lost if url not in present))
         for entry, index in shards:
-            manifest.add(entry, index)
+            if manifest.entries.get(entry.url) == before.entries.get(entry.url):
+                manifest.add(entry, index)
 
     change_manifest(folder, change)
 
@@ -222,9 +232,9 @@ def list_new(pattern: ShardPattern, known: FinishedShards, options: Mapping[str,
 
     new = load(name for name in pattern.build_shards(folder.names()) if folder.locate(name) not in known.indexes)
     while options.get("manifest", True):
-        entries = Manifest.of(folder).entries
-        unlisted = load(name for name in pattern.build_shards(folder.names()) if name not in entries)
+        manifest = Manifest.of(folder)
+        unlisted = load(name for name in pattern.build_shards(folder.names()) if name not in manifest.entries)
         if not unlisted.indexes:
             break
-        _list(folder, [(unlisted.entry(path), index) for path, index in unlisted.indexes.items()])
+        _list(folder, [(unlisted.entry(path), index) for path, index in unlisted.indexes.items()], manifest)
     return dict(new.indexes)

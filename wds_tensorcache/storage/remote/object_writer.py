@@ -317,7 +317,9 @@ def _fault(exc: Exception, target: Target, unsupported: str) -> TransientError:
     """
     kind = type(exc).__name__
     if kind in ("AlreadyExistsError", "PreconditionError"):
-        raise _Unmet from None
+        if unsupported is _NO_CONDITIONS:
+            raise _Unmet from None
+        return TransientError("another request for this object is running", 409)  # the request has no condition
     if isinstance(exc, FileNotFoundError):
         raise FileNotFoundError(f"{shown(target.url)} does not exist, or its bucket does not") from None
     if kind in _NO_PERMISSION:
