@@ -679,7 +679,7 @@ class TensorCache(Cache[_Sample]):
         from wds_tensorcache.reading.description import NUM_EXAMINED
 
         tensors = stored_shapes(self._store, self._where)
-        contents.add_tensors(prefix, (each for each in tensors if self._wanted is None or self._wanted(each[0])))
+        contents.add_tensors(prefix, (tensor for tensor in tensors if self._wanted is None or self._wanted(tensor[0])))
         contents.add_values(prefix, self._whole_samples(spread(len(self), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:

@@ -119,7 +119,9 @@ class Alternatives:
     @cached_property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """Names and patterns of the alternatives of each name."""
-        return {name: each for group in self.groups for name, each in zip(group.names, group.patterns, strict=True)}
+        return {
+            name: patterns for group in self.groups for name, patterns in zip(group.names, group.patterns, strict=True)
+        }
 
     @cached_property
     def covers(self) -> Wanted:
@@ -134,28 +136,28 @@ class Alternatives:
                 not one of its alternatives.
             ValueError: A name is that of a container of tensors, whose tensors have the pattern `NAME.*`.
         """
-        known = list(cache.schema)
-        self.check_patterns(known)
+        names = list(cache.schema)
+        self.check_patterns(names)
         for name, patterns in self.patterns.items():
-            if not _expand(patterns, known):
-                ChosenValue(name, patterns, self.groups[0]).check(known)
+            if not _expand(patterns, names):
+                ChosenValue(name, patterns, self.groups[0]).check(names)
             try:
                 cache.select(patterns)
             except KeyError as exc:
                 if not len(cache) or not any(_find_values(cache._sample(0), patterns)):
                     raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}") from exc
-        for name in known:
+        for name in names:
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns.get(name, "*")):
                 raise _other_tensor(name)
         self._warn_of_pairs(cache)
 
-    def check_patterns(self, known: Sequence[str]) -> None:
-        """Raise BatchError if a pattern matches none of the tensors `known`, but another one of the same name does."""
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Raise BatchError if a pattern matches none of the tensor `names`, but another pattern of its alternatives does."""
         for name, patterns in self.patterns.items():
-            unknown = [pattern for pattern in patterns if not _expand([pattern], known)]
+            unknown = [pattern for pattern in patterns if not _expand([pattern], names)]
             if 0 < len(unknown) < len(patterns):
-                what = f"no sample has a tensor {unknown[0]!r:.100}; there are {list_names(known, unknown[0])}"
-                raise BatchError(f"choose={{{name!r:.100}: …}}: {what}")
+                problem = f"no sample has a tensor {unknown[0]!r:.100}; there are {list_names(names, unknown[0])}"
+                raise BatchError(f"choose={{{name!r:.100}: …}}: {problem}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
         """Warn of two patterns that are chosen apart, although all examined samples have as many of one as of the other."""
@@ -189,8 +191,8 @@ class Alternatives:
         """Return the properties of a batch's tensors, from those of the samples' tensors."""
         merged = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
         for name, patterns in self.patterns.items():
-            for each in _expand(patterns, list(schema)):
-                merged[name] = merge_schema(merged.get(name), replace(schema[each], name=name))
+            for alternative in _expand(patterns, list(schema)):
+                merged[name] = merge_schema(merged.get(name), replace(schema[alternative], name=name))
         return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
@@ -205,28 +207,35 @@ class Alternatives:
 def _parse_group(name: Any, wanted: Any) -> Group:
     shown = f"choose={{{name!r:.100}: {wanted!r:.200}}}"
     names = name if isinstance(name, tuple) else (name,)
-    each = [wanted] if isinstance(wanted, str) or (isinstance(name, tuple) and isinstance(wanted, tuple)) else wanted
-    if not isinstance(each, Sequence) or not each or not names or not all(isinstance(one, str) for one in names):
+    alternatives = (
+        [wanted] if isinstance(wanted, str) or (isinstance(name, tuple) and isinstance(wanted, tuple)) else wanted
+    )
+    if (
+        not isinstance(alternatives, Sequence)
+        or not alternatives
+        or not names
+        or not all(isinstance(item, str) for item in names)
+    ):
         raise ValueError(f"{shown}, expected {_EXPECTED}")
-    rows = [one if isinstance(name, tuple) else (one,) for one in each]
+    rows = [item if isinstance(name, tuple) else (item,) for item in alternatives]
     for row in rows:
-        if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(one, str) for one in row):
-            what = "a tuple of names" if isinstance(name, tuple) else "a name or pattern"
-            raise ValueError(f"{shown}: each alternative is {what}, as many as in the key; expected {_EXPECTED}")
+        if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(item, str) for item in row):
+            expected = "a tuple of names" if isinstance(name, tuple) else "a name or pattern"
+            raise ValueError(f"{shown}: each alternative is {expected}, as many as in the key; expected {_EXPECTED}")
     return Group(names, tuple(zip(*rows, strict=True)))
 
 
 def _expand(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names that match patterns, each once: by pattern, then in natural order, `captions.2` before `captions.10`."""
     ordered = sorted(names, key=_natural)
-    found = (
+    matches = (
         name
         for pattern in patterns
         for name in (
             [pattern] if pattern in names else [each for each in ordered if fnmatch.fnmatchcase(each, pattern)]
         )
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(matches))
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -299,20 +308,24 @@ class Randomness:
             return lambda group, counts: (fractions_of(seeds, group.purpose) * counts).astype(np.int64)
 
         def choose(group: Group, counts: Array) -> Array:
-            found = [np.asarray(given[name]) for name in group.names if name in given] or [np.zeros(count, np.int64)]
-            for each in found:
-                if each.shape != (count,) or each.dtype.kind not in "iu" or not np.array_equal(each, found[0]):
+            columns = [np.asarray(given[name]) for name in group.names if name in given] or [np.zeros(count, np.int64)]
+            for choices in columns:
+                if (
+                    choices.shape != (count,)
+                    or choices.dtype.kind not in "iu"
+                    or not np.array_equal(choices, columns[0])
+                ):
                     raise ValueError(
-                        f"choices for {list_names(group.names)}: expected {count} integers, got {each!r:.200}"
+                        f"choices for {list_names(group.names)}: expected {count} integers, got {choices!r:.200}"
                     )
-            outside = np.flatnonzero((found[0] < 0) | (found[0] >= counts))
+            outside = np.flatnonzero((columns[0] < 0) | (columns[0] >= counts))
             if len(outside):
                 at = outside.item(0)
                 raise IndexError(
-                    f"choices[{group.names[0]!r}][{at}] = {found[0][at]} out of range [0, {counts[at]}), "
+                    f"choices[{group.names[0]!r}][{at}] = {columns[0][at]} out of range [0, {counts[at]}), "
                     "the alternatives of the sample"
                 )
-            return found[0].astype(np.int64)
+            return columns[0].astype(np.int64)
 
         return choose
 
@@ -450,11 +463,11 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
             all_counts[group] = np.array(counts)[stored.which]
             choices[group] = chooser(group, all_counts[group])
     # cost per sample: one step in Python
-    combined = list(zip(stored.which.tolist(), *(each.tolist() for each in choices.values()), strict=True))
+    combined = list(zip(stored.which.tolist(), *(column.tolist() for column in choices.values()), strict=True))
     distinct = sorted(set(combined))  # in one order, so that other batches find their columns again
     distinct.remove(combined[0])
-    numbers = {each: number for number, each in enumerate([combined[0], *distinct])}
-    which = np.array([numbers[each] for each in combined], np.int64)
+    numbers = {combination: number for number, combination in enumerate([combined[0], *distinct])}
+    which = np.array([numbers[combination] for combination in combined], np.int64)
     items, chosen = list[Layout](), list[dict[str, str | None]]()
     for at, *picks in numbers:
         items.append(stored.items[at])
@@ -527,11 +540,11 @@ class _Rest(Structures):
         kept = self._contents.get(key)
         if kept is None:
             names, covers = list(filter(self._is_selected, layout.named)), self._alternatives.covers
-            found = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
+            alternatives = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
             others = {name for name in names if not covers(name)}
-            for name in others & found.keys():
+            for name in others & alternatives.keys():
                 raise _other_tensor(name)
-            kept = layout.form, (found, others)
+            kept = layout.form, (alternatives, others)
             keep_known(self._contents, key, kept)
         return kept[1]
 
@@ -591,19 +604,19 @@ def _find_cache(
     name: str, patterns: Sequence[str], prefixes: Sequence[str], names: Sequence[Sequence[str]]
 ) -> tuple[int | None, list[str]]:
     """Return the number of the cache that has the alternatives of a name, if they are tensors, and their names."""
-    found = [(number, each) for number, own in enumerate(names) if (each := _expand(patterns, own))]
-    if len(found) > 1:
+    parts = [(number, matches) for number, own in enumerate(names) if (matches := _expand(patterns, own))]
+    if len(parts) > 1:
         raise ValueError(
-            f"choose={{{name!r}: …}}: {found[0][1][0]!r} and {found[1][1][0]!r} are tensors of different "
+            f"choose={{{name!r}: …}}: {parts[0][1][0]!r} and {parts[1][1][0]!r} are tensors of different "
             "caches; write all alternatives into one cache and join that, or read both and choose in a transform"
         )
-    for number, each in found:
+    for number, matches in parts:
         if not name.startswith(prefixes[number]):
             raise ValueError(
-                f"choose={{{name!r}: …}}: {each[0]!r} is an alternative; expected a name that begins with "
+                f"choose={{{name!r}: …}}: {matches[0]!r} is an alternative; expected a name that begins with "
                 f"{prefixes[number]!r}, because the batch has the chosen tensor among those of its cache"
             )
-    return found[0] if found else (None, [])
+    return parts[0] if parts else (None, [])
 
 
 # --- values ---
@@ -655,15 +668,15 @@ def _count_values(sample: Any, patterns: Sequence[str]) -> int:
 def _take(batch: Any, values: Sequence[ChosenValue]) -> list[list[_Source]]:
     """Remove all alternatives from a batch or a sample, and return those of each name."""
     places = [list(_find_values(batch, value.patterns)) for value in values]
-    for value, found in zip(values, places, strict=True):
-        if not found:
+    for value, matches in zip(values, places, strict=True):
+        if not matches:
             has = f"; they have {list_names(batch, value.patterns[0])}" if isinstance(batch, dict) else ""
             raise BatchError(
                 f"the samples have none of the alternatives of {value.name!r:.100}: {list_names(value.patterns)}{has}"
             )
     for target, key, _ in chain.from_iterable(places):
         target.pop(key, None)  # two names may have the same alternatives
-    return [[source for *_, sources in found for source in sources] for found in places]
+    return [[source for *_, sources in matches for source in sources] for matches in places]
 
 
 def place_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Any:
@@ -693,10 +706,10 @@ def place_in_samples(samples: list[Any], request: Any, chooser: Chooser, keys: S
 
 def choices_of_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Choices:
     """Return the choices among the values of a batch that has all alternatives. This decodes them."""
-    found = {name: chosen.choose() for name, chosen in _chosen_values(batch, request, chooser, keys).items()}
+    results = {name: chosen.choose() for name, chosen in _chosen_values(batch, request, chooser, keys).items()}
     return Choices(
-        {name: choices for name, (choices, _) in found.items()},
-        {name: [alternative for alternative, _ in pairs] for name, (_, pairs) in found.items()},
+        {name: choices for name, (choices, _) in results.items()},
+        {name: [alternative for alternative, _ in pairs] for name, (_, pairs) in results.items()},
     )
 
 
@@ -746,14 +759,14 @@ def _choose(
 
     `all_counts` has the numbers of alternatives of names that are chosen together.
     """
-    found = [_alternatives(sources, key) for sources, key in zip(rows, keys, strict=True)]
-    counts = np.array(list(map(len, found)))
+    candidates = [_alternatives(sources, key) for sources, key in zip(rows, keys, strict=True)]
+    counts = np.array(list(map(len, candidates)))
     for at in np.flatnonzero(all_counts.setdefault(value.group, counts) != counts)[:1].tolist():
         others = list_names([name for name in value.group.names if name != value.name])
         shown = f"{counts[at]} of {value.name!r}, {all_counts[value.group][at]} of {others}"
         raise BatchError(f"sample {keys[at]!r} has {shown}; {_EQUAL}")
     choices = chooser(value.group, counts)
-    return choices, [alternatives[n] for alternatives, n in zip(found, choices.tolist(), strict=True)]
+    return choices, [alternatives[n] for alternatives, n in zip(candidates, choices.tolist(), strict=True)]
 
 
 def _alternatives(sources: Sequence[_Source], key: str) -> list[tuple[str, Any]]:

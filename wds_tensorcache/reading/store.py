@@ -174,8 +174,8 @@ class Store:
 
     def close(self) -> None:
         """Close files and threads, and return idle memory to the system."""
-        made, self._executor = self._executor, _threads(self.num_threads)
-        if (executor := made()) is not None:
+        threads, self._executor = self._executor, _threads(self.num_threads)
+        if (executor := threads()) is not None:
             executor.shutdown()
         self.files.close()
         self.pool.close()

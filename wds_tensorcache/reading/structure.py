@@ -148,22 +148,22 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     names = [names_of(sample) for sample in samples]
     base = max(range(len(samples)), key=lambda at: (sum(name in tensors for name in names[at]), len(names[at])))
     whole = samples[base]
-    for name in dict.fromkeys(name for each in names for name in each if name not in names[base]):
+    for name in dict.fromkeys(name for own in names for name in own if name not in names[base]):
         try:
             whole = insert(whole, name)
         except ValueError as exc:
             if name in tensors:
-                what = f"sample {base} of the batch lacks tensor {name!r}, and has no place for it: {exc}"
-                raise BatchError(f"the structures of samples differ: {what}") from exc
+                problem = f"sample {base} of the batch lacks tensor {name!r}, and has no place for it: {exc}"
+                raise BatchError(f"the structures of samples differ: {problem}") from exc
     for number, sample in enumerate(samples):
-        if found := difference(whole, sample, tensors.__contains__):
-            where, first, other = found
+        if mismatch := difference(whole, sample, tensors.__contains__):
+            where, first, other = mismatch
             raise BatchError(
                 f"the structures of samples {base} and {number} of the batch differ: {where}, the first has {first}, "
                 f"but the other has {other}"
             )
     for name in tensors:
-        if not any(name in each for each in names):
+        if not any(name in own for own in names):
             raise KeyError(f"the samples have no tensor {name!r}")
     return map_leaves(
         whole,
@@ -181,8 +181,8 @@ def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[st
     If one container occurs several times in the first sample, the other sample must have one container in the same places,
     because `map_leaves` visits it only once.
     """
-    found = _Difference(other, wanted).between(first, other, ())
-    return None if found is None else (_at(found[0]), found[1], found[2])
+    mismatch = _Difference(other, wanted).between(first, other, ())
+    return None if mismatch is None else (_at(mismatch[0]), mismatch[1], mismatch[2])
 
 
 class _Difference:

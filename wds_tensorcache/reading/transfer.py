@@ -120,7 +120,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield item
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             # `children` does not look into `__slots__`
-            todo.extend(getattr(item, each.name, None) for each in dataclasses.fields(item))
+            todo.extend(getattr(item, attribute.name, None) for attribute in dataclasses.fields(item))
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -101,8 +101,8 @@ def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str
     head = _fields_of(first)
     width = _WIDTHS.get(first[:4] if lenient else "".join(head[:1]), 0)
     if not width or not (lenient or head[1:] == [str(len(lines))]):
-        what = f"the first line is {first[:40]!r}, expected 'v1.1' or 'v1.2' and the number of samples, {len(lines)}"
-        raise FormatError(what, kind="index")
+        problem = f"the first line is {first[:40]!r}, expected 'v1.1' or 'v1.2' and the number of samples, {len(lines)}"
+        raise FormatError(problem, kind="index")
     return width, lines
 
 

@@ -132,8 +132,8 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: byte
     index_nbytes = shard_nbytes - trailer.begin
     if index_nbytes > max(_LONG_NBYTES, shard_nbytes // 4):
         # Hazard: a hostile shard of many gigabytes could make a reader fetch and hold all of it.
-        what = f"the index has {index_nbytes:,} of the shard's {shard_nbytes:,} bytes, expected at most a quarter"
-        raise FormatError(what, offset=trailer.begin, kind="index")
+        problem = f"the index has {index_nbytes:,} of the shard's {shard_nbytes:,} bytes, expected at most a quarter"
+        raise FormatError(problem, offset=trailer.begin, kind="index")
     # the marker and the rest of the index, in one read unless they are far apart
     first = trailer.end if trailer.begin - trailer.end <= _MARKER_NBYTES else trailer.begin
     if first < end_begin:
@@ -271,6 +271,6 @@ def _column(arrays: dict[str, Any], name: str) -> Any:
     return arrays.get(name) if name.endswith(".rows") else arrays[name]
 
 
-def _check(is_possible: bool, what: str, found: object) -> None:
+def _check(is_possible: bool, field: str, value: object) -> None:
     if not is_possible:
-        raise FormatError(f"impossible value for {what}: {found!r:.100}", kind="index")
+        raise FormatError(f"impossible value for {field}: {value!r:.100}", kind="index")

@@ -53,8 +53,8 @@ class MemberColumns:
             return np.full(len(rows), -1, np.int64)
         # equal dtypes: otherwise numpy converts the whole column, even to search for a single row
         wanted = np.minimum(rows, self.rows.item(-1)).astype(self.rows.dtype)
-        found = np.searchsorted(self.rows, wanted)
-        return np.where(self.rows[found] == rows, found, -1)
+        places = np.searchsorted(self.rows, wanted)
+        return np.where(self.rows[places] == rows, places, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +247,9 @@ class ShardIndex:
         try:
             return digest, raw.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as exc:
-            what = f"the index has an original name that is not UTF-8: {raw!r:.100}"
+            problem = f"the index has an original name that is not UTF-8: {raw!r:.100}"
             raise FormatError(
-                f"{what}; `tensorcache repair` (tc.repair) writes the samples without names", kind="index"
+                f"{problem}; `tensorcache repair` (tc.repair) writes the samples without names", kind="index"
             ) from exc
 
     def key(self, row: int) -> str:
@@ -336,9 +336,9 @@ class ShardIndex:
             _refuse(int(ends.max()) > self.end, "a member that extends beyond the archive")
 
 
-def _refuse(is_bad: Any, what: str) -> None:
+def _refuse(is_bad: Any, problem: str) -> None:
     if is_bad:
-        raise FormatError(f"the index has {what}", kind="index")
+        raise FormatError(f"the index has {problem}", kind="index")
 
 
 def _joined(arrays: Iterable[Array]) -> Array:

@@ -121,18 +121,18 @@ class KeptIndexes:
         """Remove the files that were not used for longest, until the rest has at most nine tenths of `max_nbytes`."""
         for stray in find_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}"):
             remove_stray(stray)
-        found = []
+        kept = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):  # another process has removed it
                     if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
-                        found.append((status.st_mtime_ns, status.st_size, entry.path))
-        excess = sum(nbytes for _, nbytes, _ in found) - self.max_nbytes
+                        kept.append((status.st_mtime_ns, status.st_size, entry.path))
+        excess = sum(nbytes for _, nbytes, _ in kept) - self.max_nbytes
         if excess <= 0:
             return
         excess += self.max_nbytes // 10
-        for _, nbytes, path in sorted(found):
+        for _, nbytes, path in sorted(kept):
             if excess <= 0:
                 return
             with contextlib.suppress(OSError):

@@ -81,9 +81,9 @@ class TarStream:
         block = self._take_first() if not self._at else self._take(BLOCK)
         while True:
             if len(block) < BLOCK:
-                what = "truncated: the stream ends without an end-of-archive block"
-                what = what if header_begin or block else "the stream is empty, expected a tar"
-                raise TarFormatError(what, offset=header_begin, kind="truncated")
+                problem = "truncated: the stream ends without an end-of-archive block"
+                problem = problem if header_begin or block else "the stream is empty, expected a tar"
+                raise TarFormatError(problem, offset=header_begin, kind="truncated")
             if headers.is_end(block, header_begin):
                 return
             header = headers.parse(block, header_begin)
@@ -147,8 +147,8 @@ class TarStream:
         while self._at < end:
             begin, nbytes = self._at, min(end - self._at, _MAX_SKIP_NBYTES)
             if len(self._take(nbytes)) < nbytes:
-                what = f"truncated: expected {end - begin} more bytes, got {self._at - begin}"
-                raise TarFormatError(what, offset=begin, kind="truncated")
+                problem = f"truncated: expected {end - begin} more bytes, got {self._at - begin}"
+                raise TarFormatError(problem, offset=begin, kind="truncated")
 
     def _take(self, nbytes: int) -> bytes:
         """Return the next `nbytes` bytes of the stream, or fewer at its end."""
@@ -174,16 +174,16 @@ class TarStream:
             if getattr(exc, "errno", None) is not None:
                 raise  # an error of the stream itself; errors of gzip and bz2 have no errno
             kind: Kind = "truncated" if isinstance(exc, EOFError) else "compressed"
-            what = f"the compressed stream is cut short or damaged: {exc}"
-            raise TarFormatError(what, offset=self._at, kind=kind) from exc
+            problem = f"the compressed stream is cut short or damaged: {exc}"
+            raise TarFormatError(problem, offset=self._at, kind=kind) from exc
         self._at += len(content)
         limit = max_expanded(compressed.nbytes, self._max_expanded_nbytes)
         if self._at > limit:
-            what = f"{compressed.nbytes} compressed bytes expand to {self._at} or more, expected at most {limit} "
-            what += (
+            problem = f"{compressed.nbytes} compressed bytes expand to {self._at} or more, expected at most {limit} "
+            problem += (
                 f"for what was read so far; if you trust the shard, pass a larger max_expanded_nbytes= to {_FUNCTIONS}"
             )
-            raise TarFormatError(what, offset=self._at, kind="compressed")
+            raise TarFormatError(problem, offset=self._at, kind="compressed")
         return content
 
 

@@ -91,8 +91,8 @@ def publish(temporary: str, path: str) -> None:
         os.link(temporary, path)
     except OSError as exc:
         if os.path.lexists(path):
-            what = f"{path} was created after this writer started; write to another folder"
-            raise FileExistsError(what) from exc
+            problem = f"{path} was created after this writer started; write to another folder"
+            raise FileExistsError(problem) from exc
         os.rename(temporary, path)  # a file system without hard links
     else:
         os.remove(temporary)

@@ -163,8 +163,8 @@ class ShardFile:
             descriptor = Descriptor(os.open(self.path, _FLAGS))
         except OSError as exc:
             if exc.errno in _NO_FILE:
-                what = "expected a file, found a socket, device or circular link"
-                raise FormatError(what, kind="unreadable").at(self.path) from exc
+                problem = "expected a file, found a socket, device or circular link"
+                raise FormatError(problem, kind="unreadable").at(self.path) from exc
             raise
         return descriptor, os.fstat(descriptor.fd)
 
@@ -214,8 +214,8 @@ class ShardFile:
             raise FormatError("the shard was changed since it was opened; open it again").at(self.path)
 
     def _cut_short(self, nbytes: int) -> Exception:
-        what = f"the file was cut short and ends at byte {nbytes}; copy it again"
-        return TarFormatError(what, kind="truncated").at(self.path)
+        problem = f"the file was cut short and ends at byte {nbytes}; copy it again"
+        return TarFormatError(problem, kind="truncated").at(self.path)
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
@@ -438,11 +438,11 @@ class Files:
 
 
 def _missing_file(path: str, manifest: str | None) -> MissingShardError:
-    what, remedy = "the shard does not exist", "copy it again"
+    problem, remedy = "the shard does not exist", "copy it again"
     if manifest is not None:
-        what += f", but {manifest} lists it"
+        problem += f", but {manifest} lists it"
         remedy += ", or let `tensorcache repair` (tc.repair) write the remaining shards into another folder"
-    return MissingShardError(f"{what}; {remedy}").at(path)
+    return MissingShardError(f"{problem}; {remedy}").at(path)
 
 
 # Files with a descriptor, in the order in which they were opened; of the whole process.

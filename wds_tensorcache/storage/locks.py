@@ -104,8 +104,8 @@ def locked_folder(folder: str) -> Iterator[bool]:
     """
     with Flock(folder, wait_s=_FOLDER_WAIT_S) as lock:
         if lock.is_locked is False:
-            what = f"another process has locked the folder for {_FOLDER_WAIT_S:.0f} s"
-            raise FileExistsError(f"{folder}: {what}; wait until that process ends, or write to another folder")
+            problem = f"another process has locked the folder for {_FOLDER_WAIT_S:.0f} s"
+            raise FileExistsError(f"{folder}: {problem}; wait until that process ends, or write to another folder")
         yield lock.is_locked is True
 
 

@@ -128,8 +128,8 @@ class Output:
     def check(self) -> None:
         """Raise OSError if earlier bytes could not be written."""
         if self._failure is not None:
-            what = f"{self.path}: the file could not be written: {self._failure}"
-            raise OSError(getattr(self._failure, "errno", None) or errno.EIO, what) from self._failure
+            problem = f"{self.path}: the file could not be written: {self._failure}"
+            raise OSError(getattr(self._failure, "errno", None) or errno.EIO, problem) from self._failure
 
     def _write(self, parts: list[memoryview]) -> None:
         if self._failure is not None:

@@ -100,10 +100,10 @@ def conceal(url: str) -> str:
     """
     if isinstance(url, SecretUrl) or not any(mark in url for mark in "@?#"):
         return url
-    scheme, found, rest = url.partition("://")
+    scheme, separator, rest = url.partition("://")
     netloc, slash, path = _split_netloc(rest)
     user_info, at, host = netloc.rpartition("@")
-    public = f"{scheme}://{host}{slash}{path}" if found and at else url
+    public = f"{scheme}://{host}{slash}{path}" if separator and at else url
     if not is_web(url):
         return public
     user, _, password = user_info.partition(":")
@@ -128,8 +128,10 @@ def reveal(url: str) -> str:
     if not isinstance(url, SecretUrl):
         return url
     if url.query is None:
-        what = "a pickle left out the query of this url, which may be a signature; open the whole url in this process"
-        raise RemoteError(f"{url}: {what}")
+        problem = (
+            "a pickle left out the query of this url, which may be a signature; open the whole url in this process"
+        )
+        raise RemoteError(f"{url}: {problem}")
     return f"{url}?{url.query}" if url.query else str(url)
 
 
@@ -141,8 +143,8 @@ def credentials_of(url: str) -> tuple[str, str] | None:
 
 def is_url(path: str) -> bool:
     """Return whether a text names a remote object: it begins with one of `SCHEMES` and `://`."""
-    scheme, found, _ = path.partition("://")
-    return bool(found) and scheme.lower() in SCHEMES
+    scheme, separator, _ = path.partition("://")
+    return bool(separator) and scheme.lower() in SCHEMES
 
 
 def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
@@ -153,8 +155,8 @@ def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
     if _CHANGED_BY_PATHLIB(path):
         raise ValueError(f"{path!r} is a url that pathlib has changed; pass a str, such as 's3://bucket/cache'")
     if _ANY_URL(path):
-        known = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
-        others = f", or a url that begins with one of {known}" if known else ""
+        prefixes = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
+        others = f", or a url that begins with one of {prefixes}" if prefixes else ""
         raise ValueError(f"{shown(path)}: expected a local path{others}")
 
 
@@ -195,8 +197,8 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 def shown(url: str) -> str:
     """Return a url for messages, without user name and password. `?…` replaces a query, which may be a signature."""
-    scheme, found, rest = url.partition("://")
-    if not found:
+    scheme, separator, rest = url.partition("://")
+    if not separator:
         return url
     netloc, slash, path = _split_netloc(rest)
     netloc = netloc.rpartition("@")[2]

@@ -127,8 +127,10 @@ def _index_url(url: str, dali_index: bool, index_folder: str | None) -> ShardInd
     elif name in ("", ".", "..") or "/" in name or os.sep in name:
         raise ValueError(f"{shown(url)}: {name!r} is not the name of a shard")
     if is_url(index_folder) and is_web(index_folder):
-        what = "an index cannot be written to a web server"
-        raise ValueError(f"{shown(index_folder)}: {what}; pass index_folder=, a local folder or one in an object store")
+        problem = "an index cannot be written to a web server"
+        raise ValueError(
+            f"{shown(index_folder)}: {problem}; pass index_folder=, a local folder or one in an object store"
+        )
     folder = folder_of(index_folder)
     file = RemoteFile(url)
     try:

@@ -156,17 +156,19 @@ class Columns:
             named = with_chosen(named, layouts)
         stored = [[tensors.get(name, _ABSENT) for tensors in named] for name in self.names]
         shape = (len(self.names), len(layouts.items))
-        self.begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
-        self.nbytes = np.array([[one.end for one in each] for each in stored], np.int64).reshape(shape) - self.begin
+        self.begin = np.array([[one.begin for one in references] for references in stored], np.int64).reshape(shape)
+        self.nbytes = (
+            np.array([[one.end for one in references] for references in stored], np.int64).reshape(shape) - self.begin
+        )
         is_uniform = bool((self.nbytes == self.nbytes[:, :1]).all())
         self.sizes: tuple[int, ...] | None = tuple(self.nbytes[:, 0].tolist()) if is_uniform else None
         self.bools = [
             (tensor, layout)
-            for tensor, each in enumerate(stored)
-            for layout, one in enumerate(each)
+            for tensor, references in enumerate(stored)
+            for layout, one in enumerate(references)
             if one.dtype == "BOOL"
         ]
-        self.has_absent = any(all(one is _ABSENT for one in each) for each in stored)
+        self.has_absent = any(all(one is _ABSENT for one in references) for references in stored)
 
     def resolve(self, layouts: Layouts, schema: Mapping[str, TensorSchema]) -> None:
         """Resolve the reference of each tensor in each layout. `schema` describes tensors that no layout has.

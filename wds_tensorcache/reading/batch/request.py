@@ -236,11 +236,11 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     return names, paths, containers
 
 
-def keep_known(known: dict[Any, Any], key: Any, value: Any) -> None:
+def keep_known(cached: dict[Any, Any], key: Any, value: Any) -> None:
     """Add an entry to a bounded dict. Hazard: files determine the number of layouts, so a hostile one could fill memory."""
-    if len(known) >= _MAX_KNOWN:
-        known.clear()
-    known[key] = value
+    if len(cached) >= _MAX_KNOWN:
+        cached.clear()
+    cached[key] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,15 +324,15 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
     Raises:
         BatchError: A tensor has no place in the sample with most tensors, or differs in kind or dtype between samples.
     """
-    known, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
+    cached, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
     if layouts.chosen:
         key = (*key, *(tuple(chosen.items()) for chosen in layouts.chosen))
-    columns = known.get(key)
+    columns = cached.get(key)
     if columns is None:
         names, are_known = request.structures.names_for(layouts, request.fixed)
         # one tensor with two names has memory for each: a transform may overwrite one of them
         columns = Columns(names, layouts)
         columns.resolve(layouts, request.schema() if columns.has_absent else {})
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
-            keep_known(known, key, columns)  # columns refer to the layouts, so the ids are not reused
+            keep_known(cached, key, columns)  # columns refer to the layouts, so the ids are not reused
     return columns

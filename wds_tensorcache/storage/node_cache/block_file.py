@@ -138,8 +138,8 @@ class BlockFile(ShardFile):
 
     def has_header(self, digest: bytes) -> bool:
         """Return whether the header is that of an object with this digest."""
-        found = os.pread(self.fd, BLOCK, self._header_at)
-        return found[:_BOOT_AT] == _header(digest)[:_BOOT_AT]
+        header = os.pread(self.fd, BLOCK, self._header_at)
+        return header[:_BOOT_AT] == _header(digest)[:_BOOT_AT]
 
     def is_of_this_boot(self) -> bool:
         """Return whether the machine has not restarted since the file was made, so that a crash cannot have lost blocks."""
@@ -151,8 +151,8 @@ class BlockFile(ShardFile):
 
         The caller holds the lock of the folder, so that no other process uses the file meanwhile.
         """
-        found = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
-        os.pwrite(self.fd, bytes(SYNCED if value == SYNCED else 0 for value in found), self._map_at)
+        states = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
+        os.pwrite(self.fd, bytes(SYNCED if value == SYNCED else 0 for value in states), self._map_at)
         os.fsync(self.fd)  # first, or after another crash the map could be older than the boot id
         os.pwrite(self.fd, boot_id().encode(), self._header_at + _BOOT_AT)
 
@@ -163,7 +163,7 @@ class BlockFile(ShardFile):
             runs: Ranges of blocks, `[first, last)`.
             refresh: Look into the file for what this process does not know to be present. One system call for each run.
         """
-        present, found = self._present, []
+        present, absent_runs = self._present, []
         for first, last in runs:
             at = present.find(0, first, last)
             if at >= 0 and refresh:
@@ -174,9 +174,9 @@ class BlockFile(ShardFile):
             while at >= 0:
                 match = _next_present(present, at, last)
                 end = match.start() if match else last
-                found.append((at, end))
+                absent_runs.append((at, end))
                 at = present.find(0, end, last)
-        return found
+        return absent_runs
 
     def leading_nbytes(self) -> int:
         """Return the length of the beginning of the file that is known to be present, in blocks without a gap."""
@@ -210,9 +210,9 @@ class BlockFile(ShardFile):
         Raises:
             OSError: The disk cannot be written.
         """
-        found = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
+        states = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
         os.fdatasync(self.fd)
-        for match in re.finditer(b"\1+", found):
+        for match in re.finditer(b"\1+", states):
             os.pwrite(self.fd, bytes([SYNCED]) * len(match[0]), self._map_at + match.start())
 
     def note_use(self, now_s: float) -> None:

@@ -73,8 +73,8 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
 
 def _still_absent(wanted: Sequence[Wanted]) -> list[Wanted]:
     with errors_of_disk():
-        found = [each._replace(runs=each.file.absent(each.runs, refresh=True)) for each in wanted]
-    return [each for each in found if each.runs]
+        refreshed = [each._replace(runs=each.file.absent(each.runs, refresh=True)) for each in wanted]
+    return [each for each in refreshed if each.runs]
 
 
 def _open_locks(each: Wanted) -> RangeLocks | None:
@@ -102,16 +102,16 @@ def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted]
             continue
         held.append(locks)
         with errors_of_disk():
-            mine: BlockRuns = []
+            locked: BlockRuns = []
             for first, last in each.runs:
                 if locks.lock(first, last - first):
-                    mine.append((first, last))
+                    locked.append((first, last))
             # another process may have fetched them, or evicted the file, before this one had the lock
-            absent = each.file.absent(mine, refresh=True) if each.file.is_current() else []
+            absent = each.file.absent(locked, refresh=True) if each.file.is_current() else []
         if absent:
             claimed.append(each._replace(runs=absent))
-        if len(mine) < len(each.runs):
-            busy.append(each._replace(runs=[run for run in each.runs if run not in set(mine)]))
+        if len(locked) < len(each.runs):
+            busy.append(each._replace(runs=[run for run in each.runs if run not in set(locked)]))
     return claimed, busy
 
 

@@ -89,9 +89,9 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "cache_dir= is a file; pass the path of a folder", path)
     if status.st_uid != os.geteuid() or status.st_mode & OTHERS_MAY_WRITE:
-        found = f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}"
+        rights = f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}"
         raise PermissionError(
-            f"cache_dir={path!r} has {found}, expected a folder of user {os.geteuid()} into which no other user may write; "
+            f"cache_dir={path!r} has {rights}, expected a folder of user {os.geteuid()} into which no other user may write; "
             "pass another folder, or correct its owner and mode"
         )
     kind, is_network = file_system(path)
@@ -171,36 +171,36 @@ class CacheFolder:
         return sum(nbytes for _, nbytes, _ in self._files())
 
     def _allocate(self, wanted: Sequence[tuple[BlockFile, BlockRuns]], needed: int, space: _Space) -> None:
-        known, before = space.nbytes, sum(_allocated(file.fd) for file, _ in wanted)
-        space.set(known + needed)  # first: this process may be killed after any line
+        used_nbytes, before = space.nbytes, sum(_allocated(file.fd) for file, _ in wanted)
+        space.set(used_nbytes + needed)  # first: this process may be killed after any line
         try:
             for file, runs in wanted:
                 for run in runs:
                     begin, end = file.extent(run)
                     os.posix_fallocate(file.fd, begin, end - begin)
         finally:
-            space.set(known + sum(_allocated(file.fd) for file, _ in wanted) - before)
+            space.set(used_nbytes + sum(_allocated(file.fd) for file, _ in wanted) - before)
 
     def _create(self, path: str, digest: bytes, nbytes: int, space: _Space) -> BlockFile:
         """Create the file of an object under a temporary name, then rename it."""
         needed = 2 * BLOCK + nbytes // BLOCK
         self._make_room(needed, space)
         making = os.path.join(self.path, f".{digest.hex()}.{secrets.token_hex(8)}.tmp")
-        known = space.nbytes
-        space.set(known + needed)  # first: this process may be killed after any line
+        used_nbytes = space.nbytes
+        space.set(used_nbytes + needed)  # first: this process may be killed after any line
         try:
             fd = os.open(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 os.fchmod(fd, 0o600)  # a umask may have removed permissions
                 write_layout(fd, digest, nbytes)
-                known += _allocated(fd)
+                used_nbytes += _allocated(fd)
             finally:
                 os.close(fd)
             with contextlib.suppress(FileNotFoundError):
                 replaced = os.lstat(path)  # a damaged file
-                known -= 512 * replaced.st_blocks if stat.S_ISREG(replaced.st_mode) else 0
+                used_nbytes -= 512 * replaced.st_blocks if stat.S_ISREG(replaced.st_mode) else 0
             replace(making, path)
-            space.set(max(0, known))
+            space.set(max(0, used_nbytes))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(making)

@@ -38,8 +38,8 @@ def was_forked() -> bool:
 def check_not_forked(target: Target) -> None:
     """Raise RemoteError if this process was forked after its parent used obstore: a request would never end."""
     if was_forked():
-        what = "obstore does not work in a process that was forked after its first use"
-        raise target.error(f"{what}; start worker processes by 'forkserver' or 'spawn'")
+        problem = "obstore does not work in a process that was forked after its first use"
+        raise target.error(f"{problem}; start worker processes by 'forkserver' or 'spawn'")
 
 
 async def _awaited(call: Callable[[], Awaitable[_Result]]) -> _Result:
@@ -85,6 +85,6 @@ def _leave(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) 
     thread.join(_LEAVE_S)
     deadline, num_quiet = time.monotonic() + _LEAVE_S, 0
     while num_quiet < _NUM_QUIET and time.monotonic() < deadline:
-        known = {each.ident for each in threading.enumerate()}
-        num_quiet = 0 if sys._current_frames().keys() - known else num_quiet + 1
+        thread_ids = {each.ident for each in threading.enumerate()}
+        num_quiet = 0 if sys._current_frames().keys() - thread_ids else num_quiet + 1
         time.sleep(_QUIET_S)

@@ -29,7 +29,7 @@ class _File(Protocol):
     def url(self) -> str: ...
     @property
     def state(self) -> ObjectInfo: ...
-    def fix(self, found: ObjectInfo, /) -> None: ...
+    def fix(self, state: ObjectInfo, /) -> None: ...
     def check_range(self, begin: int, end: int, /) -> None: ...
     def missing(self) -> Exception: ...
 
@@ -72,10 +72,10 @@ class _Request:
     def __call__(self) -> None:
         url = self.file.url
         try:
-            found = client_for(url).read_into(url, self.buffers, self.begin, self.file.state)
+            state = client_for(url).read_into(url, self.buffers, self.begin, self.file.state)
         except FileNotFoundError as exc:
             raise self.file.missing() from exc
-        self.file.fix(found)
+        self.file.fix(state)
 
 
 def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:

@@ -63,12 +63,12 @@ class Target:
     def __init__(self, url: str, begin: int | None = None, end: int | None = None) -> None:
         self.url, self.begin, self.end = url, begin, end
 
-    def error(self, what: str, status: int | None = None) -> RemoteError:
+    def error(self, problem: str, status: int | None = None) -> RemoteError:
         """Return a RemoteError that says url, range and fault."""
         where = shown(self.url)
         if self.begin is not None:
             where += f": bytes [{self.begin}, {'end' if self.end is None else self.end})"
-        error = RemoteError(f"{where}: {what}")
+        error = RemoteError(f"{where}: {problem}")
         error.url, error.begin, error.end, error.status = shown(self.url), self.begin, self.end, status
         return error
 
@@ -81,16 +81,16 @@ class Target:
         if self.end is not None and self.end > expected.nbytes:
             raise self.error(f"the object has only {expected.nbytes} bytes")
 
-    def check_same(self, found: ObjectInfo, expected: ObjectInfo) -> None:
+    def check_same(self, state: ObjectInfo, expected: ObjectInfo) -> None:
         """Raise FormatError if an object is not the expected one, as far as is known of both."""
-        if found.nbytes != expected.nbytes:
-            raise self.changed(f"it had {expected.nbytes} bytes, now {found.nbytes}")
-        if found.tag is not None and expected.tag is not None and found.tag != expected.tag:
-            raise self.changed(f"its tag was {expected.tag:.80}, now {found.tag:.80}")
+        if state.nbytes != expected.nbytes:
+            raise self.changed(f"it had {expected.nbytes} bytes, now {state.nbytes}")
+        if state.tag is not None and expected.tag is not None and state.tag != expected.tag:
+            raise self.changed(f"its tag was {expected.tag:.80}, now {state.tag:.80}")
 
-    def changed(self, what: str) -> FormatError:
+    def changed(self, change: str) -> FormatError:
         """Return the error for an object that is not the one that was opened."""
-        return FormatError(f"the shard was changed while it was open ({what}); open it again").at(shown(self.url))
+        return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
 
 class TransientError(Exception):
@@ -219,10 +219,10 @@ class Attempts:
             pause_s += fault.retry_after_s
         if pause_s >= self.remaining_s():
             tried = "1 attempt" if self._num_all == 1 else f"{self._num_all} attempts"
-            what = f"{fault.what}; given up after {tried}, with a limit of {self.limit_s:g} s"
+            problem = f"{fault.what}; given up after {tried}, with a limit of {self.limit_s:g} s"
             if fault.retry_after_s is not None and fault.retry_after_s >= self.limit_s:
-                what += f"; the server asks for a pause of {fault.retry_after_s:g} s"
-            raise self.target.error(what + f"; try again, or raise {TIMEOUT_VARIABLE}", fault.status)
+                problem += f"; the server asks for a pause of {fault.retry_after_s:g} s"
+            raise self.target.error(problem + f"; try again, or raise {TIMEOUT_VARIABLE}", fault.status)
         warn_of_delay(self.target, self._begun, f"{fault.what}; trying again for up to {self.remaining_s():.0f} s more")
         until = time.monotonic() + pause_s
         while (left := until - time.monotonic()) > 0:
@@ -230,18 +230,18 @@ class Attempts:
             time.sleep(min(left, _TICK_S))
 
 
-def warn(target: Target, what: str) -> None:
+def warn(target: Target, problem: str) -> None:
     """Log a warning about a request."""
-    _log.warning("%s", target.error(what))
+    _log.warning("%s", target.error(problem))
 
 
-def warn_of_delay(target: Target, begun_s: float, what: str) -> None:
+def warn_of_delay(target: Target, begun_s: float, problem: str) -> None:
     """Log a warning if a request takes long that began at time `begun_s` of `time.monotonic`."""
     global _warned_s
     now = time.monotonic()
     if now - begun_s >= _LATE_S and now - _warned_s >= _QUIET_S:
         _warned_s = now
-        warn(target, what)
+        warn(target, problem)
 
 
 def parse_retry_after(text: str | None) -> float | None:

@@ -92,8 +92,10 @@ def check_encoding(response: Response, target: Target) -> None:
     """Raise RemoteError if the server has compressed the body, whose bytes are then not those of the object."""
     encoding = (response.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
-        what = f"the server encodes the bytes ({encoding:.40}) although it was asked not to; switch its compression off"
-        raise target.error(what, response.status)
+        problem = (
+            f"the server encodes the bytes ({encoding:.40}) although it was asked not to; switch its compression off"
+        )
+        raise target.error(problem, response.status)
 
 
 def check_body(response: Response, target: Target, nbytes: int) -> None:
@@ -112,7 +114,7 @@ def refusal(response: Response, target: Target) -> Exception:
         return target.changed("the server has another version of it")
     if status in (404, 410):
         return target.missing()
-    what = f"the server responds with status {status}"
+    problem = f"the server responds with status {status}"
     if status in (401, 403):
-        what += "; check the credentials: in the url, or in a netrc file; a signed url may have expired"
-    return target.error(what, status)
+        problem += "; check the credentials: in the url, or in a netrc file; a signed url may have expired"
+    return target.error(problem, status)

@@ -352,10 +352,10 @@ def _from_netrc(origin: str) -> str | None:
     """Return the credentials of the netrc file for a server; None if there are none, or the file cannot be read."""
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
-        found = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
+        credentials = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
     except (OSError, ValueError, netrc.NetrcParseError):
         return None
-    return _basic(found[0] or "", found[2] or "") if found else None
+    return _basic(credentials[0] or "", credentials[2] or "") if credentials else None
 
 
 def _next(url: str, location: str | None, attempts: Attempts, status: int) -> str:
@@ -406,7 +406,7 @@ _FAULTS: tuple[tuple[type[BaseException], str], ...] = (
 
 def _fault(error: BaseException) -> str:
     """Return a description of an error, by its class alone."""
-    for kind, what in _FAULTS:
+    for kind, problem in _FAULTS:
         if isinstance(error, kind):
-            return what
+            return problem
     return f"the request failed ({type(error).__name__})"
