@@ -1,6 +1,6 @@
 """Caches of nested tensors in ordinary WebDataset tar shards: loaded lazily, safe to open, readable by stock tools."""
 
-# Hazard: it cannot be imported after the main thread has ended, when other threads may still import modules of this package.
+# It cannot be imported after the main thread has ended, when other threads may still import modules of this package.
 import concurrent.futures.thread as _  # noqa: F401
 from importlib import import_module as _import_module
 from typing import Any as _Any

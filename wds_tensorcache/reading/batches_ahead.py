@@ -22,9 +22,9 @@ class BatchesAhead:
     """The number of batches to read ahead, which grows while training waits for requests.
 
     Requests take the server's latency, during which `latency * rate` bytes of other requests must be on their way to use
-    all of its rate. Both are measured. The number begins with 4, and doubles when training had to wait for a batch while less
-    than four times these bytes were in flight. Eight batches in a row that needed no request, as from a node's cache, reduce
-    it to 2: more batches in memory only take room in the processor's caches.
+    all of its rate. Latency and rate are measured. The number begins with 4. It doubles when training had to wait for a batch
+    while less than four times these bytes were in flight. Eight batches in a row that needed no request, as from a node's
+    cache, reduce it to 2: more batches in memory only take room in the processor's caches.
 
     Args:
         url: Url of a shard, whose server is measured; None if all shards are local.

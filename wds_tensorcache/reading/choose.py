@@ -264,13 +264,13 @@ class Randomness:
         seed: Seed of the loader.
         epochs: Epoch of the batch, or of each sample, int64 `[B]`.
         alternatives: Alternatives to choose from; None if there are none.
-        given: Choices that the caller made, by name; None to choose by the seeds.
+        choices: Choices that the caller made, by name; None to choose by the seeds.
     """
 
     seed: int = 0
     epochs: int | Array = 0
     alternatives: Alternatives | None = None
-    given: Mapping[str, Any] | None = None
+    choices: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
@@ -283,11 +283,11 @@ class Randomness:
             if choices is not None:
                 raise ValueError("choices without choose=, which says what the alternatives are")
             return cls()
-        alternatives, given = Alternatives.of(choose), {} if choices is None else choices
-        for name in given:
+        alternatives, choices = Alternatives.of(choose), {} if choices is None else choices
+        for name in choices:
             if name not in alternatives.names:
                 raise ValueError(f"choices has {name!r:.100}, but choose= has {list_names(alternatives.names, name)}")
-        return cls(alternatives=alternatives, given=given)
+        return cls(alternatives=alternatives, choices=choices)
 
     def seeds(self, indices: Array) -> Array:
         """Return a seed for each sample, int64 `[B]`."""
@@ -302,21 +302,19 @@ class Randomness:
             ValueError: The choices for a name are not integers `[B]`, or differ between names that are chosen together.
             IndexError: A sample has no such alternative.
         """
-        given, count = self.given, len(indices)
-        if given is None:
+        choices, count = self.choices, len(indices)
+        if choices is None:
             seeds = self.seeds(indices)
             return lambda group, counts: (fractions_of(seeds, group.purpose) * counts).astype(np.int64)
 
         def choose(group: Group, counts: Array) -> Array:
-            columns = [np.asarray(given[name]) for name in group.names if name in given] or [np.zeros(count, np.int64)]
-            for choices in columns:
-                if (
-                    choices.shape != (count,)
-                    or choices.dtype.kind not in "iu"
-                    or not np.array_equal(choices, columns[0])
-                ):
+            columns = [np.asarray(choices[name]) for name in group.names if name in choices] or [
+                np.zeros(count, np.int64)
+            ]
+            for column in columns:
+                if column.shape != (count,) or column.dtype.kind not in "iu" or not np.array_equal(column, columns[0]):
                     raise ValueError(
-                        f"choices for {list_names(group.names)}: expected {count} integers, got {choices!r:.200}"
+                        f"choices for {list_names(group.names)}: expected {count} integers, got {column!r:.200}"
                     )
             outside = np.flatnonzero((columns[0] < 0) | (columns[0] >= counts))
             if len(outside):

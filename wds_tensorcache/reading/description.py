@@ -142,10 +142,8 @@ def _count(count: int, noun: str) -> str:
 
 
 def shown_value(value: Any, depth: int = 3) -> str:
-    """Return a value as text of bounded length.
-
-    Hazard: a hostile container may contain itself, or one list many times over, so that its own repr is far larger than it.
-    """
+    """Return a value as text of bounded length."""
+    # A hostile container may contain itself, or one list many times, so that its own repr is far larger than it.
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:_VALUE_CHARS]) + "…" * (len(value) > _VALUE_CHARS)
     if isinstance(value, int) and value.bit_length() > _VALUE_CHARS:

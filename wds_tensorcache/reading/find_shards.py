@@ -193,7 +193,7 @@ def _unlisted(folder: str, listed: list[str]) -> str | None:
         return None
     from wds_tensorcache.storage.locks import is_being_written
 
-    # Hazard: a writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
+    # A writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
     # the manifest, read again, lists them; unless they were killed.
     if is_being_written(folder):
         return None

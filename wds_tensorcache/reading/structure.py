@@ -1,8 +1,8 @@
 """The structure of a batch: complete the structure of a sample, compare samples, and nest samples into a batch.
 
 Samples may lack tensors. The place of an *optional* tensor contains the tensor in some samples of a batch. In other samples, it
-contains None, or nothing if the place is in a dict. The same holds for a container of tensors. The structure of a batch is that
-of the sample with most tensors; the names of the tensors that it lacks tell their places.
+contains None, or nothing if the place is in a dict. The same holds for a container of tensors. A batch has the structure of the
+sample with most tensors. Tensors that this sample lacks are placed by their names.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
             refuse(problem, unknown)
         refuse(f"{problem}; a tar header follows at byte {header}", unknown, remedy=HIDDEN_REMEDY)
     if stop < file.nbytes and read_footer(file.read, file.nbytes) is None:
-        # Hazard: `tar -r` overwrites the beginning of an index, but not its trailer. New members may precede the trailer.
+        # `tar -r` overwrites the beginning of an index, but not its trailer. New members may precede the trailer.
         header = find_header(file.read, stop - stop % BLOCK, file.nbytes)
         if header is not None:
             refuse("a tar header, in the remains of an index that other members overwrote", header)

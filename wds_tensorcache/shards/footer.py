@@ -72,7 +72,7 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     body = b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
     zeros = b""
     if shard_nbytes is None:
-        # Hazard: `tar -r` appends at a wrong offset unless the length of the shard is a multiple of 512 bytes.
+        # `tar -r` appends at a wrong offset unless the length of the shard is a multiple of 512 bytes.
         zeros = bytes(padding(len(body) + TRAILER_NBYTES))
         shard_nbytes = index.end + 1024 + len(zeros) + len(body) + TRAILER_NBYTES
     numbers = (len(body), index.end, shard_nbytes)
@@ -131,7 +131,7 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: byte
         return None
     index_nbytes = shard_nbytes - trailer.begin
     if index_nbytes > max(_LONG_NBYTES, shard_nbytes // 4):
-        # Hazard: a hostile shard of many gigabytes could make a reader fetch and hold all of it.
+        # A hostile shard of many gigabytes could make a reader fetch and hold all of it.
         problem = f"the index has {index_nbytes:,} of the shard's {shard_nbytes:,} bytes, expected at most a quarter"
         raise FormatError(problem, offset=trailer.begin, kind="index")
     # the marker and the rest of the index, in one read unless they are far apart

@@ -316,7 +316,7 @@ class ShardIndex:
             total += member.nbytes.sum(dtype=float)
         if self.origins is not None:
             self.origins.check(num_samples)
-        # Hazard: many members that each span the whole archive, so that reading them all takes quadratic time.
+        # Many members could each span the whole archive; reading them all would take quadratic time.
         _refuse(total > self.end, "members that overlap")
 
     def _check_rows(self, rows: Array | None, column: Array, num_samples: int) -> None:

@@ -2,8 +2,8 @@
 
 A file has the name of a digest of the shard's url, and contains one line of JSON (public url, tag and length of the shard, a
 digest of these and the query, where the index was found, and the index's digest there), then the index as in a sidecar
-(FORMAT.md 4). Nothing in it is executed. A reader ignores a file of which any of these does not match, and fetches the index
-again.
+(FORMAT.md 4). Readers execute nothing in it. If any of these fields does not match, a reader ignores the file, and fetches the
+index again.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class KeptIndexes:
         return os.path.join(self.folder, digest[:40] + _SUFFIX)
 
     def _most_nbytes(self) -> int:
-        """Return the most bytes of a file."""
         return self.max_nbytes // 8
 
     def has(self, url: str) -> bool:

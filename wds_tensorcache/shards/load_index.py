@@ -101,7 +101,7 @@ def parse_both(
 def check_sidecar(index: ShardIndex, file: File) -> None:
     """Raise FormatError unless the tar headers of the first, middle and last sample match a sidecar.
 
-    Hazard: a shard may be replaced by one of the same length, and keep the old sidecar.
+    A shard may have been replaced by one of the same length, next to which the old sidecar remains.
     """
     from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 

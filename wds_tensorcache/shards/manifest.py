@@ -319,7 +319,7 @@ def are_counts(counts: Any) -> bool:
 
 def parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     """Return the shards and the value of the key `tensorcache` of a manifest with this content; see `read_manifest`."""
-    # Hazard: small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each.
+    # Small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each.
     num_values = sum(map(content.count, (b"{", b"[", b",", b":")))
     if num_values > _NUM_SHORT + len(content) // _MIN_VALUE_NBYTES:
         problem = (
@@ -476,7 +476,7 @@ def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
 def entry_of(path: str, index: ShardIndex, url: str | None = None) -> ShardEntry:
     """Return the entry of a local shard; `url` is its name by default."""
     digest = stored_digest(path)
-    # Hazard: a damaged footer may end with another digest than the sidecar that readers use instead.
+    # A damaged footer may end with another digest than the sidecar that readers use instead.
     is_sure = index.digest in (None, digest)
     url = url or os.path.basename(path)
     return ShardEntry(url, len(index.keys), os.path.getsize(path), digest if is_sure else None)

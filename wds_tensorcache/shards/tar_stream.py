@@ -51,8 +51,8 @@ class TarStream:
             were read from `stream`. Members that become objects have lower limits, see `check_objects`.
 
     Attributes:
-        start: Offset of the current member's first header, at which another stream of this tar can begin. None if it cannot:
-            the tar is compressed, or a global header precedes the member.
+        start: Offset of the current member's first header, at which another stream of this tar can begin. None if the tar is
+            compressed, or a global header precedes the member, so that no stream can begin there.
 
     Raises:
         TarFormatError: The stream ends without an end-of-archive block, breaks a rule of the format, or expands too much.

@@ -35,7 +35,7 @@ _COPIED_NBYTES = 1 << 16  # from this size on, a copy out of a map takes as litt
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
-# Hazard: a FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
+# A FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
 _CAN_MAP = sys.platform == "linux" and sys.maxsize > 1 << 32 and bool(_NOWAIT)
 # Bounds on the maps of a process. A system allows 65,530 by default. The kernel keeps 8 bytes for each page of 4 KiB that was
@@ -172,7 +172,7 @@ class ShardFile:
         """Keep a descriptor for later reads; close the oldest ones of the process beyond the limit."""
         with _lock():
             while len(_open_files) >= (_max_open or default_max_open()):
-                # Hazard: a file may be freed at any moment, and leaves the dict then.
+                # A file may be freed at any moment, and leaves the dict then.
                 oldest = next(iter(_open_files), None)
                 if oldest is None:
                     break
@@ -198,7 +198,7 @@ class ShardFile:
         return descriptor
 
     def check_unchanged(self) -> None:
-        """Raise FormatError if the file was written to, or replaced while it was closed. One system call."""
+        """Raise FormatError if the file was written to, or replaced while it was closed. Cost: one system call."""
         descriptor = self._descriptor
         try:
             status = os.stat(self.path) if descriptor is None else os.fstat(descriptor.fd)

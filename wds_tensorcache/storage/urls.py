@@ -46,7 +46,7 @@ _CHANGED_BY_PATHLIB = re.compile(r"(?:s3|gs|az|https?|hf):/(?!/)", re.IGNORECASE
 
 
 class SecretUrl(str):
-    """The public text of a web server's url, with the secrets that its requests need. Any text made from it is public.
+    """The public text of a web server's url, with the secrets that its requests need; texts made from it are public, too.
 
     Urls are equal if their texts and secrets are, so two revisions of an object, chosen by queries, are two keys of a dict.
 
@@ -238,7 +238,7 @@ def web_url(url: str) -> str:
     Raises:
         ValueError: The url has control characters, no server, or an impossible port.
     """
-    # Hazard: urlsplit drops line ends and tabs silently, and would request another object.
+    # urlsplit drops line ends and tabs silently, and would request another object.
     if any(ord(character) < 0x20 or ord(character) == 0x7F for character in url):
         raise ValueError(f"a url with control characters: {shown(url)!r}")
     parts = urlsplit(url)

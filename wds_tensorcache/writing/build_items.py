@@ -164,7 +164,7 @@ class Items(Dataset[Item]):
             return None if callable(self._keys) else self._keys
         keys = [number_text(number) for number in range(self._count)]
         if not self._is_fixed and any(map(is_done, keys)):
-            # Hazard: items may have a `__key__` that looks like a number, so the first item is read
+            # items may have a `__key__` that looks like a number, so the first item is read
             (first,) = self.read([0])
             return None if _has_key(first.value) else keys
         return keys

@@ -107,7 +107,7 @@ def index_shard(
     if url is not None or is_added:
         with locked_folder(folder.path or os.curdir):
             pass  # a folder that another process keeps locked is refused before anything is written
-    # Hazard: a kill between the two files must not leave the digest of an older index in the manifest.
+    # A kill between the two files must not leave the digest of an older index in the manifest.
     if url is not None and older not in (None, sidecar):
         list_shard(ShardEntry(url, len(index.keys), file.nbytes))
     folder.write(sidecar_path(name), sidecar)
@@ -228,7 +228,7 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
     before, indexes = Manifest.of(shards), dict[str, ShardIndex]()
     listed = {os.path.normpath(url): url for url in before.entries}
     removed = [url for name, url in listed.items() if not os.path.exists(os.path.join(folder, name))]
-    # Hazard: links give a shard several names, and readers refuse a manifest that lists one file twice.
+    # Links give a shard several names, and readers refuse a manifest that lists one file twice.
     name_by_file: dict[tuple[int, int], str] = {}
     for name in [*(name for name, url in listed.items() if url not in removed), *names]:
         name_by_file.setdefault(file_identity(os.path.join(folder, name)), name)

@@ -87,7 +87,7 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
             yield folder
             if os.path.isdir(out):
                 shutil.copymode(out, folder)
-            # Hazard: a new name may reach the disk before the files, so the block must have synced them.
+            # A new name may reach the disk before the files, so the block must have synced them.
             replace(folder, out)
         except BaseException as exc:
             is_resumable = token is not None and isinstance(exc, (KeyboardInterrupt, OSError))

@@ -168,7 +168,7 @@ class ShardWriter:
     def _begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:
         """Take over or delete existing shards; return those that were taken over, and the number of the next shard."""
         folder, pattern = self._folder, self._pattern
-        # Hazard: the manifest may list shards that other ranks have stored after the folder was listed. So it is read first.
+        # The manifest may list shards that other ranks have stored after the folder was listed. So it is read first.
         manifest = Manifest.of(folder) if self._manifest else None
         names = folder.names()
         existing = pattern.existing(names)
@@ -195,7 +195,7 @@ class ShardWriter:
                 check_replaceable(dali_index_path(path), sidecar_path(path))
         if self._manifest:
             change_manifest(folder, lambda manifest: manifest.remove(*shards))
-        # Hazard: without its shard, an index would be that of a later shard of this name. So it is deleted first.
+        # Without its shard, an index would be that of a later shard of this name. So it is deleted first.
         files = [name for shard in shards for name in (dali_index_path(shard), sidecar_path(shard), shard)]
         folder.delete(name for name in files if name in names)
 

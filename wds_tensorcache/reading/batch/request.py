@@ -237,7 +237,8 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
 
 
 def keep_known(cached: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add an entry to a bounded dict. Hazard: files determine the number of layouts, so a hostile one could fill memory."""
+    """Add an entry to a bounded dict."""
+    # files determine the number of layouts, so a hostile file could fill memory
     if len(cached) >= _MAX_KNOWN:
         cached.clear()
     cached[key] = value

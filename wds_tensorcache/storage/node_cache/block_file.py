@@ -105,7 +105,7 @@ class BlockFile(ShardFile):
     def __init__(self, path: str, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.status = os.fstat(fd)
-        # Hazard: a file is evicted by truncating it, and reading its map would then kill the process.
+        # A file is evicted by truncating it, and reading its map would then kill the process.
         self._begin(path, self.status, may_map=False)
         self._descriptor = Descriptor(fd)
         self._mode = self.status.st_mode
@@ -121,9 +121,9 @@ class BlockFile(ShardFile):
         self._used_s = 0.0
 
     def is_current(self) -> bool:
-        """Return whether the file is complete and has a name: it was neither evicted nor removed. One system call.
+        """Return whether the file was neither evicted nor removed. Cost: one system call.
 
-        Bytes that were read before this call, from blocks that were present, are right if it returns True.
+        If so, bytes that were read before this call, from blocks that were present, are right.
         """
         status = os.fstat(self.fd)
         return status.st_nlink > 0 and status.st_size == self._nbytes_in_all and status.st_mode == self._mode
@@ -142,14 +142,14 @@ class BlockFile(ShardFile):
         return header[:_BOOT_AT] == _header(digest)[:_BOOT_AT]
 
     def is_of_this_boot(self) -> bool:
-        """Return whether the machine has not restarted since the file was made, so that a crash cannot have lost blocks."""
+        """Return whether the file was made since the machine started, so that no crash can have lost blocks."""
         boot = boot_id().encode()
         return bool(boot) and os.pread(self.fd, len(boot), self._header_at + _BOOT_AT) == boot
 
     def forget_unsynced(self) -> None:
         """Keep only blocks that were synced, after a restart of the machine.
 
-        The caller holds the lock of the folder, so that no other process uses the file meanwhile.
+        The caller holds the lock of the folder, so that no other process uses the file at the same time.
         """
         states = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
         os.pwrite(self.fd, bytes(SYNCED if value == SYNCED else 0 for value in states), self._map_at)
@@ -161,7 +161,7 @@ class BlockFile(ShardFile):
 
         Args:
             runs: Ranges of blocks, `[first, last)`.
-            refresh: Look into the file for what this process does not know to be present. One system call for each run.
+            refresh: Look into the file for blocks that other processes have stored, by one system call for each run.
         """
         present, absent_runs = self._present, []
         for first, last in runs:

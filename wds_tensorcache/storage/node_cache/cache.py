@@ -101,7 +101,7 @@ class NodeCache:
         for extent in self._read_present(ranges):
             by_file.setdefault(_cached(extent[0]), []).append(extent)
         files = list(by_file)
-        # Hazard: each file takes two descriptors until its blocks are there.
+        # Each file takes two descriptors until its blocks are there.
         count = max(1, self._max_open // 2)
         for at in range(0, len(files), count):
             self._read({file: by_file[file] for file in files[at : at + count]})

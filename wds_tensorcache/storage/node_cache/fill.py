@@ -116,7 +116,7 @@ def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted]
 
 
 def _wait(busy: Sequence[Wanted]) -> None:
-    """Wait until no process is fetching one of the blocks, or has given up."""
+    """Wait until every process that fetches one of the blocks has stored it, or has failed."""
     for each in busy:
         locks = _open_locks(each)
         if locks is None:

@@ -354,7 +354,7 @@ def _remove(path: str) -> bool:
             return False
         try:
             os.unlink(path)
-            # Hazard: a process that keeps the file open, perhaps without using it, would keep its space, too.
+            # A process that keeps the file open, perhaps without using it, would keep its space, too.
             os.ftruncate(locks.fd, 0)
         except OSError:
             return False

@@ -49,7 +49,7 @@ _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
 
 
-# Hazard: the interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function was
+# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function was
 # registered after that of `concurrent.futures`, and so is called before it.
 with suppress(RuntimeError):  # the main thread has ended
     threading._register_atexit(retry.cancel_at_exit)  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def measured(url: str) -> Pace:
 
 @dataclass(slots=True)
 class _Request:
-    """One request: the bytes `[begin, end)` of a file, and the buffers for them."""
+    """A request for the bytes `[begin, end)` of a file, and the buffers for them."""
 
     file: _File
     begin: int
@@ -91,9 +91,9 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
     Raises:
         FormatError: A file has changed, or is too short.
         MissingShardError: A file does not exist.
-        RemoteError: As `Client.read_into`. If several requests fail, the error of the first in order.
+        RemoteError: As `Client.read_into`. If several requests fail, the error of the first in order is raised.
 
-    When this function returns or raises, also by an interrupt, no thread writes into the buffers any more.
+    After this function has returned or raised, even by an interrupt, no thread writes into the buffers.
     """
     requests = _plan(ranges, merges)
     if requests:
@@ -179,7 +179,7 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
             futures.append(executor.submit(_work, call, cancel))
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
-        # Hazard: a request that still runs would write into buffers that the caller uses for something else.
+        # A request that still runs would write into buffers that the caller uses for something else.
         cancel.is_set = True
         for future in futures:
             future.cancel()

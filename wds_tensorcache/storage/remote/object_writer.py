@@ -118,7 +118,7 @@ class ObjectWriter:
             problem = f"writing {self.scheme}:// urls needs obstore: pip install 'wds-tensorcache[remote]'"
             raise ImportError(problem) from exc
         make = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self.scheme]
-        # Hazard: client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
+        # client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
         config = {"timeout": f"{limit_s:.0f}s", "connect_timeout": "10s"}
         failed: Exception
         try:
@@ -142,7 +142,7 @@ class ObjectWriter:
             with contextlib.suppress(_Unmet):
                 self._put(url, content, mode="create", attributes={_TOKEN: token})
                 return
-            # Hazard: the response to the attempt that stored the object may have been lost.
+            # The response to the attempt that stored the object may have been lost.
             metadata = self._metadata(url)
             if metadata is not None and metadata.get(_TOKEN) == token:
                 return
@@ -194,7 +194,7 @@ class ObjectWriter:
             is_ours = first is not None
             if not is_ours:  # another writer is checking the same
                 return
-            # Hazard: a proxy may weaken the tags of answers to reads alone.
+            # A proxy may weaken the tags of answers to reads alone.
             if (current := self.read(url)) is not None:
                 self.check_tag(url, current[1])
             is_created_twice = self.swap(url, b"2", None) is not None

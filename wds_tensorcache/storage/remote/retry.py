@@ -1,4 +1,4 @@
-"""One policy for all requests: what is tried again, after which pause, and for how long; and requests that a caller cancels.
+"""The policy of all requests: faults to retry, pauses, time limits, and cancellation by the caller.
 
 The time limit of a request, with all its retries, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
 another one. A request of more than 4 MiB has the time that it takes at 64 KiB/s, if that is longer.

@@ -123,7 +123,7 @@ class StoreClient:
             ) from missing
         cls: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self._scheme]
         limit = timeout_s()
-        # Hazard: client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
+        # client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
         config = {
             "timeout": f"{limit:.3f}s",
             "connect_timeout": f"{min(_CONNECT_S, limit):.3f}s",
@@ -176,7 +176,7 @@ class StoreClient:
         return error
 
     def _get(self, url: str, options: dict[str, Any], target: Target) -> _Found:
-        """Send one request; return the head of its response, and what reads the body."""
+        """Send one request; return the head of its response, and the object that reads the body."""
         import obstore
 
         key = bucket_and_key(url)[1]
@@ -226,7 +226,7 @@ class StoreClient:
         """Return a response's body; None if it was cut short."""
         clock = self.pace.begin(response.head_s)
         content: memoryview | None = None
-        # Hazard: obstore has many errors for a lost connection. Whatever ended the body, the caller asks for the rest; if that
+        # obstore has many errors for a lost connection. Whatever ended the body, the caller asks for the rest; if that
         # is refused, too, the error of the second request tells why.
         with contextlib.suppress(Exception):
             content = memoryview(run_async(response.result.bytes_async))

@@ -161,7 +161,7 @@ def expand(raw: bytes, codec: str) -> bytes:
 
 def _read_all(stream: Any, limit: int) -> bytes:
     """Return the bytes of a stream of pyarrow, or more than `limit` of them; close it."""
-    # Hazard: if the bytes are damaged, `stream.read` leaks the memory that it has allocated for its result.
+    # If the bytes are damaged, `stream.read` leaks the memory that it has allocated for its result.
     content, piece = bytearray(), bytearray(_PIECE_NBYTES)
     with stream:
         while len(content) <= limit and (count := stream.readinto(piece)):

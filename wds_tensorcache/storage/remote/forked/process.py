@@ -35,7 +35,6 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _respond(act: str, url: str, begin: int, end: int, expected: tuple[int, str | None]) -> tuple[dict[str, Any], Any]:
-    """Return the head of a response, and the bytes."""
     try:
         client = client_for(url)
         content: bytes | bytearray = b""

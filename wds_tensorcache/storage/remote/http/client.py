@@ -353,7 +353,7 @@ def _check_whole(
     received = state_of(response)
     if received is None:
         if not response.is_chunked:
-            # Hazard: a dropped connection looks like the end of the body.
+            # A dropped connection looks like the end of the body.
             raise target.error("the server does not tell the object's length, so it may be cut short", 200)
         return state, 0
     if state is not None:

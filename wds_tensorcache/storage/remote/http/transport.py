@@ -106,7 +106,7 @@ class _Raw(HTTPResponse):
             raise HTTPException("the head is damaged")
 
     def readinto(self, buffer: Any) -> int:
-        """Read what has arrived, at least one byte unless the body has ended. One system call."""
+        """Read the bytes that have arrived, at least one unless the body has ended, by one system call."""
         if self.fp is None or not len(buffer):
             return 0
         if self.chunked:
@@ -205,7 +205,7 @@ class Response:
         length = self.length
         try:
             if length is not None and length <= _FEW_BYTES:
-                # Hazard: the server may never send what it has announced
+                # the server may never send what it has announced
                 self._attempts = Attempts(self._attempts.target)
                 self._attempts.deadline = time.monotonic() + _DRAIN_S
                 while self.length and self.read_some(_DROPPED):
@@ -387,7 +387,7 @@ def _is_final(error: BaseException) -> bool:
     return isinstance(error, (urllib3.exceptions.LocationValueError, urllib3.exceptions.InvalidHeader, UnicodeError))
 
 
-# Hazard: texts of errors may contain urls with signatures, and credentials of a proxy. So none of them is shown.
+# Texts of errors may contain urls with signatures, and credentials of a proxy. So none of them is shown.
 _FAULTS: tuple[tuple[type[BaseException], str], ...] = (
     (ProxyError, "no connection to the proxy"),
     (NameResolutionError, "the server's name is unknown"),
