@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
-from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names, unknown_name
+from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, format_count, list_names, unknown_name
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue
 from wds_tensorcache.reading.positions import (
     Inverse,
@@ -364,9 +364,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Only the first 1,000 samples are searched for tensors, and bytes are summed over only the first 1,000 shards.
         """
-        counts = (
-            f"{len(self):,} sample{'s' * (len(self) != 1)} in {self.num_shards:,} shard{'s' * (self.num_shards != 1)}"
-        )
+        counts = f"{format_count(len(self), 'sample')} in {format_count(self.num_shards, 'shard')}"
         lines = [f"{type(self).__name__}: {counts}{self._shown_nbytes()}"]
         try:
             schema = self[:_SHOWN].schema

@@ -168,7 +168,7 @@ class Alternatives:
         for number in spread(len(cache), _NUM_EXAMINED):
             sample = cache._sample(number)
             names = list(flatten(sample))
-            counts.append([len(_expand(each, names)) or _count_values(sample, each) for _, each in patterns])
+            counts.append([len(_expand(row, names)) or _count_values(sample, row) for _, row in patterns])
         for at, (name, one) in enumerate(patterns):
             for beside, (second, other) in enumerate(patterns[:at]):
                 if all(count[at] == count[beside] for count in counts) and any(count[at] > 1 for count in counts):
@@ -347,8 +347,11 @@ class Choices(Mapping[str, Array]):
 
     def _with_more(self, others: Choices, prefix: str) -> Choices:
         """Return these choices and `others`, whose names get a prefix."""
-        choices = {prefix + name: found for name, found in others._choices.items()}
-        chosen = {prefix + name: [each and prefix + each for each in found] for name, found in others._chosen.items()}
+        choices = {prefix + name: values for name, values in others._choices.items()}
+        chosen = {
+            prefix + name: [alternative and prefix + alternative for alternative in values]
+            for name, values in others._chosen.items()
+        }
         return Choices(self._choices | choices, self._chosen | chosen)
 
     def __getitem__(self, name: str) -> Array:
@@ -403,7 +406,9 @@ class ChosenRequest(Request):
         base, alternatives = self.base.in_view(store, structures, fixed), self.alternatives
         if structures.wanted is not None:  # without the groups that the view lacks
             names = {name for layout in layouts_of(self.rows).items for name in layout.named if structures.wanted(name)}
-            kept = [group for group in self.choices if any(_expand(each, list(names)) for each in group.patterns)]
+            kept = [
+                group for group in self.choices if any(_expand(patterns, list(names)) for patterns in group.patterns)
+            ]
             alternatives = Alternatives(tuple(kept))
         if not alternatives.groups:
             return base
@@ -425,7 +430,7 @@ class ChosenRequest(Request):
         )
 
     def keeping(self, names: tuple[str, ...]) -> ChosenRequest:
-        chosen = [{name: stored for name, stored in each.items() if name in names} for each in self.picked.chosen]
+        chosen = [{name: stored for name, stored in tensors.items() if name in names} for tensors in self.picked.chosen]
         structures = self.structures.narrowed(names)
         return replace(self, structures=structures, picked=replace(self.picked, chosen=chosen))
 
@@ -440,11 +445,11 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
     request.find_names()  # an old index may lack names of alternatives
     rest, stored = _Rest.of(request.structures, alternatives), layouts_of(request.rows)
     contents = list(map(rest.contents, stored.items))
-    available = [found for found, _ in contents]
+    available = [matches for matches, _ in contents]
     if not rest.is_checked:
         _check_patterns(request, alternatives, stored)
         rest.is_checked = True
-    has_any = {name for found in available for name, names in found.items() if names}
+    has_any = {name for matches in available for name, names in matches.items() if names}
     values, tensors = list[ChosenValue](), list[tuple[str, int]]()  # names with the number of their group
     choices, all_counts = dict[Group, Array](), dict[Group, Array]()
     for group in alternatives.groups:
@@ -457,7 +462,7 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
                 values.append(ChosenValue(name, patterns, group))
                 values[-1].check([name for layout in stored.items for name in layout.named])
         if has_tensors:
-            counts = [_count(stored, at, group, found) for at, found in enumerate(available)]
+            counts = [_count(stored, at, group, matches) for at, matches in enumerate(available)]
             all_counts[group] = np.array(counts)[stored.which]
             choices[group] = chooser(group, all_counts[group])
     # cost per sample: one step in Python
@@ -491,7 +496,7 @@ def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Seque
     """Return the number of alternatives that samples of a layout have for a group."""
     counts = {name: len(available[name]) for name in group.names if available[name]}
     if not counts:
-        patterns = [pattern for each in group.patterns for pattern in each]
+        patterns = [pattern for row in group.patterns for pattern in row]
         raise BatchError(
             f"sample {stored.key(at)!r} has none of the alternatives of {group.names[0]!r:.100}: {list_names(patterns)}; "
             f"it has {list_names(stored.items[at].named, patterns[0])}"
@@ -590,10 +595,13 @@ def split(
             for name, patterns in zip(group.names, group.patterns, strict=True)
         ]
         for number, prefix in enumerate(prefixes):
-            mine = [(name, found) for name, at, found in places if at == number]
-            if mine:
-                own_names = tuple(name.removeprefix(prefix) for name, _ in mine)
-                patterns = tuple(tuple(glob.escape(each.removeprefix(prefix)) for each in found) for _, found in mine)
+            names_of_part = [(name, matches) for name, at, matches in places if at == number]
+            if names_of_part:
+                own_names = tuple(name.removeprefix(prefix) for name, _ in names_of_part)
+                patterns = tuple(
+                    tuple(glob.escape(alternative.removeprefix(prefix)) for alternative in matches)
+                    for _, matches in names_of_part
+                )
                 parts[number][Group(own_names, patterns)] = group
     return parts
 
@@ -653,13 +661,13 @@ def _find_values(batch: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any
             continue
         value = target[last]
         if is_list and type(value) is dict:
-            yield target, last, [(f"{pattern}.{key}", each, False) for key, each in value.items()]
+            yield target, last, [(f"{pattern}.{key}", item, False) for key, item in value.items()]
         elif type(value) is not dict:
             yield target, last, [(pattern, value, is_list)]
 
 
 def _count_values(sample: Any, patterns: Sequence[str]) -> int:
-    sources = [source for *_, found in _find_values(sample, patterns) for source in found]
+    sources = [source for *_, matches in _find_values(sample, patterns) for source in matches]
     return sum(len(value) if is_list and isinstance(value, (list, tuple)) else 1 for _, value, is_list in sources)
 
 
@@ -696,7 +704,7 @@ def place_in_samples(samples: list[Any], request: Any, chooser: Chooser, keys: S
     counts = dict(request.counts)
     sources = [_take(sample, request.values) for sample in samples]
     for number, value in enumerate(request.values):
-        _, chosen = _choose([each[number] for each in sources], value, chooser, keys, counts)
+        _, chosen = _choose([column[number] for column in sources], value, chooser, keys, counts)
         for sample, (_, item) in zip(samples, chosen, strict=True):
             put(sample, value.name, item)
     return samples
@@ -775,7 +783,7 @@ def _alternatives(sources: Sequence[_Source], key: str) -> list[tuple[str, Any]]
             raise BatchError(
                 f"sample {key!r} has a {type(value).__name__} at {name!r}, expected a list of alternatives"
             )
-        alternatives += [(f"{name}.{at}", each) for at, each in enumerate(value)] if is_list else [(name, value)]
+        alternatives += [(f"{name}.{at}", item) for at, item in enumerate(value)] if is_list else [(name, value)]
     if not alternatives:
         raise BatchError(f"sample {key!r} has no alternatives: {sources[0][0]!r} is empty")
     return alternatives

@@ -12,6 +12,7 @@ import numpy as np
 
 from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.reading.schema import Tensor, TensorSchema, format_tensor, merge_schema, merge_shapes, printable
 from wds_tensorcache.reading.structure import value_at
 
@@ -99,20 +100,22 @@ class Description:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        counts = f"{_count(self.num_samples, 'sample')} in {_count(self.num_shards, 'shard')}"
+        counts = f"{format_count(self.num_samples, 'sample')} in {format_count(self.num_shards, 'shard')}"
         yield f"Description: {counts}, {self.nbytes:,} bytes of tensors"
         if self.tensors or self.num_counted < self.num_samples:
             of_samples = (
-                "" if self.num_counted == self.num_samples else f" of {_count(self.num_counted, 'sample')} in memory"
+                ""
+                if self.num_counted == self.num_samples
+                else f" of {format_count(self.num_counted, 'sample')} in memory"
             )
             yield f"tensors{of_samples}:"
             yield from _entries(self.tensors, self.num_counted)
         if self.values:
-            yield f"values of {_count(self.num_examined, 'sample')}:"
+            yield f"values of {format_count(self.num_examined, 'sample')}:"
             yield from _entries(self.values, self.num_examined)
         if self.members:
             yield "members:"
-            members = ((suffix, _count(count, "sample")) for suffix, count in self.members.items())
+            members = ((suffix, format_count(count, "sample")) for suffix, count in self.members.items())
             yield from _limited(
                 (f"  {suffix!r:.{_VALUE_CHARS}}: {text}" for suffix, text in members), len(self.members)
             )
@@ -135,10 +138,6 @@ def _limited(lines: Iterable[str], count: int) -> Iterator[str]:
         yield line if len(line) <= _LINE_CHARS else f"{line[:_LINE_CHARS]}…"
     if count > _MAX_LINES:
         yield f"  … and {count - _MAX_LINES:,} more"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def shown_value(value: Any, depth: int = 3) -> str:

@@ -100,7 +100,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         header = find_header(file.read, stop - stop % BLOCK, file.nbytes)
         if header is not None:
             refuse("a tar header, in the remains of an index that other members overwrote", header)
-    trailers = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
+    trailers = parse_both(file, lambda part: read_trailer(part.read, part.nbytes, file.nbytes))
     later = max((trailer.end for trailer in trailers), default=0)
     if later > end:
         refuse(f"zeros, although an index says that the archive ends at byte {later}", end)

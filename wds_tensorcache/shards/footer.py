@@ -204,9 +204,9 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     _check(all(name == "" or is_cache_name(name) for name in names["caches"]), "cache names", names["caches"])
     _check(isinstance(names.get("fingerprint", {}), dict), "fingerprint", names.get("fingerprint"))
     forms = []
-    for each in names["forms"]:
-        _check(type(each) is list, "form", each)
-        entries = tuple((name, dtype, ndim) for name, dtype, ndim in each)
+    for raw_form in names["forms"]:
+        _check(type(raw_form) is list, "form", raw_form)
+        entries = tuple((name, dtype, ndim) for name, dtype, ndim in raw_form)
         are_known = all(type(name) is str and dtype in STORED and type(ndim) is int for name, dtype, ndim in entries)
         _check(are_known and all(0 <= ndim <= 64 for *_, ndim in entries), "form", entries)
         _check(len({name for name, *_ in entries}) == len(entries), "form", entries)
@@ -220,7 +220,7 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     further = None
     if "further" in names:
         _check(type(names["further"]) is list and len(names["further"]) == len(forms), "further", names["further"])
-        further = tuple(_further_of(form, each) for form, each in zip(forms, names["further"], strict=True))
+        further = tuple(_further_of(form, raw) for form, raw in zip(forms, names["further"], strict=True))
     return ShardIndex(
         Keys(arrays["keys.text"], arrays["keys.ends"]),
         {

@@ -273,7 +273,7 @@ def stored_digest(path: str) -> str | None:
     from wds_tensorcache.shards.load_index import parse_both
 
     file = ShardFile(path)
-    trailers = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
+    trailers = parse_both(file, lambda part: read_trailer(part.read, part.nbytes, file.nbytes))
     return next((trailer.digest for trailer in trailers), None)
 
 

@@ -135,8 +135,8 @@ def _read_tensors(
             tensors[name] = memory.view(columns.first[number], placement.begins[number], (count, *shape))
         else:
             rows = zip(layouts.which.tolist(), placement.rows[number], strict=True)
-            found = ((columns.references[number][at], begin) for at, begin in rows)
-            tensors[name] = [one and memory.view(one, begin, one.shape) for one, begin in found]
+            pairs = ((columns.references[number][at], begin) for at, begin in rows)
+            tensors[name] = [one and memory.view(one, begin, one.shape) for one, begin in pairs]
     return tensors, layouts
 
 

@@ -198,8 +198,10 @@ class Columns:
         self.shapes = [first.shape for first in self.first]
         # cost: one step per tensor and layout, done once for all batches of one layout
         self.limits = [
-            _most(first, first.shape) if all(one is not None and one.shape == first.shape for one in each) else 0
-            for first, each in zip(self.first, self.references, strict=True)
+            _most(first, first.shape)
+            if all(one is not None and one.shape == first.shape for one in references_of_tensor)
+            else 0
+            for first, references_of_tensor in zip(self.first, self.references, strict=True)
         ]
         self.limit = min(self.limits, default=1 << 63)
 
@@ -209,7 +211,7 @@ class Columns:
         (at, first), *others = self.present(tensor)
         unequal = [(number, other) for number, other in others if other.shape != first.shape]
         # name a shape that padding cannot mend, if there is one
-        for number, other in sorted(unequal, key=lambda each: is_paddable(first.shape, each[1].shape))[:1]:
+        for number, other in sorted(unequal, key=lambda item: is_paddable(first.shape, item[1].shape))[:1]:
             raise BatchError(
                 f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "
                 f"{list(other.shape)} in {layouts.key(number)!r}; "

@@ -150,7 +150,7 @@ def _device_of(value: Any) -> torch.device | None:
     if isinstance(value, torch.Tensor):
         return value.device
     items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return next((found for found in map(_device_of, items) if found is not None), None)
+    return next((device for device in map(_device_of, items) if device is not None), None)
 
 
 def _with_tensors(value: Any, device: torch.device | None) -> Any:

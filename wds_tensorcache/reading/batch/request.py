@@ -214,9 +214,9 @@ def check_names(rows: Rows, i: int, sample: Any) -> None:
 class _Slot:
     """A placeholder for a tensor or another value while `_visits_of` runs."""
 
-    def __init__(self, found: list[Any], what: Any) -> None:
-        self.found, self.number = found, len(found)
-        found.append(what)
+    def __init__(self, group: list[Any], value: Any) -> None:
+        self.group, self.number = group, len(group)
+        group.append(value)
 
 
 def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
@@ -227,7 +227,7 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
 
     def visit(value: Any) -> int:
         if isinstance(value, _Slot):
-            return value.number + (len(names) if value.found is paths else 0)
+            return value.number + (len(names) if value.group is paths else 0)
         items = list(map(visit, value.values() if type(value) is dict else value))
         containers.append((type(value), tuple(value) if type(value) is dict else (), item_getter(items)))
         return len(names) + len(paths) + len(containers) - 1

@@ -85,6 +85,6 @@ def _leave(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) 
     thread.join(_LEAVE_S)
     deadline, num_quiet = time.monotonic() + _LEAVE_S, 0
     while num_quiet < _NUM_QUIET and time.monotonic() < deadline:
-        thread_ids = {each.ident for each in threading.enumerate()}
+        thread_ids = {running.ident for running in threading.enumerate()}
         num_quiet = 0 if sys._current_frames().keys() - thread_ids else num_quiet + 1
         time.sleep(_QUIET_S)

@@ -102,9 +102,9 @@ class TransientError(Exception):
         retry_after_s: Pause that the server asks for.
     """
 
-    def __init__(self, what: str, status: int | None = None, retry_after_s: float | None = None) -> None:
-        super().__init__(what)
-        self.what, self.status, self.retry_after_s = what, status, retry_after_s
+    def __init__(self, problem: str, status: int | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(problem)
+        self.problem, self.status, self.retry_after_s = problem, status, retry_after_s
 
 
 class CancelledError(Exception):
@@ -219,11 +219,13 @@ class Attempts:
             pause_s += fault.retry_after_s
         if pause_s >= self.remaining_s():
             tried = "1 attempt" if self._num_all == 1 else f"{self._num_all} attempts"
-            problem = f"{fault.what}; given up after {tried}, with a limit of {self.limit_s:g} s"
+            problem = f"{fault.problem}; given up after {tried}, with a limit of {self.limit_s:g} s"
             if fault.retry_after_s is not None and fault.retry_after_s >= self.limit_s:
                 problem += f"; the server asks for a pause of {fault.retry_after_s:g} s"
             raise self.target.error(problem + f"; try again, or raise {TIMEOUT_VARIABLE}", fault.status)
-        warn_of_delay(self.target, self._begun, f"{fault.what}; trying again for up to {self.remaining_s():.0f} s more")
+        warn_of_delay(
+            self.target, self._begun, f"{fault.problem}; trying again for up to {self.remaining_s():.0f} s more"
+        )
         until = time.monotonic() + pause_s
         while (left := until - time.monotonic()) > 0:
             check_cancelled()
