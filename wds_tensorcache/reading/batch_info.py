@@ -166,7 +166,7 @@ class BatchInfo:
         lengths = shapes[name][:, :1]
         length = held_lengths[name] if name in held_lengths else self._length(name, lengths)
         mask = torch.arange(length, device=lengths.device) < lengths
-        return _moved(mask, self.is_padding.device)
+        return _move(mask, self.is_padding.device)
 
     def _length(self, name: str, lengths: torch.Tensor) -> int:
         """Return the padded length of a tensor's rows, whose lengths before padding are `lengths`."""
@@ -186,7 +186,7 @@ class BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
         return BatchInfo(
             self.indices,
-            _moved(self.is_padding, device, non_blocking),
+            _move(self.is_padding, device, non_blocking),
             self.epoch,
             self.step,
             self.source,
@@ -233,7 +233,7 @@ def _received(indices: Array, padding: Array, place: Any, sent: Any, collate: An
     return BatchInfo(indices, is_padding, *place, collate=collate, randomness=Randomness(*randomness), sent=sent)
 
 
-def _moved(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:
+def _move(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:
     if device is not None and torch.device(device).type == "cuda" and mask.device.type == "cpu":
         # A copy from pageable memory would wait for all work that is queued on the GPU.
         mask, non_blocking = mask.pin_memory(), True

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from wds_tensorcache.storage.remote.fetch import measured
+from wds_tensorcache.storage.remote.fetch import measured_pace
 from wds_tensorcache.storage.urls import is_url
 
 __all__ = ["NUM_THREADS", "BatchesAhead", "remote_url"]
@@ -61,7 +61,7 @@ class BatchesAhead:
             return
         allowed = max(_LEAST, _MAX_NBYTES // max(1, nbytes))
         if has_waited and self.count < _MOST:
-            pace = measured(self._url)
+            pace = measured_pace(self._url)
             if self.count * nbytes < _REQUIRED * pace.latency_s * pace.total_rate:
                 self.count *= 2
         self.count = min(self.count, allowed, _MOST)

@@ -28,7 +28,7 @@ from wds_tensorcache.reading.positions import (
     Positions,
     as_array,
     numbers_of,
-    respelled,
+    respell,
     spread,
     take,
 )
@@ -397,7 +397,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         keys, safe = self.keys(), safe_key(key)
         if safe != key and safe in self:
             return f"{safe!r}, the key that tc.safe_key makes of this name; use cache[tc.safe_key(…)]"
-        names = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
+        names = [other for other in respell(key, len(keys[0]) if len(keys) else 0) if other in self]
         if not names:
             # if the keys ascend, the keys next to this place are similar
             place = bisect_left(keys, key)
@@ -593,7 +593,7 @@ class TensorCache(Cache[_Sample]):
         return len(self._where)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and bool(self._found(key))
+        return isinstance(key, str) and bool(self._find_all(key))
 
     def keys(self) -> KeysView:
         return KeysView(self)
@@ -741,7 +741,7 @@ class TensorCache(Cache[_Sample]):
         sample = shard.sample(row)
         return sample if self._wanted is None else self._structures.selected(sample)
 
-    def _found(self, key: str) -> list[int]:
+    def _find_all(self, key: str) -> list[int]:
         """Return the indices of the samples with this key."""
         positions = self._store.find(key)
         if self._order is None or not positions:
@@ -755,7 +755,7 @@ class TensorCache(Cache[_Sample]):
         return shard.index.origin(shard.sample_row(row))[1]
 
     def _find(self, key: str) -> int:
-        numbers = self._found(key)
+        numbers = self._find_all(key)
         if not numbers:
             raise KeyError(f"no sample {key!r:.100} among the {len(self)} samples; there are {self._near_keys(key)}")
         if len({self._at(number) for number in numbers}) > 1:

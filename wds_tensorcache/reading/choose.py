@@ -431,7 +431,7 @@ class ChosenRequest(Request):
 
     def keeping(self, names: tuple[str, ...]) -> ChosenRequest:
         chosen = [{name: stored for name, stored in tensors.items() if name in names} for tensors in self.picked.chosen]
-        structures = self.structures.narrowed(names)
+        structures = self.structures.narrow(names)
         return replace(self, structures=structures, picked=replace(self.picked, chosen=chosen))
 
 

@@ -116,7 +116,7 @@ class Description:
         if self.members:
             yield "members:"
             members = ((suffix, format_count(count, "sample")) for suffix, count in self.members.items())
-            yield from _limited(
+            yield from _limit_lines(
                 (f"  {suffix!r:.{_VALUE_CHARS}}: {text}" for suffix, text in members), len(self.members)
             )
         if self.fingerprint:
@@ -130,10 +130,10 @@ def _entries(described: Mapping[str, TensorDescription] | Mapping[str, ValueDesc
             shown = name if len(name) <= _VALUE_CHARS else f"{name[:_VALUE_CHARS]}…"
             yield f"  {printable(shown) or '(the whole sample)'}: {description}{share}"
 
-    return _limited(lines(), len(described))
+    return _limit_lines(lines(), len(described))
 
 
-def _limited(lines: Iterable[str], count: int) -> Iterator[str]:
+def _limit_lines(lines: Iterable[str], count: int) -> Iterator[str]:
     for line in islice(lines, _MAX_LINES):
         yield line if len(line) <= _LINE_CHARS else f"{line[:_LINE_CHARS]}…"
     if count > _MAX_LINES:
@@ -177,7 +177,7 @@ class _ShapeCounts:
             self._merge()
 
     def _merge(self) -> None:
-        self._parts = {ndim: [_merged(parts)] for ndim, parts in self._parts.items()}
+        self._parts = {ndim: [_merge_counts(parts)] for ndim, parts in self._parts.items()}
         self._num_rows = self._num_merged = sum(len(shapes) for [(shapes, _)] in self._parts.values())
 
     def most_frequent(self) -> tuple[dict[tuple[int, ...], int], int]:
@@ -191,7 +191,7 @@ class _ShapeCounts:
         return dict(frequent[:_MAX_SHAPES]), self._num_merged
 
 
-def _merged(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def _merge_counts(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Return distinct shapes, int64 `[n, ndim]`, in ascending order, and the number of samples of each."""
     shapes = np.concatenate([shapes for shapes, _ in parts])
     counts = np.concatenate([counts for _, counts in parts])

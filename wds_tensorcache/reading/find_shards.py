@@ -155,7 +155,7 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
     shards = listed(manifest)
     if shards is not None:
         paths = [shard.path for shard in shards]
-        reasons = [] if folder.is_remote else [_unlisted(path, paths), _packed(path, paths)]
+        reasons = [] if folder.is_remote else [_describe_unlisted(path, paths), _find_packed(path, paths)]
     else:
         try:
             names = folder.names()
@@ -165,7 +165,7 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
             remedy = f"check the url; upload the {MANIFEST} of the cache, or pass the urls of the shards"
             example = "such as '…/train-{000000..000099}.tar'"
             raise FileNotFoundError(f"{problem}{kinds}; {remedy}, {example}{hint}") from exc
-        reasons = [_describe_packed(_packed_names(names)) if folder.is_remote else _packed(path, [])]
+        reasons = [_describe_packed(_packed_names(names)) if folder.is_remote else _find_packed(path, [])]
         shards = [FoundShard(folder.locate(name)) for name in shard_names(names)]
         if not shards:
             end = kinds + hint if reasons[0] is None else f"; {reasons[0]}"
@@ -180,7 +180,7 @@ def shard_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
-def _unlisted(folder: str, listed: list[str]) -> str | None:
+def _describe_unlisted(folder: str, listed: list[str]) -> str | None:
     """Return the end of a message if a folder contains shards that its manifest does not list; None if it cannot be listed."""
     listed_paths = set(map(os.path.normpath, listed))
     try:
@@ -209,7 +209,7 @@ def _unlisted(folder: str, listed: list[str]) -> str | None:
     return f"{problem}, so their samples are left out; {remedy}"
 
 
-def _packed(folder: str, listed: list[str]) -> str | None:
+def _find_packed(folder: str, listed: list[str]) -> str | None:
     """Return the end of a message if a folder contains tars that are neither `listed` nor end in `.tar`."""
     try:
         names = _packed_names(os.listdir(folder))

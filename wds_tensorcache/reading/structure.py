@@ -218,7 +218,7 @@ class _Difference:
         ):
             return None
         if first is _NOTHING or other is _NOTHING or first is _END or other is _END or kind != others:
-            return path, self._described(first), self._described(other)
+            return path, self._describe(first), self._describe(other)
         if not isinstance(kind, type):
             return None
         if id(first) in self._met:
@@ -233,7 +233,7 @@ class _Difference:
             pairs = ((at, *both) for at, both in enumerate(zip_longest(first, other, fillvalue=_END)))
         return next(filter(None, (self.between(one, two, (*path, step)) for step, one, two in pairs)), None)
 
-    def _described(self, value: Any) -> str:
+    def _describe(self, value: Any) -> str:
         if value is _NOTHING or value is _END:
             return "nothing"
         kind = self._kind(value)

@@ -279,16 +279,16 @@ class ShardIndex:
             parts.append((tensors, cache, cache.rows, cache.tensors_begin, self.layouts.nbytes[cache.layout]))
         for suffix, member in self.members.items():
             parts.append((suffix, None, member.rows, member.begin, member.nbytes))
-        begins = _joined(part[3] for part in parts)
+        begins = _concatenate(part[3] for part in parts)
         order = np.argsort(begins, kind="stable")
         return MemberTable(
             [part[0] for part in parts],
             [part[1] for part in parts],
-            _joined(np.full(len(part[3]), kind) for kind, part in enumerate(parts))[order],
-            _joined(np.arange(len(part[3])) for part in parts)[order],
-            _joined(everything if part[2] is None else part[2] for part in parts)[order],
+            _concatenate(np.full(len(part[3]), kind) for kind, part in enumerate(parts))[order],
+            _concatenate(np.arange(len(part[3])) for part in parts)[order],
+            _concatenate(everything if part[2] is None else part[2] for part in parts)[order],
             begins[order],
-            _joined(part[4] for part in parts)[order],
+            _concatenate(part[4] for part in parts)[order],
         )
 
     def check(self) -> None:
@@ -341,5 +341,5 @@ def _refuse(is_bad: Any, problem: str) -> None:
         raise FormatError(f"the index has {problem}", kind="index")
 
 
-def _joined(arrays: Iterable[Array]) -> Array:
+def _concatenate(arrays: Iterable[Array]) -> Array:
     return np.concatenate([np.empty(0, np.int64), *(array.astype(np.int64) for array in arrays)])

@@ -249,14 +249,14 @@ def web_url(url: str) -> str:
         (
             parts.scheme.lower(),
             parts.netloc.rpartition("@")[2],
-            _encoded(parts.path, _IN_PATH) or "/",
-            _encoded(parts.query, _IN_QUERY),
+            _percent_encode(parts.path, _IN_PATH) or "/",
+            _percent_encode(parts.query, _IN_QUERY),
             "",
         )
     )
 
 
-def _encoded(text: str, safe: str) -> str:
+def _percent_encode(text: str, safe: str) -> str:
     """Percent-encode a part of a url that may be encoded already: `%` stays where two hexadecimal digits follow."""
     first, *rest = text.split("%")
     encoded = [quote(first, safe=safe)]

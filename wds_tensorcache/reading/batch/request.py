@@ -84,7 +84,7 @@ class Structures:
         # the value refers to the form, so the id is not reused
         self._by_form: dict[Any, tuple[Form, tuple[str, ...]]] = {}
 
-    def narrowed(self, names: tuple[str, ...]) -> Structures:
+    def narrow(self, names: tuple[str, ...]) -> Structures:
         """Return the structures of the same samples with only these tensors."""
         view = self.views.get(names)
         if view is None:
@@ -286,7 +286,7 @@ class Request:
 
     def keeping(self, names: tuple[str, ...]) -> Request:
         """Return the request of the same samples with only these tensors."""
-        return replace(self, structures=self.structures.narrowed(names))
+        return replace(self, structures=self.structures.narrow(names))
 
     def in_view(self, store: Store, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
         """Return the request of the same samples in another view of the cache."""

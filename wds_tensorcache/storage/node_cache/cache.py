@@ -99,7 +99,7 @@ class NodeCache:
         """
         by_file: dict[CachedFile, list[Range]] = {}
         for extent in self._read_present(ranges):
-            by_file.setdefault(_cached(extent[0]), []).append(extent)
+            by_file.setdefault(_as_cached(extent[0]), []).append(extent)
         files = list(by_file)
         # Each file takes two descriptors until its blocks are there.
         count = max(1, self._max_open // 2)
@@ -113,7 +113,7 @@ class NodeCache:
         for extent in ranges:
             remote, begin, _ = extent
             if remote not in open_files:
-                open_files[remote] = self.find_local(_cached(remote), now_s)
+                open_files[remote] = self.find_local(_as_cached(remote), now_s)
             file = open_files[remote]
             if file is not None and file.find_absent(0, begin // BLOCK, -(-_end(extent) // BLOCK)) < 0:
                 present.append((file, extent))
@@ -281,7 +281,7 @@ class CachedFile(RemoteFile):
         return CachedFile, (self.cache, self.url, *self.identity, self.manifest)
 
 
-def _cached(file: RemoteFile) -> CachedFile:
+def _as_cached(file: RemoteFile) -> CachedFile:
     assert isinstance(file, CachedFile)
     return file
 

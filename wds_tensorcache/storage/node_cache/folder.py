@@ -129,7 +129,7 @@ class CacheFolder:
         file = open_block_file(path, digest, nbytes)
         if file is not None and file.is_of_this_boot():
             return file
-        with self._naming_folder(), self._locked() as space:
+        with self._naming_folder(), self._lock_space() as space:
             file = open_block_file(path, digest, nbytes)  # another process may have been faster
             if file is None:
                 return self._create(path, digest, nbytes, space)
@@ -146,7 +146,7 @@ class CacheFolder:
         """
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
         tables = BLOCK * sum(1 + len(runs) // _RUNS_PER_TABLE for _, runs in wanted)
-        with self._naming_folder(), self._locked() as space:
+        with self._naming_folder(), self._lock_space() as space:
             self._make_room(needed + tables, space)
             try:
                 self._allocate(wanted, needed, space)
@@ -171,7 +171,7 @@ class CacheFolder:
         return sum(nbytes for _, nbytes, _ in self._files())
 
     def _allocate(self, wanted: Sequence[tuple[BlockFile, BlockRuns]], needed: int, space: _Space) -> None:
-        used_nbytes, before = space.nbytes, sum(_allocated(file.fd) for file, _ in wanted)
+        used_nbytes, before = space.nbytes, sum(_disk_nbytes(file.fd) for file, _ in wanted)
         space.set(used_nbytes + needed)  # first: this process may be killed after any line
         try:
             for file, runs in wanted:
@@ -179,7 +179,7 @@ class CacheFolder:
                     begin, end = file.extent(run)
                     os.posix_fallocate(file.fd, begin, end - begin)
         finally:
-            space.set(used_nbytes + sum(_allocated(file.fd) for file, _ in wanted) - before)
+            space.set(used_nbytes + sum(_disk_nbytes(file.fd) for file, _ in wanted) - before)
 
     def _create(self, path: str, digest: bytes, nbytes: int, space: _Space) -> BlockFile:
         """Create the file of an object under a temporary name, then rename it."""
@@ -193,7 +193,7 @@ class CacheFolder:
             try:
                 os.fchmod(fd, 0o600)  # a umask may have removed permissions
                 write_layout(fd, digest, nbytes)
-                used_nbytes += _allocated(fd)
+                used_nbytes += _disk_nbytes(fd)
             finally:
                 os.close(fd)
             with contextlib.suppress(FileNotFoundError):
@@ -290,7 +290,7 @@ class CacheFolder:
             raise OSError(exc.errno, f"the folder cannot be written ({exc.strerror}); {remedy}") from exc
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[_Space]:
+    def _lock_space(self) -> Iterator[_Space]:
         """Hold the lock for adding and removing files and blocks.
 
         Raises:
@@ -338,7 +338,7 @@ class _Space:
         os.pwrite(self._fd, nbytes.to_bytes(8, "little"), 0)
 
 
-def _allocated(fd: int) -> int:
+def _disk_nbytes(fd: int) -> int:
     return 512 * os.fstat(fd).st_blocks
 
 

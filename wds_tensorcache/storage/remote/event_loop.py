@@ -42,7 +42,7 @@ def check_not_forked(target: Target) -> None:
         raise target.error(f"{problem}; start worker processes by 'forkserver' or 'spawn'")
 
 
-async def _awaited(call: Callable[[], Awaitable[_Result]]) -> _Result:
+async def _await_call(call: Callable[[], Awaitable[_Result]]) -> _Result:
     return await call()  # obstore needs the running loop already in the call
 
 
@@ -62,7 +62,7 @@ def run_async(call: Callable[[], Awaitable[_Result]], meanwhile: Callable[[], ob
             _thread.start()
             atexit.register(_leave, _loop, _thread, os.getpid())
         loop = _loop
-    future = asyncio.run_coroutine_threadsafe(_awaited(call), loop)
+    future = asyncio.run_coroutine_threadsafe(_await_call(call), loop)
     while True:
         try:
             check_cancelled()

@@ -15,7 +15,7 @@ from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.threads import Threads, per_process
 
-__all__ = ["MADE", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured", "run", "run_all"]
+__all__ = ["MADE", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured_pace", "run", "run_all"]
 
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
 _LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
@@ -55,7 +55,7 @@ with suppress(RuntimeError):  # the main thread has ended
     threading._register_atexit(retry.cancel_at_exit)  # type: ignore[attr-defined]
 
 
-def measured(url: str) -> Pace:
+def measured_pace(url: str) -> Pace:
     """Return the measured pace of a url's server: `latency_s`, `rate` and `total_rate`."""
     return client_for(url).pace
 
@@ -133,7 +133,7 @@ def _plan(ranges: Ranges, merges: bool = True) -> list[_Request]:
 
 def largest_gap(url: str) -> int:
     """Return the length of the gap between two ranges that takes as long to read as another request."""
-    pace = measured(url)
+    pace = measured_pace(url)
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
 

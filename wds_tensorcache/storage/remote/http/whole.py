@@ -97,9 +97,9 @@ class WholeCopies:
         """Make a copy of an object from an open response to a GET request, unless another thread has made one."""
         with self.turn(url):
             if self.read_into(url, [], 0, expected) is None:
-                self._keep(url, self._fetched(url, expected, opened))
+                self._keep(url, self._fetch_copy(url, expected, opened))
 
-    def _fetched(self, url: str, expected: ObjectInfo, opened: Opened | None) -> _Copy:
+    def _fetch_copy(self, url: str, expected: ObjectInfo, opened: Opened | None) -> _Copy:
         while True:
             copy = _Copy()
             try:
