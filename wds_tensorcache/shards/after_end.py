@@ -1,6 +1,6 @@
 """Check the bytes after the end of an archive: tools index or copy a shard only if they are zeros, an index, or both.
 
-Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
+Readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
 after the zeros. A copy of the part before them, or an index of it, would lose these members.
 """
 

@@ -206,7 +206,7 @@ def locate_shards(
 def shard_url(folder: str, listed: str) -> str:
     """Return the url of a shard that a manifest in the folder at url `folder` lists.
 
-    Hazard: the manifest may be hostile. It must not make readers send requests, perhaps with credentials, to another host or to
+    The manifest may be hostile. It must not make readers send requests, perhaps with credentials, to another host or to
     another folder, run a command, or open local files.
 
     Args:
@@ -369,7 +369,7 @@ def _parse_shard(shard: Any, where: str) -> ShardEntry:
 def check_inside(url: str) -> None:
     """Raise FormatError if a manifest lists a file that is not in its folder.
 
-    Hazard: a downloaded manifest must not make a reader or a tool read private files.
+    A downloaded manifest must not make a reader or a tool read private files.
     """
     if os.path.isabs(url) or ".." in re.split(r"[/\\]", url):
         remedy = "a manifest lists only files in its folder; to read another shard, pass its own path to tc.open"

@@ -152,7 +152,7 @@ class TarStream:
 
     def _take(self, nbytes: int) -> bytes:
         """Return the next `nbytes` bytes of the stream, or fewer at its end."""
-        # Usually one read. Hazard: a header may declare more bytes than the stream has, so each read is limited.
+        # Usually one read. A header may declare more bytes than the stream has, so each read is limited.
         content = self._read(min(nbytes, _MAX_READ_NBYTES))
         if len(content) < nbytes:
             parts, missing = [content], nbytes - len(content)

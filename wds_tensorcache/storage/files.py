@@ -76,7 +76,7 @@ class Descriptor:
 class _Map:
     """A read-only memory map of a whole file, unmapped with the last reference to this object. It needs no descriptor.
 
-    Hazard: if the file is truncated in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
+    If the file is truncated in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
     """
 
     count = total_nbytes = 0  # of all maps of the process

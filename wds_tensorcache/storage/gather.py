@@ -86,7 +86,7 @@ def gather(
     Raises:
         FormatError: A file has changed since it was opened, also while it was copied; or it is too short.
 
-    Hazard: if a mapped file is truncated in place between the check and the copy, SIGBUS kills the process.
+    If a mapped file is truncated in place between the check and the copy, SIGBUS kills the process.
     """
     for file in files.values():  # one system call each, and one after the copy
         file.check_unchanged()

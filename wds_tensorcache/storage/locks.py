@@ -23,7 +23,7 @@ _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an
 class OwnedFile:
     """An open file or folder of this process alone, until `close`, or until this object is freed.
 
-    Hazard: a lock ends when the last process that has the file open closes it. So a forked child closes its copy: otherwise it
+    A lock ends when the last process that has the file open closes it. So a forked child closes its copy: otherwise it
     would keep the lock of a parent that is killed.
 
     Attributes:

@@ -150,7 +150,7 @@ def is_url(path: str) -> bool:
 def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
     """Raise ValueError if a path looks like a url. The error lists `schemes`, which the caller accepts.
 
-    Hazard: a local folder called `file:` or `s3:` would be created or searched instead.
+    A local folder called `file:` or `s3:` would be created or searched instead.
     """
     if _CHANGED_BY_PATHLIB(path):
         raise ValueError(f"{path!r} is a url that pathlib has changed; pass a str, such as 's3://bucket/cache'")

@@ -1,6 +1,6 @@
 """Write new shards from samples of old shards. All members are copied byte for byte, never decoded.
 
-Hazard: a new shard that is equal to an old one is a hard link to it. Writing into a shard in place would change both, so code
+A new shard that is equal to an old one is a hard link to it. Writing into a shard in place would change both, so code
 must write a new file and rename it.
 """
 

@@ -209,7 +209,7 @@ def _list(folder: Folder, shards: Iterable[tuple[ShardEntry, ShardIndex]], lost:
 def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
     """Return the indexes, by path, of the finished shards of a build that are not in `finished`; list them in the manifest.
 
-    Hazard: on a file system without locks, ranks that change the manifest at the same time lose each other's entries. Every
+    On a file system without locks, ranks that change the manifest at the same time lose each other's entries. Every
     rank calls this after its last shard, so that the last change of the manifest lists all shards.
 
     Args:

@@ -75,7 +75,7 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
     """Open the file of an object; return None if there is none, or if it is not such a file, or was damaged.
 
     Raises:
-        OSError: This process cannot open more files now. Hazard: the caller would replace the file.
+        OSError: This process cannot open more files now; the file itself may be good, so do not replace it.
     """
     try:
         file = BlockFile(path, os.open(path, _FLAGS), nbytes)

@@ -1,6 +1,6 @@
 """The event loop in which obstore's requests run, one for each process, in its own thread.
 
-Hazard: Python ends each foreign thread that asks for the GIL while the interpreter ends. If that is a thread of obstore, which
+Python ends each foreign thread that asks for the GIL while the interpreter ends. If that is a thread of obstore, which
 has just called the event loop, the process aborts. So the last act of a process is to wait for such threads.
 """
 

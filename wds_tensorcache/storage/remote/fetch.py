@@ -1,4 +1,4 @@
-"""Many ranges of remote objects at once: near ranges in one request, large ranges in several, up to 128 requests at a time."""
+"""Fetch many ranges of remote objects at once: near ranges in one request, large ranges in several, up to 128 at a time."""
 
 from __future__ import annotations
 

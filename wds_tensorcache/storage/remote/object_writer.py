@@ -156,7 +156,7 @@ class ObjectWriter:
     def swap(self, url: str, content: bytes, version: Version | None) -> Version | None:
         """Replace a version of an object, or create the object if `version` is None; return its new version.
 
-        Return None if the object has another version. Hazard: an attempt of this call may have made that version, but its
+        Return None if the object has another version. An attempt of this call may have made that version, but its
         response was lost. So the caller must read the object again, and look for its change.
 
         Raises:
@@ -183,7 +183,7 @@ class ObjectWriter:
         """Check, with a small object that is deleted again, that the store obeys the conditions of `create` and `swap`.
 
         Raises:
-            RemoteError: The store ignores conditions, or has no strong ETags. Hazard: writers would silently overwrite each
+            RemoteError: The store ignores conditions, or has no strong ETags, so writers would silently overwrite each
                 other's shards and entries.
         """
         if self.scheme != "s3":  # Google and Azure obey; Google refuses a second change of an object within a second
@@ -312,7 +312,7 @@ def _key(url: str) -> str:
 def _fault(exc: Exception, target: Target, unsupported: str) -> TransientError:
     """Return the fault if it may pass; raise the error that it means if it will not.
 
-    Hazard: texts of stores contain what was signed, and urls with signatures. So only their status is shown, and the errors of
+    Error texts of stores contain signed strings, and urls with signatures. So only their status is shown, and the errors of
     obstore are not chained to ours.
     """
     kind = type(exc).__name__

@@ -192,7 +192,7 @@ class Attempts:
     def allow_after(self, nbytes: int) -> None:
         """Extend the time limit by what the `nbytes` bytes that have arrived take at 64 KiB/s.
 
-        Hazard: what a server announces may never arrive, and a length of gigabytes would stand for hours of attempts.
+        Announced bytes may never arrive, and a length of gigabytes would allow hours of attempts.
         """
         self.limit_s = max(self.limit_s, self._first_limit_s + nbytes / _SLOWEST)
         self.deadline = self._begun + self.limit_s

@@ -50,7 +50,7 @@ _PROBE_S = 2.0  # to connect
 def check_endpoint(scheme: str, target: Target) -> None:
     """Raise RemoteError if the environment names an endpoint of S3 that cannot work.
 
-    Hazard: obstore panics if the endpoint is not a url, and does not tell that `http://` is switched off.
+    obstore panics if the endpoint is not a url, and does not say that `http://` is switched off.
     """
     if scheme != "s3":
         return

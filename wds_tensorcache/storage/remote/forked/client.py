@@ -27,7 +27,7 @@ _END_S = 5.0
 
 
 class _Ended(Exception):
-    """The process has ended."""
+    """The process that runs obstore has ended."""
 
 
 class _Process:

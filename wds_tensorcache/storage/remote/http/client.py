@@ -40,7 +40,7 @@ class HttpClient:
     A server may send a strong ETag, a weak one, a date of modification, or none of them. A strong ETag is sent with every read
     (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with what is known.
 
-    Hazard: with a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
+    With a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
     equivalent, may look unchanged. Without any of them, only its length is compared.
 
     Some servers ignore `Range`, and respond with the whole object. This client then keeps that body in a temporary file, and

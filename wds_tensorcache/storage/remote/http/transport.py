@@ -88,10 +88,10 @@ class _Raw(HTTPResponse):
     def begin(self) -> None:
         """Read the head, after any interim ones, such as `103 Early Hints`.
 
-        Hazard: `http.client` skips only `100 Continue`. It takes another interim head for the response, and gives the
+        `http.client` skips only `100 Continue`. It takes another interim head for the response, and gives the
         connection back, whose next request would then get the response to this one: perhaps bytes of another object.
 
-        Hazard: `http.client` accepts a head that a dropped connection has cut short, and urllib3 then writes the whole url,
+        `http.client` accepts a head that a dropped connection has cut short, and urllib3 then writes the whole url,
         which may have a signature, to the log.
         """
         super().begin()
