@@ -668,7 +668,7 @@ class TensorCache(Cache[_Sample]):
         return TensorCache(self._store, take(self._where, numbers), *self._selection)
 
     def _single_threaded(self) -> TensorCache[_Sample]:
-        return TensorCache(self._store.with_threads(1), self._order, *self._selection)
+        return TensorCache(self._store.single_threaded(), self._order, *self._selection)
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         return entries(self._store, self._where, self._wanted if selected else None)

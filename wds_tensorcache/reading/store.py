@@ -100,9 +100,9 @@ class Store:
     def __reduce__(self) -> Any:
         return Store, (self.shards, self.files, self.pool, self.num_threads, self.fingerprint, self.left_out)
 
-    def with_threads(self, num_threads: int) -> Store:
-        """Return a store that reads with `num_threads` threads, and shares the files and memory of this one."""
-        store = Store(self.shards, self.files, self.pool, num_threads, self.fingerprint, self.left_out)
+    def single_threaded(self) -> Store:
+        """Return a store that reads with one thread, and shares the files and memory of this one."""
+        store = Store(self.shards, self.files, self.pool, 1, self.fingerprint, self.left_out)
         store.schema, store.whole_copies, store.values = self.schema, self.whole_copies, self.values
         return store
 

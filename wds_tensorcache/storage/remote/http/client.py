@@ -13,7 +13,7 @@ from wds_tensorcache.storage.remote.http.headers import (
     content_range,
     is_strong,
     refusal,
-    shown_header,
+    show_range,
     state_of,
     tag_of,
     total_of,
@@ -142,7 +142,7 @@ class HttpClient:
             self._has_ranges = True
             begin, end, total = content_range(response, target)
             if total is None or end != total or begin != max(0, total - nbytes):
-                got = shown_header(response, "Content-Range")
+                got = show_range(response)
                 raise target.error(f"asked for the last {nbytes} bytes, got Content-Range {got}", 206)
             return ObjectInfo(total, tag_of(response)), begin
         if response.status == 200:
@@ -317,7 +317,7 @@ def _check_range(response: Response, target: Target, begin: int, end: int, expec
         received = ObjectInfo(expected.nbytes if total is None else total, tag_of(response))
         target.check_same(received, expected)
         if (first, last) != (begin, end):
-            got = shown_header(response, "Content-Range")
+            got = show_range(response)
             raise target.error(f"asked for bytes {begin}-{end - 1}, got Content-Range {got}", 206)
         check_body(response, target, end - begin)
         return ObjectInfo(received.nbytes, received.tag or expected.tag)
@@ -342,9 +342,7 @@ def _check_whole(
         first, last, total = content_range(response, target)
         target.check_same(ObjectInfo(state.nbytes if total is None else total, tag_of(response)), state)
         if (first, last) != (at, state.nbytes):
-            raise target.error(
-                f"asked for bytes {at}-, got Content-Range {shown_header(response, 'Content-Range')}", 206
-            )
+            raise target.error(f"asked for bytes {at}-, got Content-Range {show_range(response)}", 206)
         check_body(response, target, last - first)
         return state, at
     if response.status != 200:

@@ -17,7 +17,7 @@ __all__ = [
     "is_strong",
     "length_of",
     "refusal",
-    "shown_header",
+    "show_range",
     "state_of",
     "tag_of",
     "total_of",
@@ -61,9 +61,9 @@ def state_of(response: Response) -> ObjectInfo | None:
     return None if length is None else ObjectInfo(length, tag_of(response))
 
 
-def shown_header(response: Response, header: str) -> str:
-    """Return the value of a header for messages, cut to 100 characters."""
-    return f"{response.headers.get(header)!r:.100}"
+def show_range(response: Response) -> str:
+    """Return the value of `Content-Range` for messages, cut to 100 characters."""
+    return f"{response.headers.get('Content-Range')!r:.100}"
 
 
 def content_range(response: Response, target: Target) -> tuple[int, int, int | None]:
@@ -74,11 +74,11 @@ def content_range(response: Response, target: Target) -> tuple[int, int, int | N
     """
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     if not match or match[1] is None:
-        raise target.error(f"a partial response with Content-Range {shown_header(response, 'Content-Range')}", 206)
+        raise target.error(f"a partial response with Content-Range {show_range(response)}", 206)
     total = None if match[3] == "*" else int(match[3])
     begin, end = int(match[1]), int(match[2]) + 1
     if begin >= end or (total is not None and end > total):
-        raise target.error(f"an impossible Content-Range {shown_header(response, 'Content-Range')}", 206)
+        raise target.error(f"an impossible Content-Range {show_range(response)}", 206)
     return begin, end, total
 
 
