@@ -11,7 +11,7 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.positions import by_shard, in_order
 from wds_tensorcache.shards.key_table import match_unique_keys
 
-__all__ = ["KeyMap", "are_equal", "match", "match_some"]
+__all__ = ["KeyMap", "match", "match_some"]
 
 Array = np.ndarray[Any, Any]
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
@@ -31,7 +31,7 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
         KeyError: A key occurs twice in `other`.
     """
     if key_map is None and isinstance(first, TensorCache) and isinstance(other, TensorCache):
-        if are_equal(first, other):
+        if _are_equal(first, other):
             return None, []
         matched = match(first, other)
         if matched is not None:
@@ -51,7 +51,7 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
     return positions, [key for key in places if key not in first_keys]
 
 
-def are_equal(left: Any, right: Any) -> bool:
+def _are_equal(left: Any, right: Any) -> bool:
     """Return whether two caches have the same keys in the same order.
 
     No key is compared for two views of one cache whose positions are equal, and are both ranges or both arrays.

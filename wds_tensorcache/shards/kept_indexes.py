@@ -28,9 +28,9 @@ from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.node_cache.identity import digest_of, unsigned
 from wds_tensorcache.storage.remote.client import ObjectInfo
 
-__all__ = ["VARIABLE", "KeptIndexes", "default_folder"]
+__all__ = ["KeptIndexes", "default_folder"]
 
-VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
+_VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
 _MAX_NBYTES = 1 << 30
 _MAX_LINE_NBYTES = 1 << 16
 _SUFFIX = ".kept"
@@ -42,7 +42,7 @@ def default_folder() -> str | None:
 
     It is the value of this variable; by default a folder of the user: `$XDG_CACHE_HOME` or `~/.cache` on Linux.
     """
-    chosen = os.environ.get(VARIABLE)
+    chosen = os.environ.get(_VARIABLE)
     if chosen:
         return None if chosen.lower() == "off" else os.path.abspath(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME", "")

@@ -34,7 +34,6 @@ __all__ = [
     "entry_of",
     "locate_shards",
     "other_count",
-    "parse_manifest",
     "read_manifest",
     "shard_url",
     "stored_digest",
@@ -152,11 +151,11 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
             from wds_tensorcache.storage.remote.clients import client_for
             from wds_tensorcache.storage.remote.fetch import run
 
-            return parse_manifest(run(lambda: client_for(path).read_whole(path, MAX_NBYTES))[1])
+            return _parse_manifest(run(lambda: client_for(path).read_whole(path, MAX_NBYTES))[1])
         file = ShardFile(path)
         if file.nbytes > MAX_NBYTES:
             raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_NBYTES:,}")
-        return parse_manifest(file.read(0, file.nbytes))
+        return _parse_manifest(file.read(0, file.nbytes))
     except FormatError as exc:
         raise exc.at(path) from exc
 
@@ -317,7 +316,7 @@ def are_counts(counts: Any) -> bool:
     return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())
 
 
-def parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
+def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     """Return the shards and the value of the key `tensorcache` of a manifest with this content; see `read_manifest`."""
     # Small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each.
     num_values = sum(map(content.count, (b"{", b"[", b",", b":")))
@@ -415,7 +414,7 @@ class Manifest:
             FormatError: The content is not a manifest, or its `caches` or `fingerprints` are not objects.
         """
         try:
-            entries, extra = ([], {}) if content is None else parse_manifest(content)
+            entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:
             raise exc.at(path) from exc
         caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})

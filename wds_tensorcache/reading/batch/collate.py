@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from wds_tensorcache.errors import BatchError, unknown_name
 
-__all__ = ["Collate", "Pad", "PadValue", "as_collate", "check_collate", "collate_for", "pad"]
+__all__ = ["Collate", "Pad", "PadValue", "as_collate", "collate_for", "pad"]
 
 PadValue: TypeAlias = "complex | Mapping[str, complex]"
 WAYS = ("stack", "list", "pad")  # accepted by read_batch
@@ -104,7 +104,7 @@ class Collate:
         return way
 
 
-def check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
+def _check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
     """Raise ValueError if `read_batch` does not accept this value of `collate`."""
     for way in collate.values() if isinstance(collate, Mapping) else () if callable(collate) else (collate,):
         if callable(way):
@@ -126,7 +126,7 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: 
         BatchError: A name or pattern in `collate` or `pad_value` matches no tensor of any cache.
         ValueError: `collate` has an unknown value.
     """
-    check_collate(collate)
+    _check_collate(collate)
     if callable(collate) or not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
         return collate
     ways = as_collate(collate, pad_value)
@@ -142,5 +142,5 @@ def as_collate(collate: Any, pad_value: PadValue, ways: tuple[str, ...] = WAYS) 
     """
     if isinstance(collate, Collate):
         return collate
-    check_collate(collate, ways)
+    _check_collate(collate, ways)
     return Collate(collate if isinstance(collate, Mapping) else {"*": collate}, pad_value)

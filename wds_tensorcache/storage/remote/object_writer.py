@@ -18,13 +18,13 @@ from wds_tensorcache.storage.remote.retry import Attempts, Cancel, Target, Trans
 from wds_tensorcache.storage.remote.stores import SETTINGS, check_endpoint
 from wds_tensorcache.storage.urls import bucket_and_key, join_url, shown
 
-__all__ = ["MAX_PUT_NBYTES", "WRITABLE", "ObjectWriter", "Version", "check_writable"]
+__all__ = ["WRITABLE", "ObjectWriter", "Version", "check_writable"]
 
 _Result = TypeVar("_Result")
 
 WRITABLE = frozenset({"s3", "gs", "az"})
 # the longest object that one request stores, in bytes: S3 and its copies accept 5 GiB, Azure 5,000 MiB, Google 5 TiB
-MAX_PUT_NBYTES = {"s3": 5 << 30, "az": 5000 << 20, "gs": 5 << 40}
+_MAX_PUT_NBYTES = {"s3": 5 << 30, "az": 5000 << 20, "gs": 5 << 40}
 _TICK_S = 0.1
 _WRONG_SETTINGS = ("builder error", "redirect without LOCATION")  # also without an attribute
 _TOKEN = "tensorcache"  # user-defined metadata of an object: which call created it
@@ -254,7 +254,7 @@ class ObjectWriter:
         return None
 
     def _put(self, url: str, content: Any, **options: Any) -> Any:
-        nbytes, most = len(content), MAX_PUT_NBYTES[self.scheme]
+        nbytes, most = len(content), _MAX_PUT_NBYTES[self.scheme]
         if nbytes > most:
             problem = f"{nbytes:,} bytes, but {self.scheme}:// accepts at most {most:,} in one request"
             raise Target(url).error(f"{problem}; pass a smaller max_nbytes=")

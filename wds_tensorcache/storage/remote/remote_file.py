@@ -16,13 +16,13 @@ from wds_tensorcache.storage.remote.retry import Target
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
 
-__all__ = ["RemoteFile", "RemoteIdentity", "missing_shard"]
+__all__ = ["RemoteFile", "RemoteIdentity"]
 
 RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None is not known yet
 _NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
 
 
-def missing_shard(path: str, manifest: str | None) -> MissingShardError:
+def _missing_shard(path: str, manifest: str | None) -> MissingShardError:
     """Return the error for a remote shard that does not exist; `manifest` lists it, or is None."""
     if manifest is None:
         return MissingShardError("the shard does not exist; check the url, or upload it again").at(path)
@@ -112,7 +112,7 @@ class RemoteFile:
 
     def missing(self) -> MissingShardError:
         """Return the error for an object that does not exist."""
-        return missing_shard(self.path, self.manifest)
+        return _missing_shard(self.path, self.manifest)
 
     def check_range(self, begin: int, end: int) -> None:
         """Raise FormatError if the file has no bytes `[begin, end)`."""

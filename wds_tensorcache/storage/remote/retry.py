@@ -25,7 +25,6 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.urls import shown
 
 __all__ = [
-    "TIMEOUT_VARIABLE",
     "TRANSIENT_STATUSES",
     "Attempts",
     "Cancel",
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-TIMEOUT_VARIABLE = "TENSORCACHE_REMOTE_TIMEOUT_S"
+_TIMEOUT_VARIABLE = "TENSORCACHE_REMOTE_TIMEOUT_S"
 _TIMEOUT_S = 60.0
 _SLOWEST = 64 * 1024  # bytes per second below which a large request is given up
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 10.0
@@ -150,7 +149,7 @@ def timeout_s() -> float:
     Raises:
         ValueError: The environment variable is not a positive number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE)
+    text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
         return _TIMEOUT_S
     try:
@@ -158,7 +157,7 @@ def timeout_s() -> float:
     except ValueError:
         limit = 0
     if not limit > 0:
-        raise ValueError(f"{TIMEOUT_VARIABLE}={text!r}, expected a positive number of seconds")
+        raise ValueError(f"{_TIMEOUT_VARIABLE}={text!r}, expected a positive number of seconds")
     return limit
 
 
@@ -222,7 +221,7 @@ class Attempts:
             problem = f"{fault.problem}; given up after {tried}, with a limit of {self.limit_s:g} s"
             if fault.retry_after_s is not None and fault.retry_after_s >= self.limit_s:
                 problem += f"; the server asks for a pause of {fault.retry_after_s:g} s"
-            raise self.target.error(problem + f"; try again, or raise {TIMEOUT_VARIABLE}", fault.status)
+            raise self.target.error(problem + f"; try again, or raise {_TIMEOUT_VARIABLE}", fault.status)
         warn_of_delay(
             self.target, self._begun, f"{fault.problem}; trying again for up to {self.remaining_s():.0f} s more"
         )

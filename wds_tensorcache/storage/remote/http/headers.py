@@ -15,7 +15,6 @@ __all__ = [
     "conditions",
     "content_range",
     "is_strong",
-    "length_of",
     "refusal",
     "show_range",
     "state_of",
@@ -49,7 +48,7 @@ def tag_of(response: Response) -> str | None:
     return tag if tag and tag.isprintable() and tag.isascii() else None
 
 
-def length_of(response: Response) -> int | None:
+def _length_of(response: Response) -> int | None:
     """Return the length of the body in bytes by Content-Length; None if it is missing or is not a number."""
     text = (response.headers.get("Content-Length") or "").strip()
     return int(text) if _NUMBER.fullmatch(text) else None
@@ -57,7 +56,7 @@ def length_of(response: Response) -> int | None:
 
 def state_of(response: Response) -> ObjectInfo | None:
     """Return the state of an object by the response with its whole body; None if the response does not tell the length."""
-    length = length_of(response)
+    length = _length_of(response)
     return None if length is None else ObjectInfo(length, tag_of(response))
 
 
@@ -101,7 +100,7 @@ def check_encoding(response: Response, target: Target) -> None:
 def check_body(response: Response, target: Target, nbytes: int) -> None:
     """Raise RemoteError unless the body consists of `nbytes` bytes of the object."""
     check_encoding(response, target)
-    length = length_of(response)
+    length = _length_of(response)
     if length is not None and length != nbytes:
         raise target.error(f"expected {nbytes} bytes, the server sends {length}", response.status)
 
