@@ -59,9 +59,12 @@ def _killed(folder: Path, seconds: float) -> bool:
     return code != 0
 
 
-def write_until_killed(folder: Path, num_kills: int, seed: int) -> int:
-    """Kill `num_kills` writers, each of which resumes after the last one; return how often all samples were written."""
-    chance, whole = random.Random(seed), 0
+def write_until_killed(folder: Path, num_kills: int, seed: int) -> tuple[int, int]:
+    """Kill `num_kills` writers, each of which resumes after the last one.
+
+    Return how often all samples were written, and how many writers were killed after a shard was finished.
+    """
+    chance, whole, num_late = random.Random(seed), 0, 0
     begun = time.perf_counter()
     _write(folder / "expected")
     longest = time.perf_counter() - begun
@@ -75,14 +78,16 @@ def write_until_killed(folder: Path, num_kills: int, seed: int) -> int:
                 assert found[: len(keys)] == keys  # what was finished stays
                 assert len(found) % 5 == 0 or len(found) == COUNT
                 keys = found
+                num_late += bool(keys)
         compare(into, folder / "expected")
         longest *= 0.8
         whole += 1
-    return whole
+    return whole, num_late
 
 
 if __name__ == "__main__":
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     with tempfile.TemporaryDirectory() as made:
-        times = write_until_killed(Path(made), kills, seed=random.randrange(1 << 30))
-    print(f"{kills} writers killed; {times} times all {COUNT} samples were written in the end, byte for byte the same")
+        times, num_late = write_until_killed(Path(made), kills, seed=random.randrange(1 << 30))
+    print(f"{kills} writers killed, {num_late} of them after the first shard was finished")
+    print(f"{times} times all {COUNT} samples were written in the end, byte for byte the same")

@@ -336,6 +336,19 @@ def test_a_batch_of_several_shapes_says_what_helps(tmp_path: Path) -> None:
         cache.select("word").read_batch([0, 1])
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("LoaderStats", "; docs/reading.md lists the modules"),
+        ("read_ray", "; functions for Ray are in tc.ray"),
+        ("opn", "$"),
+    ],
+)
+def test_names_that_are_elsewhere(name: str, remedy: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'{remedy}"):
+        getattr(tc, name)
+
+
 def test_a_file_name_instead_of_a_key(tmp_path: Path) -> None:
     name = "set a/IMG 1.JPG"
     with tc.ShardWriter(tmp_path) as sink:

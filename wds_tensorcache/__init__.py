@@ -1,4 +1,8 @@
-"""Caches of nested tensors in ordinary WebDataset tar shards: loaded lazily, safe to open, readable by stock tools."""
+"""Caches of nested tensors in ordinary WebDataset tar shards: loaded lazily, safe to open, readable by stock tools.
+
+Types of results, such as `LoaderStats`, are public in the modules that define them; docs/reading.md lists the modules.
+Functions for Ray Data are in `wds_tensorcache.ray`.
+"""
 
 # It cannot be imported after the main thread has ended, when other threads may still import modules of this package.
 import concurrent.futures.thread as _  # noqa: F401
@@ -53,7 +57,10 @@ def __getattr__(name: str) -> _Any:
     if name == "ray":
         return _import_module(f"{__name__}.ray")
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        where = "; functions for Ray are in tc.ray" if "ray" in name else ""
+        if name[:1].isupper():
+            where = "; docs/reading.md lists the modules of types that functions return"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
     value = globals()[name] = getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
     return value
 

@@ -92,6 +92,16 @@ def test_several_dtypes(tmp_path: Path) -> None:
     assert (report["num_samples"], report["num_used"]) == (12, 8)
 
 
+def test_lists_of_several_lengths(tmp_path: Path) -> None:
+    """A batch has lists of one length, so samples with another than the most frequent one are left out."""
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        for i in range(12):
+            texts = [torch.ones(1 + j) for j in range(1 if i % 3 else 2)]
+            sink.write(f"k{i}", {"x": torch.ones(4), "y": {"texts": texts if i else None}})
+    report = json_of("bench", tmp_path / "cache", *QUICK)
+    assert (report["num_samples"], report["num_used"]) == (12, 9)
+
+
 @pytest.mark.long
 def test_samples_of_one_byte(tmp_path: Path) -> None:
     """A copy of one byte would have 64 million targets, which take gigabytes."""
@@ -154,10 +164,10 @@ def test_plot(cache: Path, tmp_path: Path, suffix: str, begin: bytes) -> None:
 def test_interrupted(cache: Path, tmp_path: Path) -> None:
     """Ctrl-C while threads read: status 130, and one line."""
     with Output() as said, open(os.devnull) as null:
-        arguments = ["bench", str(cache), "--seconds", "0.2", "--threads", "3"]
+        arguments = ["bench", str(cache), "--seconds", "2", "--threads", "3"]
         process = the_server().start(arguments, (null.fileno(), said.fileno, said.fileno), tmp_path)
 
-        time.sleep(1.0)  # seven runs of 0.2 s take 4.2 s
+        time.sleep(1.0)  # all runs of 2 s take 42 s
         process.interrupt()
         assert process.wait() == 130
         assert said.read() == b"interrupted\n"

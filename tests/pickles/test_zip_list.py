@@ -67,6 +67,13 @@ def test_lists(raw: bytes) -> None:
     assert parse_zip_list(raw[-4096:], len(raw)) in (None, expected)
 
 
+def test_what_is_no_zip() -> None:
+    for raw in (b"", b"PK", b"hello" * 10):
+        for source in (memoryview(raw), io.BytesIO(raw)):
+            with pytest.raises(zipfile.BadZipFile, match="not a zip file"):
+                list_zipped(source, len(raw))
+
+
 def test_ordinary_zips_need_no_zipfile() -> None:
     assert all(parse_zip_list(raw, len(raw)) is not None for raw in ZIPS[:5])
 

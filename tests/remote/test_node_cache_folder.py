@@ -67,6 +67,7 @@ def test_paths_that_cannot_be_folders(objects: Objects, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path, error, message in (
         (tmp_path / "file", NotADirectoryError, "is a file"),
+        ("s3://bucket/cache", ValueError, "is a url, expected the path of a folder on a local disk"),
         (tmp_path / "file" / "x" / "y", NotADirectoryError, "leads through a file"),
         ("/proc/nothing", FileNotFoundError, r"cannot be created \(No such file"),
         ("", ValueError, "is empty"),

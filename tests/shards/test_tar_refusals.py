@@ -45,7 +45,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "bzip2": (bz2.compress(os.urandom(2000)), "byte 0: bzip2: a compressed tar"),
     "xz": (lzma.compress(os.urandom(2000)), "byte 0: xz: a compressed tar"),
     "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "byte 0: zstd: a compressed tar"),
-    "text": (b"hello" * 200, r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'"),
+    "text": (
+        b"hello" * 200,
+        r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'; the file is not a tar",
+    ),
     "checksum": (GOOD + GOOD[:3] + b"x" + GOOD[4:] + LAST, "byte 1024: bad checksum: the bytes add up to 005325, the"),
     # the signed bytes add up to -1
     "signed checksum is not a number": (
@@ -53,7 +56,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         "byte 0: bad checksum",
     ),
     "checksum is not a number": (GOOD + GOOD[:148] + b"\xfe2345678" + GOOD[156:] + LAST, "byte 1024: bad checksum"),
-    "short": (b"abc", "byte 0: truncated: the file ends at byte 3, without an end-of-archive block"),
+    "short": (
+        b"abc",
+        "byte 0: truncated: the file ends at byte 3, without an end-of-archive block; the file is not a tar",
+    ),
     "ends after a member": (GOOD * 3, "byte 3072: truncated: the file ends at byte 3072, without an end"),
     "ends in padding": (GOOD * 3 + GOOD[:700], "byte 4096: truncated: the file ends at byte 3772"),
     "ends in a header": (GOOD * 3 + GOOD[:100], "byte 3072: truncated: the file ends at byte 3172"),

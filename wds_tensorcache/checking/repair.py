@@ -78,7 +78,7 @@ def repair(
         found = check_all(source, num_threads, allow, report, bar, keep=True)
         _check_names([checked.path for checked, _ in found])
         if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
-            what = f"{len(report.faults)} faults, and drop=False allows no loss, so nothing was written"
+            what = f"{len(report.faults)} faults, and drop=False (--strict) allows no loss, so nothing was written"
             raise FormatError(f"{what}; the first fault: {report.faults[0]}")
         left = [(checked, made) for checked, made in found if checked.ranges or not _has_lost(checked)]
         bar.begin_next()

@@ -102,7 +102,8 @@ def measure_rates(
     First, all these samples are read and compared with their digests. This also puts them into the page cache. After each
     measured run, its last batch is compared bit for bit with the samples, outside of the measured time.
 
-    Samples in which a tensor has another dtype than in most samples are left out, because no batch can have both.
+    Samples in which a tensor has another dtype than in most samples, or a list has other tensors, are left out, because no
+    batch can have both.
 
     Args:
         source, cache: As in `tc.open`.
@@ -230,14 +231,19 @@ def _choose(cache: TensorCache, max_nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def _alike(cache: TensorCache, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the samples that can form batches: those with the most frequent dtype of each tensor, or without the tensor."""
-    uneven = [each.name for each in cache.schema.values() if isinstance(each.dtype, tuple)]
-    if not uneven:
+    """Return the samples that can form batches: those with the most frequent dtype of each tensor, and the most frequent
+    elements of each list of tensors, or without the tensor or list."""
+    schema = cache.schema
+    uneven = [each.name for each in schema.values() if isinstance(each.dtype, tuple)]
+    lists = list(_lists(each.name for each in schema.values() if each.num_samples < len(cache)))
+    if not uneven and not lists:
         return numbers
-    forms = []
+    forms: list[list[Any]] = []
     for number in numbers.tolist():
         tensors = flatten(cache[number])
-        forms.append([(type(tensors[name]), tensors[name].dtype) if name in tensors else None for name in uneven])
+        elements = _lists(tensors)
+        dtypes = [(type(tensors[name]), tensors[name].dtype) if name in tensors else None for name in uneven]
+        forms.append([*dtypes, *map(elements.get, lists)])
     kept = np.ones(len(numbers), bool)
     for forms_of_one in zip(*forms, strict=True):
         counts = Counter(form for form, is_kept in zip(forms_of_one, kept, strict=True) if is_kept and form is not None)
@@ -245,6 +251,17 @@ def _alike(cache: TensorCache, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any,
             wanted = (None, counts.most_common(1)[0][0])
             kept &= np.fromiter((form in wanted for form in forms_of_one), bool, len(kept))
     return numbers[kept]
+
+
+def _lists(names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return the elements of each list that contains tensors; a dict with numbers as keys counts as a list."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        for at, part in enumerate(parts):
+            if part.isdigit():
+                found.setdefault(".".join(parts[:at]), set()).add(part)
+    return {name: frozenset(elements) for name, elements in found.items()}
 
 
 class _Places:

@@ -95,8 +95,10 @@ class Shard:
         self._templates: list[Template] = []
 
     def __reduce__(self) -> Any:
-        arguments = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._entry)
-        return partial(Shard, remote_indexes=self._remote_indexes), arguments
+        # the path is enough, and some caches have 100,000 shards
+        entry = self._entry and replace(self._entry, url="", caches=None, fingerprint=None)
+        state = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, entry)
+        return partial(Shard, remote_indexes=self._remote_indexes), state
 
     def __len__(self) -> int:
         if self._count is None:

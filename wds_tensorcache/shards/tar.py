@@ -51,6 +51,7 @@ _MIN_WINDOW_NBYTES = 1 << 13
 _LARGE_MEMBER_NBYTES = 1 << 16
 _CHUNK_NBYTES = 1 << 20
 _MAX_LINKS = 1000
+_PERHAPS_NO_TAR = "; the file is not a tar, or its beginning is damaged"
 
 # the bytes that webdataset's TarWriter writes around name, size and checksum
 _OWNER = b"0000444\0" + b"0000000\0" * 2
@@ -244,7 +245,7 @@ class Headers:
             if not begin:
                 _refuse_compressed(header)
             problem = f"bad checksum: the bytes add up to {checksum:06o}, the header has {header[148:156]!r}"
-            raise _error(problem, begin, "checksum")
+            raise _error(problem if begin else problem + _PERHAPS_NO_TAR, begin, "checksum")
         kind, path, nbytes = header[156], header[:100].partition(b"\0")[0], parse_number(header[124:136])
         if kind == _SPARSE:
             raise _error(f"{path!r} is a GNU sparse member, expected one without holes", begin, "sparse")
@@ -339,6 +340,7 @@ class Scanner:
             if not begin and end:
                 _refuse_compressed(self._read_exactly(0, end))
             problem = f"truncated: the file ends at byte {self._nbytes}, without an end-of-archive block"
+            problem += "" if begin else _PERHAPS_NO_TAR
             raise _error(problem if self._nbytes else "the file is empty, expected a tar", begin, "truncated")
         self._window, self._window_begin = self._read_exactly(begin, end), begin
         self._next_window_nbytes = min(2 * self._next_window_nbytes, _MAX_WINDOW_NBYTES)

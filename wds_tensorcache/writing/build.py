@@ -174,7 +174,12 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
     """Load a cache from which samples are reused; raise if its fingerprint or the caches of its samples do not fit."""
     old = OldCache(folder)
     for path, index in old.shards.indexes.items():
-        check_same(path, index.fingerprint, fingerprint)
+        try:
+            check_same(path, index.fingerprint, fingerprint)
+        except StaleCacheError as exc:
+            raise StaleCacheError(
+                f"{exc}; pass the fingerprint of the old cache, or leave out reuse= to compute all samples"
+            ) from exc
         if len(index.keys) and (list(index.caches) != [""] or index.caches[""].rows is not None):
             counts = {name: len(of) for name, of in index.caches.items()}
             fault = f"{len(index.keys)} samples have caches with these names and numbers of samples: {counts}"

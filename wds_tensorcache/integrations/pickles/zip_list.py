@@ -105,7 +105,7 @@ class _MemoryFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._content)}[whence]
         if begin + offset < 0:
-            raise ValueError(f"negative position {begin + offset}")
+            raise OSError(f"negative position {begin + offset}")  # as a file on disk does, which `zipfile` expects
         self._position = begin + offset
         return self._position
 

@@ -63,6 +63,7 @@ def layouts_of(rows: Rows) -> Layouts:
     numbers: dict[int, int] = {}
     items: list[Layout] = []
     items_by_shard: list[Any] = []  # for each shard: one index, or one index per sample
+    lacks_texts = False
     for number, _, shard_rows in rows.by_shard:
         layout = rows.shards[number].layout_of_all
         layouts, inverse = ([layout], 0) if layout is not None else rows.shards[number].layouts_of(shard_rows)
@@ -71,20 +72,23 @@ def layouts_of(rows: Rows) -> Layouts:
             present.append(numbers.setdefault(id(layout), len(items)))
             if present[-1] == len(items):
                 items.append(layout)
+                lacks_texts |= layout.texts is None
         items_by_shard.append(np.array(present)[inverse])
     which = np.zeros(len(rows.row), np.int64)
     if len(items) > 1:
         for (_, at, _), part in zip(rows.by_shard, items_by_shard, strict=True):
             which[at] = part
-    if any(layout.texts is None for layout in items):
+    if lacks_texts:
         items, which = _with_texts(rows, items, which)
     first = which.item(0)
     if first:  # move the first sample's layout to the front
         items.insert(0, items.pop(first))
         which = np.where(which == first, 0, which + (which < first))
-    is_mixed = any(
-        layout.form is not items[0].form or layout.further != items[0].further for layout in items[1:]
-    ) and any(layout.named.keys() != items[0].named.keys() for layout in items[1:])
+    is_mixed = (
+        len(items) > 1
+        and any(layout.form is not items[0].form or layout.further != items[0].further for layout in items[1:])
+        and any(layout.named.keys() != items[0].named.keys() for layout in items[1:])
+    )
     # not the result, which refers to the rows
     rows.known_layouts.extend((items, which, is_mixed))
     return Layouts(rows, *rows.known_layouts)

@@ -27,6 +27,7 @@ from wds_tensorcache.storage.node_cache.block_file import (
 from wds_tensorcache.storage.node_cache.unusable import Busy, NoRoom, Stopped
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import file_system
+from wds_tensorcache.storage.urls import is_url
 
 __all__ = ["CacheFolder", "lock_within", "open_folder"]
 
@@ -61,7 +62,7 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
 
     Raises:
         NotImplementedError: The system is not Linux, whose locks on byte ranges belong to open files, not to processes.
-        ValueError: The path is empty, or on a network file system, which other nodes use, too.
+        ValueError: The path is empty or a url, or on a network file system, which other nodes use, too.
         PermissionError: The folder belongs to another user, or other users may write into it.
         NotADirectoryError: The path is a file, or leads through one.
         OSError: The folder cannot be created for any other reason.
@@ -72,6 +73,8 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
         raise NotImplementedError("cache_dir= needs Linux: other systems lack its locks on byte ranges of a file")
     if not os.fspath(path):
         raise ValueError("cache_dir= is empty, expected the path of a folder")
+    if is_url(os.fspath(path)):
+        raise ValueError("cache_dir= is a url, expected the path of a folder on a local disk")
     path = os.path.realpath(path)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
