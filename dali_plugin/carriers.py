@@ -160,7 +160,7 @@ def _part_as_torch(part: Any, copy: bool) -> torch.Tensor:
         return tensor.clone() if copy else tensor
     if not copy:
         return from_dlpack(part)
-    # Hazard: memory that DALI shares by DLPack is freed by a thread that synchronizes the device, even if a copy of it was
+    # Memory that DALI shares by DLPack is freed by a thread that synchronizes the device, even if a copy of it was
     # made. So DALI itself copies, on torch's stream.
     from nvidia.dali.types import to_numpy_type
 

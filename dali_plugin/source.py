@@ -293,7 +293,7 @@ class TensorCacheSource(BatchSource):
     def _keep(self, numbers: Array, request: Any, batch: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Keep a batch in memory until DALI has read it, and return it in the form for DALI."""
         if self._is_pinned and len(self._kept) == self._kept.maxlen:
-            # Hazard: DALI may still be copying the oldest batch, whose pinned memory is reused once it is dropped here
+            # DALI may still be copying the oldest batch, whose pinned memory is reused once it is dropped here
             self._wait_for_copies(self._num_made - len(self._kept))
         self._kept.append((numbers, request, batch))
         self._num_made += 1
@@ -315,7 +315,7 @@ class TensorCacheSource(BatchSource):
         torch.cuda.synchronize(self.device_id)
 
     def was_given(self, stream: Any) -> None:
-        # Hazard: torch does not wait for DALI's copies before it reuses pinned memory, so an event marks their end
+        # torch does not wait for DALI's copies before it reuses pinned memory, so an event marks their end
         if self._is_pinned:
             self._events[self._num_given] = None if stream is None else stream.record_event()
         self._num_given += 1

@@ -4,7 +4,7 @@ Types of results, such as `LoaderStats`, are public in the modules that define t
 Functions for Ray Data are in `wds_tensorcache.ray`.
 """
 
-# Hazard: it cannot be imported after the main thread has ended, when other threads may still import modules of this package.
+# It cannot be imported after the main thread has ended, when other threads may still import modules of this package.
 import concurrent.futures.thread as _  # noqa: F401
 from importlib import import_module as _import_module
 from typing import Any as _Any

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose, and the lists of known names in their messages.
+"""Every error that this package raises on purpose, and the names and counts in messages.
 
 TensorCacheError
 ├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md
@@ -36,6 +36,7 @@ __all__ = [
     "UnsafeSkeletonError",
     "add_note",
     "did_you_mean",
+    "format_count",
     "list_names",
     "unknown_name",
 ]
@@ -170,6 +171,11 @@ def add_note(exc: BaseException, note: str) -> None:
     """Add a note to an exception whose type must stay, such as one of the caller's code; without effect before Python 3.11."""
     if hasattr(exc, "add_note"):
         exc.add_note(note)
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return a number of things as text, such as `1 sample` or `1,200 samples`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 _NUM_LISTED, _NUM_COMPARED, _NUM_CHARS = 8, 1000, 80

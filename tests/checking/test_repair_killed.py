@@ -131,7 +131,7 @@ def test_strays(tmp_path: Path) -> None:
     (tmp_path / others[-3] / "folder").mkdir(parents=True)  # not a file of a cache
     os.mkfifo(tmp_path / others[-2])
     (tmp_path / others[-1]).symlink_to(tmp_path / others[0])
-    with room._locked(str(tmp_path / strays[0])) as is_ours:  # a living repair
+    with room._lock_folder(str(tmp_path / strays[0])) as is_ours:  # a living repair
         assert is_ours
         tc.repair(source, out)
     assert sorted(os.listdir(tmp_path)) == sorted(["a", "x.y", strays[0], *others])

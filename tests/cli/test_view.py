@@ -91,11 +91,6 @@ def _ask(page_server: PageServer, path: str, method: str = "GET", **headers: str
         connection.close()
 
 
-def _status(page: Browser) -> str:
-    found: str = page.run("document.getElementById('status').textContent")
-    return found
-
-
 # --- the command -----------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ BF16, FP16, FP32, FP8, I64, I32 = (
     torch.int32,
 )
 NAMES = {"f2d": "flux_2_dev", "qi": "qwen_image", "hv": "hunyuan_video", "fp": "framepack", "ho1": "hidream_o1_image"}
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 # The keys of the files, with dtypes and shapes, and the names that they must get: those in the batches of musubi-tuner.
 LATENTS: dict[str, list[tuple[str, str, torch.dtype, tuple[int, ...]]]] = {

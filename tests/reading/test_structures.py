@@ -17,7 +17,6 @@ import wds_tensorcache as tc
 from tests.reading.batches import write
 
 A, B = torch.zeros(2), torch.ones(2)
-N = np.arange(3)
 
 ALIKE = [
     [{"x": A, "y": B, "pick": A}, {"x": A + 2, "y": B, "pick": A + 2}],

@@ -184,7 +184,7 @@ def test_the_limit_holds_over_all_processes(objects: Objects, path: Path) -> Non
     started = [children.start(lambda seed=seed: work(seed)) for seed in range(4)]
     most, codes = 0, []
     while len(codes) < len(started):
-        with folder._locked():  # else a file could be seen before it is evicted, and another one after it has grown
+        with folder._lock_space():  # else a file could be seen before it is evicted, and another one after it has grown
             most = max(most, nbytes_on_disk(path))
         done, status = os.waitpid(started[len(codes)], os.WNOHANG)
         codes += [os.waitstatus_to_exitcode(status)] if done else []

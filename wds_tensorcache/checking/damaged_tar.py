@@ -183,7 +183,7 @@ class Salvage:
         if found is None or found == end:
             return found
         if self._may_name_next(failed, found):
-            # Hazard: without its damaged extended header, the next member would get a wrong name or size; skip it
+            # without its damaged extended header, the next member would get a wrong name or size; skip it
             found = self._end_of_member(found)
         return self._next_member(found, limit, end)
 

@@ -10,7 +10,8 @@ import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option
 from wds_tensorcache.cli.looking.marks import is_unicode
-from wds_tensorcache.cli.output import Output, counted, json_option
+from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.bench import BenchReport, measure_rates, plot_rates
 from wds_tensorcache.storage.atomic import write_atomically
 
@@ -85,8 +86,8 @@ def bench(
 
 def _print(output: Output, report: BenchReport) -> None:
     output.line(
-        f"{report.num_used:,} of {counted(report.num_samples, 'sample')}, {report.nbytes_used:,} bytes of tensors, "
-        f"batches of {report.batch_size:,}, {counted(report.num_cores, 'core')}"
+        f"{report.num_used:,} of {format_count(report.num_samples, 'sample')}, {report.nbytes_used:,} bytes of tensors, "
+        f"batches of {report.batch_size:,}, {format_count(report.num_cores, 'core')}"
     )
     output.line()
     highest = max(rate.nbytes_per_s for rate in report.rates)

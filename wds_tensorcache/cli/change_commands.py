@@ -14,7 +14,8 @@ import click
 
 import wds_tensorcache as tc
 from wds_tensorcache.cli.cache_argument import LocalPath
-from wds_tensorcache.cli.output import Output, counted, json_option
+from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.writing.copy_shards import CopyReport
 from wds_tensorcache.writing.merge import merge as merge_caches
@@ -134,7 +135,7 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as
     num_dropped = len({place for key in dropped for place in shards.find(key)})  # a key may occur twice
     tc.drop(source, out, dropped)
     output = Output(as_json)
-    output.line(f"{os.fspath(out)}: without {counted(num_dropped, 'sample')}")
+    output.line(f"{os.fspath(out)}: without {format_count(num_dropped, 'sample')}")
     output.result({"out": os.fspath(out), "dropped": sorted(set(dropped))})
 
 

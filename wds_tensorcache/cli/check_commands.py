@@ -11,7 +11,8 @@ import click
 import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Report
 from wds_tensorcache.cli.cache_argument import LocalPath
-from wds_tensorcache.cli.output import Output, counted, json_option, plain
+from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.writing.index_shard import index_folder, index_shard
 
 __all__ = ["index", "repair", "verify"]
@@ -47,20 +48,20 @@ def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
             _print_folder(output, each)
         else:
             added = f", added to {each['added_to']}" if each["added_to"] else ""
-            output.line(f"{each['shard']}: {counted(each['num_samples'], 'sample')}{added}")
+            output.line(f"{each['shard']}: {format_count(each['num_samples'], 'sample')}{added}")
     output.result(found)
 
 
 def _print_folder(output: Output, report: dict[str, Any]) -> None:
     folder, counts = report["folder"], report["num_samples"]
     for name in report["added"]:
-        output.line(f"{os.path.join(folder, name)}: {counted(counts[name], 'sample')}, added to the manifest")
+        output.line(f"{os.path.join(folder, name)}: {format_count(counts[name], 'sample')}, added to the manifest")
     for url in report["removed"]:
         output.line(f"{os.path.join(folder, url)} does not exist: removed from the manifest")
     if report["num_repeated"]:
-        keys = counted(report["num_repeated"], "key")
+        keys = format_count(report["num_repeated"], "key")
         output.note(f"{folder}: {keys} in several shards; a look-up of such a key raises KeyError")
-    output.line(f"{folder}: {counted(len(counts), 'shard')}, {counted(sum(counts.values()), 'sample')}")
+    output.line(f"{folder}: {format_count(len(counts), 'shard')}, {format_count(sum(counts.values()), 'sample')}")
 
 
 @click.command()

@@ -7,7 +7,8 @@ import dataclasses
 import click
 
 from wds_tensorcache.cli.cache_argument import cache_option, open_cache
-from wds_tensorcache.cli.output import Output, counted, json_option
+from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.diff import diff_caches
 from wds_tensorcache.storage.urls import shown
 
@@ -45,7 +46,7 @@ def diff_command(first: str, second: str, limit: int, cache_name: str | None, as
     if len(lines) > limit:
         output.line(f"… and {len(lines) - limit:,} more; --limit lists them")
     output.line(
-        f"{counted(found.num_equal, 'sample')} equal, {found.num_changed:,} changed, "
+        f"{format_count(found.num_equal, 'sample')} equal, {found.num_changed:,} changed, "
         f"{len(found.only_first):,} only in the first, {len(found.only_second):,} only in the second",
         "bold",
     )

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Output", "counted", "json_option", "plain", "to_json"]
+__all__ = ["Output", "json_option", "plain", "to_json"]
 
 _PAUSE_S = 0.05  # between two changes of a progress bar
 _WIDEST = 100_000  # of a table in a file, in columns
@@ -36,11 +36,6 @@ def plain(text: object) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
     )
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number of things, such as `1 sample` or `1,200 samples`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def to_json(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Encode a sample as two members (files in the tar), the skeleton and the tensors, and decode it.
 
-Skeletons are pickles, and Python's own unpickler never reads them: `skeleton/reader.py` interprets any skeleton, with the
-objects of `skeleton/types.py`; `skeleton/template.py` reads one that equals an earlier one except in plain values.
+Skeletons are pickles, but Python's own unpickler never reads them. `skeleton/reader.py` interprets any skeleton, with the
+objects of `skeleton/types.py`. `skeleton/template.py` reads skeletons that equal an earlier one except in plain values.
 """
 
 from __future__ import annotations

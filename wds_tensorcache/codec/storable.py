@@ -70,10 +70,10 @@ def describe_tensor(value: Any) -> StorableTensor:
 
 
 def view_plain(tensor: torch.Tensor) -> memoryview | None:
-    """Return a tensor's memory as the bytes that `describe_tensor` returns as `flat`, in a third of the time; or else None.
+    """View a plain tensor as the bytes that `describe_tensor` returns as `flat`, in a third of the time.
 
-    None means: call `describe_tensor`, which copies the bytes, or raises why the tensor cannot be stored. Tensors that are
-    empty, need a gradient, are not contiguous or are on a GPU give None.
+    Returns None for tensors that are empty, need a gradient, are not contiguous or are on a GPU. The caller then calls
+    `describe_tensor`, which copies the bytes, or raises an error that says why the tensor cannot be stored.
 
     Args:
         tensor: Exactly of the type `torch.Tensor`, and its dtype is one of `PLAIN`.

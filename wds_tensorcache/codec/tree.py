@@ -1,7 +1,7 @@
 """Walk nested containers: list, copy and filter samples.
 
 `rebuild` copies containers of every kind. `_Copier` copies those in which tensors have names, `_find_places` lists the names,
-and `walk` lists all objects. Each visits a container once, so shared or cyclic containers cannot make it slow or endless.
+and `walk` lists all objects. Each walk visits a container once, so shared or cyclic containers cannot make it slow or endless.
 """
 
 from __future__ import annotations

@@ -108,10 +108,10 @@ def diff_caches(
 
 def _counterpart(mine: TensorCache, other: TensorCache, key: str, number: int) -> int | None:
     """Return the index in the other cache of the sample that corresponds to sample `number`, which has this key."""
-    found = other._found(key)
+    found = other._find_all(key)
     if not found:
         return None
-    same = mine._found(key)
+    same = mine._find_all(key)
     place = same.index(number) if len(same) > 1 else 0
     return found[place] if place < len(found) else None
 

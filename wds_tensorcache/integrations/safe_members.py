@@ -56,7 +56,7 @@ class MemberDecoder(Decoder):
                 if handler is self._own:
                     decode = handler(extension)
                     if decode is not None:
-                        # Hazard: if the result is None, webdataset's own unpickler would run next
+                        # if the result is None, webdataset's own unpickler would run next
                         return decode(content, limit)
                     continue
                 result = _decode_stock(handler, extension, content, limit) if is_stock else handler(extension, content)
@@ -136,7 +136,7 @@ def _check_npz(content: bytes, limit: int) -> None:
         if count > limit:
             raise _too_large(len(content), count, limit)
         if len({file.filename for file in files}) < len(files):
-            # Hazard: for each of these names, numpy would expand the last file with that name
+            # for each of these names, numpy would expand the last file with that name
             raise FormatError("two files in the npz have the same name")
         for file in files:
             if file.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

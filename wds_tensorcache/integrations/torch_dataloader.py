@@ -230,7 +230,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
                     self._iterator = None  # torch's iterator, which owns the persistent workers
                     if not isinstance(caught, Exception):
                         raise
-                    # Hazard: a frame of torch in the traceback refers to the error. This cycle would keep the workers alive
+                    # A frame of torch in the traceback refers to the error. This cycle would keep the workers alive
                     # until a forked child collects it and tries to end them. The worker's traceback is in the error's text.
                     batches, exc = None, caught.with_traceback(None) if self.num_workers else caught
                     if self.num_workers and isinstance(exc, (TensorCacheError, OSError)):

@@ -336,7 +336,7 @@ class SharedEpochs:
         worker = info.id % _NUM_WORKERS
         if epoch is None:
             known = int((begun[begun % _NUM_KEYS == key] >> _KEY_BITS).max(initial=0))
-            # Hazard: torch.manual_seed may start several iterations with the same seed, and so the same key. If this worker
+            # torch.manual_seed may start several iterations with the same seed, and so the same key. If this worker
             # already began the epoch of that key, this is a new iteration.
             epoch = known - 1 if known and known != by_worker[worker] else following
         else:

@@ -126,12 +126,11 @@ class BatchInfo:
     def seeds(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         """A random seed for each row, int64 `[B]`, in `[0, 2^63)`.
 
-        A seed is a pure function of the loader's seed, the epoch and the sample index, so it does not depend on the batch
+        A seed is a pure function of the loader's seed, the epoch and the sample index. So it does not depend on the batch
         size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over
-        the sample's cache takes the place of the epoch, so a sample has another seed in each pass. A sample that `weights`
-        draw twice in an epoch has the same seed twice; in a mix with weights of samples, as many draws as the cache or bucket
-        has samples count as one pass. A row that fills an epoch's last step has the seed of the row that it
-        repeats.
+        the sample's cache replaces the epoch, so a sample has another seed in each pass. A sample that `weights` draw twice
+        in an epoch has the same seed twice. In a mix with weights of samples, as many draws as the cache or bucket has
+        samples count as one pass. A row that fills an epoch's last step has the seed of the row that it repeats.
         """
         return self._randomness.seeds(self.indices)
 
@@ -167,7 +166,7 @@ class BatchInfo:
         lengths = shapes[name][:, :1]
         length = held_lengths[name] if name in held_lengths else self._length(name, lengths)
         mask = torch.arange(length, device=lengths.device) < lengths
-        return _moved(mask, self.is_padding.device)
+        return _move(mask, self.is_padding.device)
 
     def _length(self, name: str, lengths: torch.Tensor) -> int:
         """Return the padded length of a tensor's rows, whose lengths before padding are `lengths`."""
@@ -187,7 +186,7 @@ class BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
         return BatchInfo(
             self.indices,
-            _moved(self.is_padding, device, non_blocking),
+            _move(self.is_padding, device, non_blocking),
             self.epoch,
             self.step,
             self.source,
@@ -234,10 +233,9 @@ def _received(indices: Array, padding: Array, place: Any, sent: Any, collate: An
     return BatchInfo(indices, is_padding, *place, collate=collate, randomness=Randomness(*randomness), sent=sent)
 
 
-def _moved(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:
-    """Return a mask on a device."""
+def _move(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:
     if device is not None and torch.device(device).type == "cuda" and mask.device.type == "cpu":
-        # Hazard: a copy from pageable memory would wait for all work that is queued on the GPU.
+        # A copy from pageable memory would wait for all work that is queued on the GPU.
         mask, non_blocking = mask.pin_memory(), True
     return mask.to(device, non_blocking=non_blocking)
 

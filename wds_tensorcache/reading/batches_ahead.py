@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from wds_tensorcache.storage.remote.fetch import measured
+from wds_tensorcache.storage.remote.fetch import measured_pace
 from wds_tensorcache.storage.urls import is_url
 
 __all__ = ["NUM_THREADS", "BatchesAhead", "remote_url"]
@@ -22,9 +22,9 @@ class BatchesAhead:
     """The number of batches to read ahead, which grows while training waits for requests.
 
     Requests take the server's latency, during which `latency * rate` bytes of other requests must be on their way to use
-    all of its rate. Both are measured. The number begins with 4, and doubles when training had to wait for a batch while less
-    than four times these bytes were in flight. Eight batches in a row that needed no request, as from a node's cache, reduce
-    it to 2: more batches in memory only take room in the processor's caches.
+    all of its rate. Latency and rate are measured. The number begins with 4. It doubles when training had to wait for a batch
+    while less than four times these bytes were in flight. Eight batches in a row that needed no request, as from a node's
+    cache, reduce it to 2: more batches in memory only take room in the processor's caches.
 
     Args:
         url: Url of a shard, whose server is measured; None if all shards are local.
@@ -61,7 +61,7 @@ class BatchesAhead:
             return
         allowed = max(_LEAST, _MAX_NBYTES // max(1, nbytes))
         if has_waited and self.count < _MOST:
-            pace = measured(self._url)
+            pace = measured_pace(self._url)
             if self.count * nbytes < _REQUIRED * pace.latency_s * pace.total_rate:
                 self.count *= 2
         self.count = min(self.count, allowed, _MOST)

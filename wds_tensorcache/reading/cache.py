@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
-from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, list_names, unknown_name
+from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, format_count, list_names, unknown_name
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue
 from wds_tensorcache.reading.positions import (
     Inverse,
@@ -28,7 +28,7 @@ from wds_tensorcache.reading.positions import (
     Positions,
     as_array,
     numbers_of,
-    respelled,
+    respell,
     spread,
     take,
 )
@@ -364,9 +364,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Only the first 1,000 samples are searched for tensors, and bytes are summed over only the first 1,000 shards.
         """
-        counts = (
-            f"{len(self):,} sample{'s' * (len(self) != 1)} in {self.num_shards:,} shard{'s' * (self.num_shards != 1)}"
-        )
+        counts = f"{format_count(len(self), 'sample')} in {format_count(self.num_shards, 'shard')}"
         lines = [f"{type(self).__name__}: {counts}{self._shown_nbytes()}"]
         try:
             schema = self[:_SHOWN].schema
@@ -399,7 +397,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         keys, safe = self.keys(), safe_key(key)
         if safe != key and safe in self:
             return f"{safe!r}, the key that tc.safe_key makes of this name; use cache[tc.safe_key(…)]"
-        names = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
+        names = [other for other in respell(key, len(keys[0]) if len(keys) else 0) if other in self]
         if not names:
             # if the keys ascend, the keys next to this place are similar
             place = bisect_left(keys, key)
@@ -595,7 +593,7 @@ class TensorCache(Cache[_Sample]):
         return len(self._where)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and bool(self._found(key))
+        return isinstance(key, str) and bool(self._find_all(key))
 
     def keys(self) -> KeysView:
         return KeysView(self)
@@ -670,7 +668,7 @@ class TensorCache(Cache[_Sample]):
         return TensorCache(self._store, take(self._where, numbers), *self._selection)
 
     def _single_threaded(self) -> TensorCache[_Sample]:
-        return TensorCache(self._store.with_threads(1), self._order, *self._selection)
+        return TensorCache(self._store.single_threaded(), self._order, *self._selection)
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         return entries(self._store, self._where, self._wanted if selected else None)
@@ -679,7 +677,7 @@ class TensorCache(Cache[_Sample]):
         from wds_tensorcache.reading.description import NUM_EXAMINED
 
         tensors = stored_shapes(self._store, self._where)
-        contents.add_tensors(prefix, (each for each in tensors if self._wanted is None or self._wanted(each[0])))
+        contents.add_tensors(prefix, (tensor for tensor in tensors if self._wanted is None or self._wanted(tensor[0])))
         contents.add_values(prefix, self._whole_samples(spread(len(self), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:
@@ -743,7 +741,7 @@ class TensorCache(Cache[_Sample]):
         sample = shard.sample(row)
         return sample if self._wanted is None else self._structures.selected(sample)
 
-    def _found(self, key: str) -> list[int]:
+    def _find_all(self, key: str) -> list[int]:
         """Return the indices of the samples with this key."""
         positions = self._store.find(key)
         if self._order is None or not positions:
@@ -757,7 +755,7 @@ class TensorCache(Cache[_Sample]):
         return shard.index.origin(shard.sample_row(row))[1]
 
     def _find(self, key: str) -> int:
-        numbers = self._found(key)
+        numbers = self._find_all(key)
         if not numbers:
             raise KeyError(f"no sample {key!r:.100} among the {len(self)} samples; there are {self._near_keys(key)}")
         if len({self._at(number) for number in numbers}) > 1:

@@ -119,7 +119,9 @@ class Alternatives:
     @cached_property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """Names and patterns of the alternatives of each name."""
-        return {name: each for group in self.groups for name, each in zip(group.names, group.patterns, strict=True)}
+        return {
+            name: patterns for group in self.groups for name, patterns in zip(group.names, group.patterns, strict=True)
+        }
 
     @cached_property
     def covers(self) -> Wanted:
@@ -134,28 +136,28 @@ class Alternatives:
                 not one of its alternatives.
             ValueError: A name is that of a container of tensors, whose tensors have the pattern `NAME.*`.
         """
-        known = list(cache.schema)
-        self.check_patterns(known)
+        names = list(cache.schema)
+        self.check_patterns(names)
         for name, patterns in self.patterns.items():
-            if not _expand(patterns, known):
-                ChosenValue(name, patterns, self.groups[0]).check(known)
+            if not _expand(patterns, names):
+                ChosenValue(name, patterns, self.groups[0]).check(names)
             try:
                 cache.select(patterns)
             except KeyError as exc:
                 if not len(cache) or not any(_find_values(cache._sample(0), patterns)):
                     raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}") from exc
-        for name in known:
+        for name in names:
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns.get(name, "*")):
                 raise _other_tensor(name)
         self._warn_of_pairs(cache)
 
-    def check_patterns(self, known: Sequence[str]) -> None:
-        """Raise BatchError if a pattern matches none of the tensors `known`, but another one of the same name does."""
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Raise BatchError if a pattern matches none of the tensor `names`, but another pattern of its alternatives does."""
         for name, patterns in self.patterns.items():
-            unknown = [pattern for pattern in patterns if not _expand([pattern], known)]
+            unknown = [pattern for pattern in patterns if not _expand([pattern], names)]
             if 0 < len(unknown) < len(patterns):
-                what = f"no sample has a tensor {unknown[0]!r:.100}; there are {list_names(known, unknown[0])}"
-                raise BatchError(f"choose={{{name!r:.100}: …}}: {what}")
+                problem = f"no sample has a tensor {unknown[0]!r:.100}; there are {list_names(names, unknown[0])}"
+                raise BatchError(f"choose={{{name!r:.100}: …}}: {problem}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
         """Warn of two patterns that are chosen apart, although all examined samples have as many of one as of the other."""
@@ -166,7 +168,7 @@ class Alternatives:
         for number in spread(len(cache), _NUM_EXAMINED):
             sample = cache._sample(number)
             names = list(flatten(sample))
-            counts.append([len(_expand(each, names)) or _count_values(sample, each) for _, each in patterns])
+            counts.append([len(_expand(row, names)) or _count_values(sample, row) for _, row in patterns])
         for at, (name, one) in enumerate(patterns):
             for beside, (second, other) in enumerate(patterns[:at]):
                 if all(count[at] == count[beside] for count in counts) and any(count[at] > 1 for count in counts):
@@ -189,8 +191,8 @@ class Alternatives:
         """Return the properties of a batch's tensors, from those of the samples' tensors."""
         merged = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
         for name, patterns in self.patterns.items():
-            for each in _expand(patterns, list(schema)):
-                merged[name] = merge_schema(merged.get(name), replace(schema[each], name=name))
+            for alternative in _expand(patterns, list(schema)):
+                merged[name] = merge_schema(merged.get(name), replace(schema[alternative], name=name))
         return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
@@ -205,28 +207,35 @@ class Alternatives:
 def _parse_group(name: Any, wanted: Any) -> Group:
     shown = f"choose={{{name!r:.100}: {wanted!r:.200}}}"
     names = name if isinstance(name, tuple) else (name,)
-    each = [wanted] if isinstance(wanted, str) or (isinstance(name, tuple) and isinstance(wanted, tuple)) else wanted
-    if not isinstance(each, Sequence) or not each or not names or not all(isinstance(one, str) for one in names):
+    alternatives = (
+        [wanted] if isinstance(wanted, str) or (isinstance(name, tuple) and isinstance(wanted, tuple)) else wanted
+    )
+    if (
+        not isinstance(alternatives, Sequence)
+        or not alternatives
+        or not names
+        or not all(isinstance(item, str) for item in names)
+    ):
         raise ValueError(f"{shown}, expected {_EXPECTED}")
-    rows = [one if isinstance(name, tuple) else (one,) for one in each]
+    rows = [item if isinstance(name, tuple) else (item,) for item in alternatives]
     for row in rows:
-        if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(one, str) for one in row):
-            what = "a tuple of names" if isinstance(name, tuple) else "a name or pattern"
-            raise ValueError(f"{shown}: each alternative is {what}, as many as in the key; expected {_EXPECTED}")
+        if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(item, str) for item in row):
+            expected = "a tuple of names" if isinstance(name, tuple) else "a name or pattern"
+            raise ValueError(f"{shown}: each alternative is {expected}, as many as in the key; expected {_EXPECTED}")
     return Group(names, tuple(zip(*rows, strict=True)))
 
 
 def _expand(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names that match patterns, each once: by pattern, then in natural order, `captions.2` before `captions.10`."""
     ordered = sorted(names, key=_natural)
-    found = (
+    matches = (
         name
         for pattern in patterns
         for name in (
             [pattern] if pattern in names else [each for each in ordered if fnmatch.fnmatchcase(each, pattern)]
         )
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(matches))
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -255,13 +264,13 @@ class Randomness:
         seed: Seed of the loader.
         epochs: Epoch of the batch, or of each sample, int64 `[B]`.
         alternatives: Alternatives to choose from; None if there are none.
-        given: Choices that the caller made, by name; None to choose by the seeds.
+        choices: Choices that the caller made, by name; None to choose by the seeds.
     """
 
     seed: int = 0
     epochs: int | Array = 0
     alternatives: Alternatives | None = None
-    given: Mapping[str, Any] | None = None
+    choices: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
@@ -274,11 +283,11 @@ class Randomness:
             if choices is not None:
                 raise ValueError("choices without choose=, which says what the alternatives are")
             return cls()
-        alternatives, given = Alternatives.of(choose), {} if choices is None else choices
-        for name in given:
+        alternatives, choices = Alternatives.of(choose), {} if choices is None else choices
+        for name in choices:
             if name not in alternatives.names:
                 raise ValueError(f"choices has {name!r:.100}, but choose= has {list_names(alternatives.names, name)}")
-        return cls(alternatives=alternatives, given=given)
+        return cls(alternatives=alternatives, choices=choices)
 
     def seeds(self, indices: Array) -> Array:
         """Return a seed for each sample, int64 `[B]`."""
@@ -293,26 +302,28 @@ class Randomness:
             ValueError: The choices for a name are not integers `[B]`, or differ between names that are chosen together.
             IndexError: A sample has no such alternative.
         """
-        given, count = self.given, len(indices)
-        if given is None:
+        choices, count = self.choices, len(indices)
+        if choices is None:
             seeds = self.seeds(indices)
             return lambda group, counts: (fractions_of(seeds, group.purpose) * counts).astype(np.int64)
 
         def choose(group: Group, counts: Array) -> Array:
-            found = [np.asarray(given[name]) for name in group.names if name in given] or [np.zeros(count, np.int64)]
-            for each in found:
-                if each.shape != (count,) or each.dtype.kind not in "iu" or not np.array_equal(each, found[0]):
+            columns = [np.asarray(choices[name]) for name in group.names if name in choices] or [
+                np.zeros(count, np.int64)
+            ]
+            for column in columns:
+                if column.shape != (count,) or column.dtype.kind not in "iu" or not np.array_equal(column, columns[0]):
                     raise ValueError(
-                        f"choices for {list_names(group.names)}: expected {count} integers, got {each!r:.200}"
+                        f"choices for {list_names(group.names)}: expected {count} integers, got {column!r:.200}"
                     )
-            outside = np.flatnonzero((found[0] < 0) | (found[0] >= counts))
+            outside = np.flatnonzero((columns[0] < 0) | (columns[0] >= counts))
             if len(outside):
                 at = outside.item(0)
                 raise IndexError(
-                    f"choices[{group.names[0]!r}][{at}] = {found[0][at]} out of range [0, {counts[at]}), "
+                    f"choices[{group.names[0]!r}][{at}] = {columns[0][at]} out of range [0, {counts[at]}), "
                     "the alternatives of the sample"
                 )
-            return found[0].astype(np.int64)
+            return columns[0].astype(np.int64)
 
         return choose
 
@@ -336,8 +347,11 @@ class Choices(Mapping[str, Array]):
 
     def _with_more(self, others: Choices, prefix: str) -> Choices:
         """Return these choices and `others`, whose names get a prefix."""
-        choices = {prefix + name: found for name, found in others._choices.items()}
-        chosen = {prefix + name: [each and prefix + each for each in found] for name, found in others._chosen.items()}
+        choices = {prefix + name: values for name, values in others._choices.items()}
+        chosen = {
+            prefix + name: [alternative and prefix + alternative for alternative in values]
+            for name, values in others._chosen.items()
+        }
         return Choices(self._choices | choices, self._chosen | chosen)
 
     def __getitem__(self, name: str) -> Array:
@@ -392,7 +406,9 @@ class ChosenRequest(Request):
         base, alternatives = self.base.in_view(store, structures, fixed), self.alternatives
         if structures.wanted is not None:  # without the groups that the view lacks
             names = {name for layout in layouts_of(self.rows).items for name in layout.named if structures.wanted(name)}
-            kept = [group for group in self.choices if any(_expand(each, list(names)) for each in group.patterns)]
+            kept = [
+                group for group in self.choices if any(_expand(patterns, list(names)) for patterns in group.patterns)
+            ]
             alternatives = Alternatives(tuple(kept))
         if not alternatives.groups:
             return base
@@ -414,8 +430,8 @@ class ChosenRequest(Request):
         )
 
     def keeping(self, names: tuple[str, ...]) -> ChosenRequest:
-        chosen = [{name: stored for name, stored in each.items() if name in names} for each in self.picked.chosen]
-        structures = self.structures.narrowed(names)
+        chosen = [{name: stored for name, stored in tensors.items() if name in names} for tensors in self.picked.chosen]
+        structures = self.structures.narrow(names)
         return replace(self, structures=structures, picked=replace(self.picked, chosen=chosen))
 
 
@@ -429,11 +445,11 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
     request.find_names()  # an old index may lack names of alternatives
     rest, stored = _Rest.of(request.structures, alternatives), layouts_of(request.rows)
     contents = list(map(rest.contents, stored.items))
-    available = [found for found, _ in contents]
+    available = [matches for matches, _ in contents]
     if not rest.is_checked:
         _check_patterns(request, alternatives, stored)
         rest.is_checked = True
-    has_any = {name for found in available for name, names in found.items() if names}
+    has_any = {name for matches in available for name, names in matches.items() if names}
     values, tensors = list[ChosenValue](), list[tuple[str, int]]()  # names with the number of their group
     choices, all_counts = dict[Group, Array](), dict[Group, Array]()
     for group in alternatives.groups:
@@ -446,15 +462,15 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
                 values.append(ChosenValue(name, patterns, group))
                 values[-1].check([name for layout in stored.items for name in layout.named])
         if has_tensors:
-            counts = [_count(stored, at, group, found) for at, found in enumerate(available)]
+            counts = [_count(stored, at, group, matches) for at, matches in enumerate(available)]
             all_counts[group] = np.array(counts)[stored.which]
             choices[group] = chooser(group, all_counts[group])
     # cost per sample: one step in Python
-    combined = list(zip(stored.which.tolist(), *(each.tolist() for each in choices.values()), strict=True))
+    combined = list(zip(stored.which.tolist(), *(column.tolist() for column in choices.values()), strict=True))
     distinct = sorted(set(combined))  # in one order, so that other batches find their columns again
     distinct.remove(combined[0])
-    numbers = {each: number for number, each in enumerate([combined[0], *distinct])}
-    which = np.array([numbers[each] for each in combined], np.int64)
+    numbers = {combination: number for number, combination in enumerate([combined[0], *distinct])}
+    which = np.array([numbers[combination] for combination in combined], np.int64)
     items, chosen = list[Layout](), list[dict[str, str | None]]()
     for at, *picks in numbers:
         items.append(stored.items[at])
@@ -480,7 +496,7 @@ def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Seque
     """Return the number of alternatives that samples of a layout have for a group."""
     counts = {name: len(available[name]) for name in group.names if available[name]}
     if not counts:
-        patterns = [pattern for each in group.patterns for pattern in each]
+        patterns = [pattern for row in group.patterns for pattern in row]
         raise BatchError(
             f"sample {stored.key(at)!r} has none of the alternatives of {group.names[0]!r:.100}: {list_names(patterns)}; "
             f"it has {list_names(stored.items[at].named, patterns[0])}"
@@ -527,11 +543,11 @@ class _Rest(Structures):
         kept = self._contents.get(key)
         if kept is None:
             names, covers = list(filter(self._is_selected, layout.named)), self._alternatives.covers
-            found = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
+            alternatives = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
             others = {name for name in names if not covers(name)}
-            for name in others & found.keys():
+            for name in others & alternatives.keys():
                 raise _other_tensor(name)
-            kept = layout.form, (found, others)
+            kept = layout.form, (alternatives, others)
             keep_known(self._contents, key, kept)
         return kept[1]
 
@@ -579,10 +595,13 @@ def split(
             for name, patterns in zip(group.names, group.patterns, strict=True)
         ]
         for number, prefix in enumerate(prefixes):
-            mine = [(name, found) for name, at, found in places if at == number]
-            if mine:
-                own_names = tuple(name.removeprefix(prefix) for name, _ in mine)
-                patterns = tuple(tuple(glob.escape(each.removeprefix(prefix)) for each in found) for _, found in mine)
+            names_of_part = [(name, matches) for name, at, matches in places if at == number]
+            if names_of_part:
+                own_names = tuple(name.removeprefix(prefix) for name, _ in names_of_part)
+                patterns = tuple(
+                    tuple(glob.escape(alternative.removeprefix(prefix)) for alternative in matches)
+                    for _, matches in names_of_part
+                )
                 parts[number][Group(own_names, patterns)] = group
     return parts
 
@@ -591,19 +610,19 @@ def _find_cache(
     name: str, patterns: Sequence[str], prefixes: Sequence[str], names: Sequence[Sequence[str]]
 ) -> tuple[int | None, list[str]]:
     """Return the number of the cache that has the alternatives of a name, if they are tensors, and their names."""
-    found = [(number, each) for number, own in enumerate(names) if (each := _expand(patterns, own))]
-    if len(found) > 1:
+    parts = [(number, matches) for number, own in enumerate(names) if (matches := _expand(patterns, own))]
+    if len(parts) > 1:
         raise ValueError(
-            f"choose={{{name!r}: …}}: {found[0][1][0]!r} and {found[1][1][0]!r} are tensors of different "
+            f"choose={{{name!r}: …}}: {parts[0][1][0]!r} and {parts[1][1][0]!r} are tensors of different "
             "caches; write all alternatives into one cache and join that, or read both and choose in a transform"
         )
-    for number, each in found:
+    for number, matches in parts:
         if not name.startswith(prefixes[number]):
             raise ValueError(
-                f"choose={{{name!r}: …}}: {each[0]!r} is an alternative; expected a name that begins with "
+                f"choose={{{name!r}: …}}: {matches[0]!r} is an alternative; expected a name that begins with "
                 f"{prefixes[number]!r}, because the batch has the chosen tensor among those of its cache"
             )
-    return found[0] if found else (None, [])
+    return parts[0] if parts else (None, [])
 
 
 # --- values ---
@@ -642,28 +661,28 @@ def _find_values(batch: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any
             continue
         value = target[last]
         if is_list and type(value) is dict:
-            yield target, last, [(f"{pattern}.{key}", each, False) for key, each in value.items()]
+            yield target, last, [(f"{pattern}.{key}", item, False) for key, item in value.items()]
         elif type(value) is not dict:
             yield target, last, [(pattern, value, is_list)]
 
 
 def _count_values(sample: Any, patterns: Sequence[str]) -> int:
-    sources = [source for *_, found in _find_values(sample, patterns) for source in found]
+    sources = [source for *_, matches in _find_values(sample, patterns) for source in matches]
     return sum(len(value) if is_list and isinstance(value, (list, tuple)) else 1 for _, value, is_list in sources)
 
 
 def _take(batch: Any, values: Sequence[ChosenValue]) -> list[list[_Source]]:
     """Remove all alternatives from a batch or a sample, and return those of each name."""
     places = [list(_find_values(batch, value.patterns)) for value in values]
-    for value, found in zip(values, places, strict=True):
-        if not found:
+    for value, matches in zip(values, places, strict=True):
+        if not matches:
             has = f"; they have {list_names(batch, value.patterns[0])}" if isinstance(batch, dict) else ""
             raise BatchError(
                 f"the samples have none of the alternatives of {value.name!r:.100}: {list_names(value.patterns)}{has}"
             )
     for target, key, _ in chain.from_iterable(places):
         target.pop(key, None)  # two names may have the same alternatives
-    return [[source for *_, sources in found for source in sources] for found in places]
+    return [[source for *_, sources in matches for source in sources] for matches in places]
 
 
 def place_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Any:
@@ -685,7 +704,7 @@ def place_in_samples(samples: list[Any], request: Any, chooser: Chooser, keys: S
     counts = dict(request.counts)
     sources = [_take(sample, request.values) for sample in samples]
     for number, value in enumerate(request.values):
-        _, chosen = _choose([each[number] for each in sources], value, chooser, keys, counts)
+        _, chosen = _choose([column[number] for column in sources], value, chooser, keys, counts)
         for sample, (_, item) in zip(samples, chosen, strict=True):
             put(sample, value.name, item)
     return samples
@@ -693,10 +712,10 @@ def place_in_samples(samples: list[Any], request: Any, chooser: Chooser, keys: S
 
 def choices_of_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Choices:
     """Return the choices among the values of a batch that has all alternatives. This decodes them."""
-    found = {name: chosen.choose() for name, chosen in _chosen_values(batch, request, chooser, keys).items()}
+    results = {name: chosen.choose() for name, chosen in _chosen_values(batch, request, chooser, keys).items()}
     return Choices(
-        {name: choices for name, (choices, _) in found.items()},
-        {name: [alternative for alternative, _ in pairs] for name, (_, pairs) in found.items()},
+        {name: choices for name, (choices, _) in results.items()},
+        {name: [alternative for alternative, _ in pairs] for name, (_, pairs) in results.items()},
     )
 
 
@@ -746,14 +765,14 @@ def _choose(
 
     `all_counts` has the numbers of alternatives of names that are chosen together.
     """
-    found = [_alternatives(sources, key) for sources, key in zip(rows, keys, strict=True)]
-    counts = np.array(list(map(len, found)))
+    candidates = [_alternatives(sources, key) for sources, key in zip(rows, keys, strict=True)]
+    counts = np.array(list(map(len, candidates)))
     for at in np.flatnonzero(all_counts.setdefault(value.group, counts) != counts)[:1].tolist():
         others = list_names([name for name in value.group.names if name != value.name])
         shown = f"{counts[at]} of {value.name!r}, {all_counts[value.group][at]} of {others}"
         raise BatchError(f"sample {keys[at]!r} has {shown}; {_EQUAL}")
     choices = chooser(value.group, counts)
-    return choices, [alternatives[n] for alternatives, n in zip(found, choices.tolist(), strict=True)]
+    return choices, [alternatives[n] for alternatives, n in zip(candidates, choices.tolist(), strict=True)]
 
 
 def _alternatives(sources: Sequence[_Source], key: str) -> list[tuple[str, Any]]:
@@ -764,7 +783,7 @@ def _alternatives(sources: Sequence[_Source], key: str) -> list[tuple[str, Any]]
             raise BatchError(
                 f"sample {key!r} has a {type(value).__name__} at {name!r}, expected a list of alternatives"
             )
-        alternatives += [(f"{name}.{at}", each) for at, each in enumerate(value)] if is_list else [(name, value)]
+        alternatives += [(f"{name}.{at}", item) for at, item in enumerate(value)] if is_list else [(name, value)]
     if not alternatives:
         raise BatchError(f"sample {key!r} has no alternatives: {sources[0][0]!r} is empty")
     return alternatives

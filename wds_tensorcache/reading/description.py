@@ -12,6 +12,7 @@ import numpy as np
 
 from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.reading.schema import Tensor, TensorSchema, format_tensor, merge_schema, merge_shapes, printable
 from wds_tensorcache.reading.structure import value_at
 
@@ -99,21 +100,23 @@ class Description:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        counts = f"{_count(self.num_samples, 'sample')} in {_count(self.num_shards, 'shard')}"
+        counts = f"{format_count(self.num_samples, 'sample')} in {format_count(self.num_shards, 'shard')}"
         yield f"Description: {counts}, {self.nbytes:,} bytes of tensors"
         if self.tensors or self.num_counted < self.num_samples:
             of_samples = (
-                "" if self.num_counted == self.num_samples else f" of {_count(self.num_counted, 'sample')} in memory"
+                ""
+                if self.num_counted == self.num_samples
+                else f" of {format_count(self.num_counted, 'sample')} in memory"
             )
             yield f"tensors{of_samples}:"
             yield from _entries(self.tensors, self.num_counted)
         if self.values:
-            yield f"values of {_count(self.num_examined, 'sample')}:"
+            yield f"values of {format_count(self.num_examined, 'sample')}:"
             yield from _entries(self.values, self.num_examined)
         if self.members:
             yield "members:"
-            members = ((suffix, _count(count, "sample")) for suffix, count in self.members.items())
-            yield from _limited(
+            members = ((suffix, format_count(count, "sample")) for suffix, count in self.members.items())
+            yield from _limit_lines(
                 (f"  {suffix!r:.{_VALUE_CHARS}}: {text}" for suffix, text in members), len(self.members)
             )
         if self.fingerprint:
@@ -127,25 +130,19 @@ def _entries(described: Mapping[str, TensorDescription] | Mapping[str, ValueDesc
             shown = name if len(name) <= _VALUE_CHARS else f"{name[:_VALUE_CHARS]}…"
             yield f"  {printable(shown) or '(the whole sample)'}: {description}{share}"
 
-    return _limited(lines(), len(described))
+    return _limit_lines(lines(), len(described))
 
 
-def _limited(lines: Iterable[str], count: int) -> Iterator[str]:
+def _limit_lines(lines: Iterable[str], count: int) -> Iterator[str]:
     for line in islice(lines, _MAX_LINES):
         yield line if len(line) <= _LINE_CHARS else f"{line[:_LINE_CHARS]}…"
     if count > _MAX_LINES:
         yield f"  … and {count - _MAX_LINES:,} more"
 
 
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
 def shown_value(value: Any, depth: int = 3) -> str:
-    """Return a value as text of bounded length.
-
-    Hazard: a hostile container may contain itself, or one list many times over, so that its own repr is far larger than it.
-    """
+    """Return a value as text of bounded length."""
+    # A hostile container may contain itself, or one list many times, so that its own repr is far larger than it.
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:_VALUE_CHARS]) + "…" * (len(value) > _VALUE_CHARS)
     if isinstance(value, int) and value.bit_length() > _VALUE_CHARS:
@@ -180,7 +177,7 @@ class _ShapeCounts:
             self._merge()
 
     def _merge(self) -> None:
-        self._parts = {ndim: [_merged(parts)] for ndim, parts in self._parts.items()}
+        self._parts = {ndim: [_merge_counts(parts)] for ndim, parts in self._parts.items()}
         self._num_rows = self._num_merged = sum(len(shapes) for [(shapes, _)] in self._parts.values())
 
     def most_frequent(self) -> tuple[dict[tuple[int, ...], int], int]:
@@ -194,7 +191,7 @@ class _ShapeCounts:
         return dict(frequent[:_MAX_SHAPES]), self._num_merged
 
 
-def _merged(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def _merge_counts(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Return distinct shapes, int64 `[n, ndim]`, in ascending order, and the number of samples of each."""
     shapes = np.concatenate([shapes for shapes, _ in parts])
     counts = np.concatenate([counts for _, counts in parts])

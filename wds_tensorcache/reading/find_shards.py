@@ -71,8 +71,8 @@ def find_shards(
         raise FileNotFoundError("no shards: the list is empty")
     for text in texts:
         if local_for is not None and is_url(text):
-            what = f"{shown(text)}: only local shards can be {local_for}"
-            raise ValueError(f"{what}; copy them to a disk first, with a tool of the store")
+            problem = f"{shown(text)}: only local shards can be {local_for}"
+            raise ValueError(f"{problem}; copy them to a disk first, with a tool of the store")
         for path in _expand(text):
             shards += _find(path, listed or _read_listed, messages)
     for message in messages:
@@ -120,7 +120,9 @@ def _near(path: str) -> str:
     """Return the end of a message about a path that does not exist: similar names, or that its folder does not exist either."""
     folder, name = os.path.split(path.rstrip(os.sep))
     try:
-        names = (each for each in os.listdir(folder or os.curdir) if os.path.splitext(each)[1] in ("", ".json", ".tar"))
+        names = (
+            entry for entry in os.listdir(folder or os.curdir) if os.path.splitext(entry)[1] in ("", ".json", ".tar")
+        )
         return did_you_mean(name, names)
     except OSError:
         return f"; there is no folder {folder} that can be read"
@@ -153,17 +155,17 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
     shards = listed(manifest)
     if shards is not None:
         paths = [shard.path for shard in shards]
-        reasons = [] if folder.is_remote else [_unlisted(path, paths), _packed(path, paths)]
+        reasons = [] if folder.is_remote else [_describe_unlisted(path, paths), _find_packed(path, paths)]
     else:
         try:
             names = folder.names()
         except RemoteError as exc:
             why = "web servers have no listings" if is_web(path) else str(exc)
-            what = f"{path} has no {MANIFEST}, and its server cannot list the folder ({why})"
+            problem = f"{path} has no {MANIFEST}, and its server cannot list the folder ({why})"
             remedy = f"check the url; upload the {MANIFEST} of the cache, or pass the urls of the shards"
             example = "such as '…/train-{000000..000099}.tar'"
-            raise FileNotFoundError(f"{what}{kinds}; {remedy}, {example}{hint}") from exc
-        reasons = [_describe_packed(_packed_names(names)) if folder.is_remote else _packed(path, [])]
+            raise FileNotFoundError(f"{problem}{kinds}; {remedy}, {example}{hint}") from exc
+        reasons = [_describe_packed(_packed_names(names)) if folder.is_remote else _find_packed(path, [])]
         shards = [FoundShard(folder.locate(name)) for name in shard_names(names)]
         if not shards:
             end = kinds + hint if reasons[0] is None else f"; {reasons[0]}"
@@ -178,7 +180,7 @@ def shard_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
-def _unlisted(folder: str, listed: list[str]) -> str | None:
+def _describe_unlisted(folder: str, listed: list[str]) -> str | None:
     """Return the end of a message if a folder contains shards that its manifest does not list; None if it cannot be listed."""
     listed_paths = set(map(os.path.normpath, listed))
     try:
@@ -191,7 +193,7 @@ def _unlisted(folder: str, listed: list[str]) -> str | None:
         return None
     from wds_tensorcache.storage.locks import is_being_written
 
-    # Hazard: a writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
+    # A writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
     # the manifest, read again, lists them; unless they were killed.
     if is_being_written(folder):
         return None
@@ -201,13 +203,13 @@ def _unlisted(folder: str, listed: list[str]) -> str | None:
     unlisted = [path for path in unlisted if os.path.isfile(path) and file_identity(path) not in identities]
     if not unlisted:
         return None
-    what = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({_list_first(unlisted)})"
+    problem = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({_list_first(unlisted)})"
     command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
     remedy = f"add them with {command}, or move them to another folder"
-    return f"{what}, so their samples are left out; {remedy}"
+    return f"{problem}, so their samples are left out; {remedy}"
 
 
-def _packed(folder: str, listed: list[str]) -> str | None:
+def _find_packed(folder: str, listed: list[str]) -> str | None:
     """Return the end of a message if a folder contains tars that are neither `listed` nor end in `.tar`."""
     try:
         names = _packed_names(os.listdir(folder))
@@ -228,9 +230,9 @@ def _packed_names(names: Iterable[str]) -> list[str]:
 def _describe_packed(paths: Sequence[str]) -> str | None:
     if not paths:
         return None
-    what = f"{len(paths):,} other tar{' is' if len(paths) == 1 else 's are'} left out ({_list_first(paths)})"
+    problem = f"{len(paths):,} other tar{' is' if len(paths) == 1 else 's are'} left out ({_list_first(paths)})"
     remedy = "unpack or rename them, or pass them to tc.ResumablePipeline by a pattern"
-    return f"{what} because the names of shards end in .tar: {remedy}"
+    return f"{problem} because the names of shards end in .tar: {remedy}"
 
 
 def _list_first(paths: Sequence[str]) -> str:
@@ -285,10 +287,10 @@ def _read_listed(path: str) -> list[FoundShard] | None:
         if shard.error is not None:
             raise shard.error
         if shard.status is not None and shard.entry is not None and shard.status.st_size != shard.entry.nbytes:
-            what = f"{shard.path} has {shard.status.st_size} bytes, but {path} says {shard.entry.nbytes}"
+            problem = f"{shard.path} has {shard.status.st_size} bytes, but {path} says {shard.entry.nbytes}"
             remedy = f"run `tensorcache index {quote(shard.path)}` (tc.write_index) if another tool changed the shard"
             checks = "`tensorcache verify` (tc.verify) tells what is intact"
-            raise FormatError(f"{what}: one of the two is stale; {remedy}; {checks}", kind="index")
+            raise FormatError(f"{problem}: one of the two is stale; {remedy}; {checks}", kind="index")
         shards.append(shard)
     if not shards:
         raise FileNotFoundError(f"{path} lists no shards")

@@ -11,7 +11,7 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.positions import by_shard, in_order
 from wds_tensorcache.shards.key_table import match_unique_keys
 
-__all__ = ["KeyMap", "are_equal", "match", "match_some"]
+__all__ = ["KeyMap", "match", "match_some"]
 
 Array = np.ndarray[Any, Any]
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
@@ -31,7 +31,7 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
         KeyError: A key occurs twice in `other`.
     """
     if key_map is None and isinstance(first, TensorCache) and isinstance(other, TensorCache):
-        if are_equal(first, other):
+        if _are_equal(first, other):
             return None, []
         matched = match(first, other)
         if matched is not None:
@@ -44,14 +44,14 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
     # a generator, in which a StopIteration of the function is an error and does not end the keys
     keys = first.keys()
     wanted = keys if get is None else (get(key) for key in keys)
-    found = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
-    if key_map is not None or int(np.count_nonzero(found >= 0)) >= len(places):
-        return found, []
-    mine = set(first.keys())
-    return found, [key for key in places if key not in mine]
+    positions = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
+    if key_map is not None or int(np.count_nonzero(positions >= 0)) >= len(places):
+        return positions, []
+    first_keys = set(first.keys())
+    return positions, [key for key in places if key not in first_keys]
 
 
-def are_equal(left: Any, right: Any) -> bool:
+def _are_equal(left: Any, right: Any) -> bool:
     """Return whether two caches have the same keys in the same order.
 
     No key is compared for two views of one cache whose positions are equal, and are both ranges or both arrays.
@@ -100,18 +100,18 @@ def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
             ends = keys.ends[first : last + 1].astype(np.int64)
             yield np.diff(ends, prepend=begin), keys.text[begin : keys.ends.item(last)]
         else:
-            found = [keys.raw(row) for row in rows.tolist()]
-            yield np.array(list(map(len, found)), np.int64), np.frombuffer(b"".join(found), np.uint8)
+            raw_keys = [keys.raw(row) for row in rows.tolist()]
+            yield np.array(list(map(len, raw_keys)), np.int64), np.frombuffer(b"".join(raw_keys), np.uint8)
 
 
 def match(left: Any, right: Any) -> Array | None:
     """Return the index in `right` of each key of `left`, int64; None if their keys differ, or a key occurs twice."""
-    (parts, mine), (others, theirs) = _parts(left), _parts(right)
+    (parts, left_rows), (others, right_rows) = _parts(left), _parts(right)
     matched = match_unique_keys(parts, others)
     if matched is None:
         return None
     result = np.empty(len(matched), np.int64)
-    result[mine] = theirs[matched]
+    result[left_rows] = right_rows[matched]
     return result
 
 

@@ -94,8 +94,8 @@ def open(
         raise ValueError(f"num_threads={num_threads}, expected at least 1")
     if cache_dir is None and cache_nbytes is not None:
         raise ValueError(f"cache_nbytes={cache_nbytes} needs cache_dir=, the folder whose length it limits")
-    found = find_shards(source)
-    places = {shard.path: shard for shard in found.shards}  # a shard may be there twice
+    listing = find_shards(source)
+    places = {shard.path: shard for shard in listing.shards}  # a shard may be there twice
     remote_indexes = node_cache = None
     if any(map(is_url, places)):
         remote_indexes = _remote_indexes(index_folder, keep_indexes)
@@ -124,7 +124,7 @@ def open(
             for path, fingerprint in fingerprints.items():
                 check_fingerprint(path, fingerprint, as_fingerprint(expect))
         shards = []
-        for place in found.shards:
+        for place in listing.shards:
             caches, entry = _caches(place), place.entry
             if entry is not None:
                 # without the caches and the fingerprint, which would take memory
@@ -137,7 +137,7 @@ def open(
             shards.append(shard)
         num_threads = num_threads or min(4, num_cores())
         return TensorCache(
-            Store(shards, files, pool, num_threads, common_fields(fingerprints.values()), found.left_out)
+            Store(shards, files, pool, num_threads, common_fields(fingerprints.values()), listing.left_out)
         )
     except BaseException:
         files.close()

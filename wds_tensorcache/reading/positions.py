@@ -22,7 +22,7 @@ __all__ = [
     "by_shard",
     "in_order",
     "numbers_of",
-    "respelled",
+    "respell",
     "shard_runs",
     "spread",
     "take",
@@ -213,7 +213,7 @@ class KeysView(Sequence[str]):
         return f"KeysView({len(self)} keys)"
 
 
-def respelled(key: str, width: int) -> list[str]:
+def respell(key: str, width: int) -> list[str]:
     """Return other spellings of an unknown key: without spaces, leading folders and suffixes, each also as a safe key.
 
     If the name without suffixes is a number, it also has `width` digits.

@@ -206,10 +206,8 @@ def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
 
 
 def printable(name: str) -> str:
-    """Return a name for a summary.
-
-    Hazard: characters that are not printable may reorder or overwrite the text of a terminal.
-    """
+    """Escape the characters of a name that are not printable."""
+    # such characters may reorder or overwrite the text of a terminal
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in name)
 
 

@@ -77,7 +77,7 @@ def sample_seeds(seed: int, epochs: int | Array, indices: Array) -> Array:
 
 def stream_seed(seed: int, kind: str, number: int = 0) -> int:
     """Return the seed of a stream of random numbers, in `[0, 2^64)`: a hash of the loader's seed, the kind and a number."""
-    # Hazard: with `seed + number`, stream 1 of seed 0 is stream 0 of seed 1, so runs that only differ by seeds share orders
+    # with `seed + number`, stream 1 of seed 0 is stream 0 of seed 1, so runs that only differ by seeds share orders
     return xxhash.xxh3_64_intdigest(f"{kind}|{number}|{seed}".encode())
 
 

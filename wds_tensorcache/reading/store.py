@@ -100,9 +100,9 @@ class Store:
     def __reduce__(self) -> Any:
         return Store, (self.shards, self.files, self.pool, self.num_threads, self.fingerprint, self.left_out)
 
-    def with_threads(self, num_threads: int) -> Store:
-        """Return a store that reads with `num_threads` threads, and shares the files and memory of this one."""
-        store = Store(self.shards, self.files, self.pool, num_threads, self.fingerprint, self.left_out)
+    def single_threaded(self) -> Store:
+        """Return a store that reads with one thread, and shares the files and memory of this one."""
+        store = Store(self.shards, self.files, self.pool, 1, self.fingerprint, self.left_out)
         store.schema, store.whole_copies, store.values = self.schema, self.whole_copies, self.values
         return store
 
@@ -114,10 +114,10 @@ class Store:
             self._unloaded.difference_update(wanted)
 
     def find_names(self, numbers: Iterable[int] | None = None) -> bool:
-        """Look for further names that old indexes of these shards, or of all, lack; return whether any was found.
+        """Look for further names that old indexes of these shards lack, by default of all; return whether there were any.
 
-        The shards then have other indexes. Cost: one skeleton of each form; and all skeletons of the shards in which such a
-        sample has further names. Each shard is examined once.
+        The shards then have other indexes. Cost: one skeleton of each form, and all skeletons of the shards in which such a
+        sample has further names. A shard is examined only once.
         """
         has_new_names = False
         for number in range(len(self.shards)) if numbers is None else numbers:
@@ -174,8 +174,8 @@ class Store:
 
     def close(self) -> None:
         """Close files and threads, and return idle memory to the system."""
-        made, self._executor = self._executor, _threads(self.num_threads)
-        if (executor := made()) is not None:
+        threads, self._executor = self._executor, _threads(self.num_threads)
+        if (executor := threads()) is not None:
             executor.shutdown()
         self.files.close()
         self.pool.close()
@@ -191,7 +191,7 @@ def load_indexes(shards: Iterable[Shard]) -> None:
     if len(waiting) > 1:
         from wds_tensorcache.storage.remote.fetch import run_all
 
-        # Hazard: a scan has its own threads, which need threads of the pool. If all of those ran scans, none would end.
+        # A scan has its own threads, which need threads of the pool. If all of those ran scans, none would end.
         run_all([partial(shard.load, may_scan=False) for shard in waiting])
     for shard in waiting:
         shard.load()

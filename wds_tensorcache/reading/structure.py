@@ -1,8 +1,8 @@
 """The structure of a batch: complete the structure of a sample, compare samples, and nest samples into a batch.
 
 Samples may lack tensors. The place of an *optional* tensor contains the tensor in some samples of a batch. In other samples, it
-contains None, or nothing if the place is in a dict. The same holds for a container of tensors. The structure of a batch is that
-of the sample with most tensors; the names of the tensors that it lacks tell their places.
+contains None, or nothing if the place is in a dict. The same holds for a container of tensors. A batch has the structure of the
+sample with most tensors. Tensors that this sample lacks are placed by their names.
 """
 
 from __future__ import annotations
@@ -148,22 +148,22 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     names = [names_of(sample) for sample in samples]
     base = max(range(len(samples)), key=lambda at: (sum(name in tensors for name in names[at]), len(names[at])))
     whole = samples[base]
-    for name in dict.fromkeys(name for each in names for name in each if name not in names[base]):
+    for name in dict.fromkeys(name for own in names for name in own if name not in names[base]):
         try:
             whole = insert(whole, name)
         except ValueError as exc:
             if name in tensors:
-                what = f"sample {base} of the batch lacks tensor {name!r}, and has no place for it: {exc}"
-                raise BatchError(f"the structures of samples differ: {what}") from exc
+                problem = f"sample {base} of the batch lacks tensor {name!r}, and has no place for it: {exc}"
+                raise BatchError(f"the structures of samples differ: {problem}") from exc
     for number, sample in enumerate(samples):
-        if found := difference(whole, sample, tensors.__contains__):
-            where, first, other = found
+        if mismatch := difference(whole, sample, tensors.__contains__):
+            where, first, other = mismatch
             raise BatchError(
                 f"the structures of samples {base} and {number} of the batch differ: {where}, the first has {first}, "
                 f"but the other has {other}"
             )
     for name in tensors:
-        if not any(name in each for each in names):
+        if not any(name in own for own in names):
             raise KeyError(f"the samples have no tensor {name!r}")
     return map_leaves(
         whole,
@@ -181,8 +181,8 @@ def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[st
     If one container occurs several times in the first sample, the other sample must have one container in the same places,
     because `map_leaves` visits it only once.
     """
-    found = _Difference(other, wanted).between(first, other, ())
-    return None if found is None else (_at(found[0]), found[1], found[2])
+    mismatch = _Difference(other, wanted).between(first, other, ())
+    return None if mismatch is None else (_at(mismatch[0]), mismatch[1], mismatch[2])
 
 
 class _Difference:
@@ -218,7 +218,7 @@ class _Difference:
         ):
             return None
         if first is _NOTHING or other is _NOTHING or first is _END or other is _END or kind != others:
-            return path, self._described(first), self._described(other)
+            return path, self._describe(first), self._describe(other)
         if not isinstance(kind, type):
             return None
         if id(first) in self._met:
@@ -233,7 +233,7 @@ class _Difference:
             pairs = ((at, *both) for at, both in enumerate(zip_longest(first, other, fillvalue=_END)))
         return next(filter(None, (self.between(one, two, (*path, step)) for step, one, two in pairs)), None)
 
-    def _described(self, value: Any) -> str:
+    def _describe(self, value: Any) -> str:
         if value is _NOTHING or value is _END:
             return "nothing"
         kind = self._kind(value)

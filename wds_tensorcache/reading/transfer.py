@@ -54,7 +54,7 @@ class Transfer:
             yield
             return
         stream = copying_stream(self.device)
-        # Hazard: when `torch.cuda.stream` ends, it makes the previous device current. In a new thread, that is GPU 0, on which
+        # When `torch.cuda.stream` ends, it makes the previous device current. In a new thread, that is GPU 0, on which
         # a context of 0.5 GB would be made. So the device becomes current first.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             outer, _LOCAL.transfer = _LOCAL.transfer, self
@@ -120,7 +120,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield item
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             # `children` does not look into `__slots__`
-            todo.extend(getattr(item, each.name, None) for each in dataclasses.fields(item))
+            todo.extend(getattr(item, attribute.name, None) for attribute in dataclasses.fields(item))
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -17,14 +17,16 @@ _WILDCARDS, _WEB_WILDCARDS = frozenset("*?["), frozenset("*[")  # in a web serve
 
 
 def expand_url(source: str) -> Iterator[str]:
-    """Yield the urls of a url or pattern from the caller, concealed. One request for each pattern with wildcards.
+    """Yield the urls of a url or pattern from the caller, concealed.
+
+    Cost: one request for each pattern with wildcards.
 
     Raises:
         FileNotFoundError: No object matches a pattern.
         RemoteError: A request failed.
         ValueError: The url is not valid, or names of folders contain wildcards.
     """
-    # Hazard: urlsplit drops line ends and tabs silently, and would name another object.
+    # urlsplit drops line ends and tabs silently, and would name another object.
     if not source.isprintable():
         raise ValueError(f"a url with characters that are not printable: {shown(source)!r:.200}")
     if not split_url(source)[0].partition("://")[2]:

@@ -1,6 +1,6 @@
 """Check the bytes after the end of an archive: tools index or copy a shard only if they are zeros, an index, or both.
 
-Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
+Readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
 after the zeros. A copy of the part before them, or an index of it, would lose these members.
 """
 
@@ -52,9 +52,9 @@ def _find_lost(path: str, end: int, nbytes: int) -> TarFormatError | None:
     listed = listed_after(idx, end, nbytes)
     if listed is None:
         return None
-    what = f"zeros, although {os.path.basename(idx)} lists a member at byte {listed}: readers stop there, and see no member"
+    problem = f"zeros, although {os.path.basename(idx)} lists a member at byte {listed}: readers stop there, and see no member"
     remedy = f"from here on; {_REMEDY}; delete {idx} if it is stale"
-    return TarFormatError(f"{what} {remedy}", offset=end, kind="lost").at(path)
+    return TarFormatError(f"{problem} {remedy}", offset=end, kind="lost").at(path)
 
 
 def load_whole(path: str) -> ShardIndex:
@@ -82,25 +82,25 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         num_samples: Number of samples that the scan found.
     """
 
-    def refuse(what: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
-        raise TarFormatError(f"{what}; {remedy}", offset=offset, kind=kind).at(file.path)
+    def refuse(problem: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
+        raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind=kind).at(file.path)
 
     trailer = read_trailer(file.read, file.nbytes, file.nbytes)
     # another tool may have appended to the archive, over a part of a stale index
     stop = file.nbytes if trailer is None else max(end, trailer.begin)
     unknown = _first_nonzero(file, end, stop)
     if unknown is not None:
-        what = f"unknown bytes after the end of the archive at byte {end}, expected an index"
+        problem = f"unknown bytes after the end of the archive at byte {end}, expected an index"
         header = find_header(file.read, unknown - unknown % BLOCK, file.nbytes)
         if header is None:
-            refuse(what, unknown)
-        refuse(f"{what}; a tar header follows at byte {header}", unknown, remedy=HIDDEN_REMEDY)
+            refuse(problem, unknown)
+        refuse(f"{problem}; a tar header follows at byte {header}", unknown, remedy=HIDDEN_REMEDY)
     if stop < file.nbytes and read_footer(file.read, file.nbytes) is None:
-        # Hazard: `tar -r` overwrites the beginning of an index, but not its trailer. New members may precede the trailer.
+        # `tar -r` overwrites the beginning of an index, but not its trailer. New members may precede the trailer.
         header = find_header(file.read, stop - stop % BLOCK, file.nbytes)
         if header is not None:
             refuse("a tar header, in the remains of an index that other members overwrote", header)
-    trailers = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
+    trailers = parse_both(file, lambda part: read_trailer(part.read, part.nbytes, file.nbytes))
     later = max((trailer.end for trailer in trailers), default=0)
     if later > end:
         refuse(f"zeros, although an index says that the archive ends at byte {later}", end)
@@ -109,8 +109,8 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         if (lost := _find_lost(file.path, end, file.nbytes)) is not None:
             raise lost
         if (count := _listed_samples(file)) > num_samples:
-            what = f"zeros after {num_samples} samples, although {MANIFEST} lists {count} for a file of this length"
-            refuse(what, end, "lost")
+            problem = f"zeros after {num_samples} samples, although {MANIFEST} lists {count} for a file of this length"
+            refuse(problem, end, "lost")
 
 
 def _first_nonzero(file: ShardFile, begin: int, end: int) -> int | None:

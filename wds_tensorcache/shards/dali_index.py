@@ -22,7 +22,6 @@ __all__ = [
     "build_dali_index",
     "list_members",
     "listed_after",
-    "parse_dali_index",
     "seems_current",
     "split_line",
     "split_lines",
@@ -77,7 +76,7 @@ def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
     folder.write(name, build_dali_index(list_members(index)))
 
 
-def parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[ListedMember] | None]:
+def _parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[ListedMember] | None]:
     """Return the members that each line lists, one line per sample; None for a damaged line.
 
     Args:
@@ -101,8 +100,8 @@ def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str
     head = _fields_of(first)
     width = _WIDTHS.get(first[:4] if lenient else "".join(head[:1]), 0)
     if not width or not (lenient or head[1:] == [str(len(lines))]):
-        what = f"the first line is {first[:40]!r}, expected 'v1.1' or 'v1.2' and the number of samples, {len(lines)}"
-        raise FormatError(what, kind="index")
+        problem = f"the first line is {first[:40]!r}, expected 'v1.1' or 'v1.2' and the number of samples, {len(lines)}"
+        raise FormatError(problem, kind="index")
     return width, lines
 
 
@@ -153,7 +152,7 @@ def listed_after(path: str, end: int, nbytes: int) -> int | None:
     with contextlib.suppress(FileNotFoundError, FormatError):
         file = ShardFile(path)
         # damaged lines are ignored
-        lines = parse_dali_index(file.read(0, file.nbytes), lenient=True)
+        lines = _parse_dali_index(file.read(0, file.nbytes), lenient=True)
         members = [member for line in lines if line is not None for member in line]
         if all(begin + size <= nbytes for _, begin, size, _ in members):
             return min((begin for _, begin, *_ in members if begin > end), default=None)

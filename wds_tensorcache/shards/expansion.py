@@ -10,7 +10,7 @@ __all__ = ["MAX_EXPANDED_NBYTES", "check_objects", "check_option", "max_expanded
 
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
-# Hazard: the objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), those of JSON and MessagePack up
+# The objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), those of JSON and MessagePack up
 # to 70, and gzip packs 1,000 of these bytes into one. So compressed members have lower limits: the option divided by the first
 # number, or the compressed bytes times the second.
 _PICKLE, _JSON = (64, 8), (8, _MAX_RATIO)

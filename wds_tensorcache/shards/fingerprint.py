@@ -22,34 +22,36 @@ def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
         raise TypeError(f"the fingerprint is {fields!r:.200}, expected a dict with str keys")
-    found: dict[str, Any] = {}
+    fingerprint: dict[str, Any] = {}
     for name in sorted(fields):
         try:
-            found[name] = json.loads(json.dumps(fields[name], allow_nan=False, sort_keys=True))
+            fingerprint[name] = json.loads(json.dumps(fields[name], allow_nan=False, sort_keys=True))
         except TypeError as exc:
             hint = f"pass a str, for example {str(fields[name])!r:.100}"
             raise TypeError(f"fingerprint[{name!r}] cannot be represented in JSON: {exc}; {hint}") from exc
         except (ValueError, RecursionError) as exc:
             raise ValueError(f"fingerprint[{name!r}] cannot be represented in JSON: {exc}") from exc
-    return found
+    return fingerprint
 
 
-def check_fingerprint(where: str, found: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
+def check_fingerprint(where: str, stored: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
     """Raise StaleCacheError unless a cache's fingerprint has all expected fields and values; it may have more fields."""
-    if found is None:
+    if stored is None:
         raise StaleCacheError(f"{where}: the cache has no fingerprint; expected {expected!r:.500}")
     for name, value in expected.items():
-        other = found.get(name, _NONE)
+        other = stored.get(name, _NONE)
         if other is _NONE or type(other) is not type(value) or other != value:
             has = "has no such field" if other is _NONE else f"was made with {other!r:.200}"
             raise StaleCacheError(f"{where}: expected {name}={value!r:.200}, but the cache {has}")
 
 
-def check_same(where: str, found: Mapping[str, Any] | None, mine: Mapping[str, Any] | None) -> None:
-    """Raise StaleCacheError unless the fingerprint `found` in a cache equals `mine`, the fingerprint of the new samples."""
-    if found != mine:
-        check_fingerprint(where, found, mine or {})
-        raise StaleCacheError(f"{where} was made with {found!r:.500}, but the new samples are made with {mine!r:.500}")
+def check_same(where: str, stored: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> None:
+    """Raise StaleCacheError unless the fingerprint `stored` in a cache equals `expected`, that of the new samples."""
+    if stored != expected:
+        check_fingerprint(where, stored, expected or {})
+        raise StaleCacheError(
+            f"{where} was made with {stored!r:.500}, but the new samples are made with {expected!r:.500}"
+        )
 
 
 def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:

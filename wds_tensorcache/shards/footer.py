@@ -72,7 +72,7 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     body = b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
     zeros = b""
     if shard_nbytes is None:
-        # Hazard: `tar -r` appends at a wrong offset unless the length of the shard is a multiple of 512 bytes.
+        # `tar -r` appends at a wrong offset unless the length of the shard is a multiple of 512 bytes.
         zeros = bytes(padding(len(body) + TRAILER_NBYTES))
         shard_nbytes = index.end + 1024 + len(zeros) + len(body) + TRAILER_NBYTES
     numbers = (len(body), index.end, shard_nbytes)
@@ -131,9 +131,9 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: byte
         return None
     index_nbytes = shard_nbytes - trailer.begin
     if index_nbytes > max(_LONG_NBYTES, shard_nbytes // 4):
-        # Hazard: a hostile shard of many gigabytes could make a reader fetch and hold all of it.
-        what = f"the index has {index_nbytes:,} of the shard's {shard_nbytes:,} bytes, expected at most a quarter"
-        raise FormatError(what, offset=trailer.begin, kind="index")
+        # A hostile shard of many gigabytes could make a reader fetch and hold all of it.
+        problem = f"the index has {index_nbytes:,} of the shard's {shard_nbytes:,} bytes, expected at most a quarter"
+        raise FormatError(problem, offset=trailer.begin, kind="index")
     # the marker and the rest of the index, in one read unless they are far apart
     first = trailer.end if trailer.begin - trailer.end <= _MARKER_NBYTES else trailer.begin
     if first < end_begin:
@@ -204,9 +204,9 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     _check(all(name == "" or is_cache_name(name) for name in names["caches"]), "cache names", names["caches"])
     _check(isinstance(names.get("fingerprint", {}), dict), "fingerprint", names.get("fingerprint"))
     forms = []
-    for each in names["forms"]:
-        _check(type(each) is list, "form", each)
-        entries = tuple((name, dtype, ndim) for name, dtype, ndim in each)
+    for raw_form in names["forms"]:
+        _check(type(raw_form) is list, "form", raw_form)
+        entries = tuple((name, dtype, ndim) for name, dtype, ndim in raw_form)
         are_known = all(type(name) is str and dtype in STORED and type(ndim) is int for name, dtype, ndim in entries)
         _check(are_known and all(0 <= ndim <= 64 for *_, ndim in entries), "form", entries)
         _check(len({name for name, *_ in entries}) == len(entries), "form", entries)
@@ -220,7 +220,7 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     further = None
     if "further" in names:
         _check(type(names["further"]) is list and len(names["further"]) == len(forms), "further", names["further"])
-        further = tuple(_further_of(form, each) for form, each in zip(forms, names["further"], strict=True))
+        further = tuple(_further_of(form, raw) for form, raw in zip(forms, names["further"], strict=True))
     return ShardIndex(
         Keys(arrays["keys.text"], arrays["keys.ends"]),
         {
@@ -271,6 +271,6 @@ def _column(arrays: dict[str, Any], name: str) -> Any:
     return arrays.get(name) if name.endswith(".rows") else arrays[name]
 
 
-def _check(is_possible: bool, what: str, found: object) -> None:
+def _check(is_possible: bool, field: str, value: object) -> None:
     if not is_possible:
-        raise FormatError(f"impossible value for {what}: {found!r:.100}", kind="index")
+        raise FormatError(f"impossible value for {field}: {value!r:.100}", kind="index")

@@ -53,8 +53,8 @@ class MemberColumns:
             return np.full(len(rows), -1, np.int64)
         # equal dtypes: otherwise numpy converts the whole column, even to search for a single row
         wanted = np.minimum(rows, self.rows.item(-1)).astype(self.rows.dtype)
-        found = np.searchsorted(self.rows, wanted)
-        return np.where(self.rows[found] == rows, found, -1)
+        places = np.searchsorted(self.rows, wanted)
+        return np.where(self.rows[places] == rows, places, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +247,9 @@ class ShardIndex:
         try:
             return digest, raw.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as exc:
-            what = f"the index has an original name that is not UTF-8: {raw!r:.100}"
+            problem = f"the index has an original name that is not UTF-8: {raw!r:.100}"
             raise FormatError(
-                f"{what}; `tensorcache repair` (tc.repair) writes the samples without names", kind="index"
+                f"{problem}; `tensorcache repair` (tc.repair) writes the samples without names", kind="index"
             ) from exc
 
     def key(self, row: int) -> str:
@@ -279,16 +279,16 @@ class ShardIndex:
             parts.append((tensors, cache, cache.rows, cache.tensors_begin, self.layouts.nbytes[cache.layout]))
         for suffix, member in self.members.items():
             parts.append((suffix, None, member.rows, member.begin, member.nbytes))
-        begins = _joined(part[3] for part in parts)
+        begins = _concatenate(part[3] for part in parts)
         order = np.argsort(begins, kind="stable")
         return MemberTable(
             [part[0] for part in parts],
             [part[1] for part in parts],
-            _joined(np.full(len(part[3]), kind) for kind, part in enumerate(parts))[order],
-            _joined(np.arange(len(part[3])) for part in parts)[order],
-            _joined(everything if part[2] is None else part[2] for part in parts)[order],
+            _concatenate(np.full(len(part[3]), kind) for kind, part in enumerate(parts))[order],
+            _concatenate(np.arange(len(part[3])) for part in parts)[order],
+            _concatenate(everything if part[2] is None else part[2] for part in parts)[order],
             begins[order],
-            _joined(part[4] for part in parts)[order],
+            _concatenate(part[4] for part in parts)[order],
         )
 
     def check(self) -> None:
@@ -316,7 +316,7 @@ class ShardIndex:
             total += member.nbytes.sum(dtype=float)
         if self.origins is not None:
             self.origins.check(num_samples)
-        # Hazard: many members that each span the whole archive, so that reading them all takes quadratic time.
+        # Many members could each span the whole archive; reading them all would take quadratic time.
         _refuse(total > self.end, "members that overlap")
 
     def _check_rows(self, rows: Array | None, column: Array, num_samples: int) -> None:
@@ -336,10 +336,10 @@ class ShardIndex:
             _refuse(int(ends.max()) > self.end, "a member that extends beyond the archive")
 
 
-def _refuse(is_bad: Any, what: str) -> None:
+def _refuse(is_bad: Any, problem: str) -> None:
     if is_bad:
-        raise FormatError(f"the index has {what}", kind="index")
+        raise FormatError(f"the index has {problem}", kind="index")
 
 
-def _joined(arrays: Iterable[Array]) -> Array:
+def _concatenate(arrays: Iterable[Array]) -> Array:
     return np.concatenate([np.empty(0, np.int64), *(array.astype(np.int64) for array in arrays)])

@@ -48,7 +48,7 @@ class IndexBuilder:
     # Layout numbers by id(layout), references and further names. `_layouts` keeps these layouts alive, so no id is used twice.
     _numbers_by_id: dict[tuple[int, tuple[str, ...] | None, Further], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
-    # Layout numbers by form, offset of the first tensor, and shapes. Hazard: a hostile shard could contain shapes whose hashes
+    # Layout numbers by form, offset of the first tensor, and shapes. A hostile shard could contain shapes whose hashes
     # collide if they were tuples of int; Python salts the hash of bytes.
     _numbers_by_content: dict[tuple[int, int, bytes], int] = field(default_factory=dict)
     _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)

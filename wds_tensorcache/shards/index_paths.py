@@ -30,5 +30,5 @@ def check_replaceable(*paths: str) -> None:
             raise FileExistsError(f"{path} is not a file, but the index of a shard needs this name; move it away")
         file = ShardFile(path)
         if is_header(file.read(0, min(BLOCK, file.nbytes))):
-            what = f"{path} is a tar, but the index of another shard needs this name"
-            raise FileExistsError(f"{what}; rename the tar so that its name ends in .tar")
+            problem = f"{path} is a tar, but the index of another shard needs this name"
+            raise FileExistsError(f"{problem}; rename the tar so that its name ends in .tar")

@@ -2,8 +2,8 @@
 
 A file has the name of a digest of the shard's url, and contains one line of JSON (public url, tag and length of the shard, a
 digest of these and the query, where the index was found, and the index's digest there), then the index as in a sidecar
-(FORMAT.md 4). Nothing in it is executed. A reader ignores a file of which any of these does not match, and fetches the index
-again.
+(FORMAT.md 4). Readers execute nothing in it. If any of these fields does not match, a reader ignores the file, and fetches the
+index again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.node_cache.identity import digest_of, unsigned
 from wds_tensorcache.storage.remote.client import ObjectInfo
 
-__all__ = ["VARIABLE", "KeptIndexes", "default_folder"]
+__all__ = ["KeptIndexes", "default_folder"]
 
-VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
+_VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
 _MAX_NBYTES = 1 << 30
 _MAX_LINE_NBYTES = 1 << 16
 _SUFFIX = ".kept"
@@ -42,7 +42,7 @@ def default_folder() -> str | None:
 
     It is the value of this variable; by default a folder of the user: `$XDG_CACHE_HOME` or `~/.cache` on Linux.
     """
-    chosen = os.environ.get(VARIABLE)
+    chosen = os.environ.get(_VARIABLE)
     if chosen:
         return None if chosen.lower() == "off" else os.path.abspath(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -74,7 +74,6 @@ class KeptIndexes:
         return os.path.join(self.folder, digest[:40] + _SUFFIX)
 
     def _most_nbytes(self) -> int:
-        """Return the most bytes of a file."""
         return self.max_nbytes // 8
 
     def has(self, url: str) -> bool:
@@ -121,18 +120,18 @@ class KeptIndexes:
         """Remove the files that were not used for longest, until the rest has at most nine tenths of `max_nbytes`."""
         for stray in find_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}"):
             remove_stray(stray)
-        found = []
+        kept = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):  # another process has removed it
                     if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
-                        found.append((status.st_mtime_ns, status.st_size, entry.path))
-        excess = sum(nbytes for _, nbytes, _ in found) - self.max_nbytes
+                        kept.append((status.st_mtime_ns, status.st_size, entry.path))
+        excess = sum(nbytes for _, nbytes, _ in kept) - self.max_nbytes
         if excess <= 0:
             return
         excess += self.max_nbytes // 10
-        for _, nbytes, path in sorted(found):
+        for _, nbytes, path in sorted(kept):
             if excess <= 0:
                 return
             with contextlib.suppress(OSError):

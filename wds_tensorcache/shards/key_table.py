@@ -101,7 +101,7 @@ def _words(windows: Array, begins: Array, lengths: Array) -> tuple[Array, Array]
 def _hash(raw: bytes) -> int:
     """Return the hash of a key, 64 bits: its length and its words, each times a secret factor.
 
-    Hazard: a hostile shard could contain keys with equal hashes, which are slow to look up. Two keys have the same upper 32
+    A hostile shard could contain keys with equal hashes, which are slow to look up. Two keys have the same upper 32
     bits with a probability of at most 2^-31, if the factors are random and unknown (multilinear hashing).
     """
     count = len(raw) // _WORD_NBYTES + 1

@@ -101,7 +101,7 @@ def parse_both(
 def check_sidecar(index: ShardIndex, file: File) -> None:
     """Raise FormatError unless the tar headers of the first, middle and last sample match a sidecar.
 
-    Hazard: a shard may be replaced by one of the same length, and keep the old sidecar.
+    A shard may have been replaced by one of the same length, next to which the old sidecar remains.
     """
     from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 
@@ -117,10 +117,10 @@ def check_sidecar(index: ShardIndex, file: File) -> None:
         if any(size == nbytes and _is_member(name, key, suffix) for name, size in members):
             continue
         listed, name = f"{key.decode(errors='replace')}.{suffix}", stored_name.decode(errors="replace")
-        what = f"the sidecar lists {listed!r:.200} of {nbytes} bytes where the shard has {name!r:.120}"
+        problem = f"the sidecar lists {listed!r:.200} of {nbytes} bytes where the shard has {name!r:.120}"
         remedy = "the sidecar is stale, and `tensorcache index` writes it anew, or the shard is damaged"
-        what = f"{what}: {remedy}; `tensorcache verify` (tc.verify) reports which"
-        raise FormatError(what, offset=begin - BLOCK, kind="index")
+        problem = f"{problem}: {remedy}; `tensorcache verify` (tc.verify) reports which"
+        raise FormatError(problem, offset=begin - BLOCK, kind="index")
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[int, str, int, int]]:

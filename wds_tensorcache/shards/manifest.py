@@ -34,7 +34,6 @@ __all__ = [
     "entry_of",
     "locate_shards",
     "other_count",
-    "parse_manifest",
     "read_manifest",
     "shard_url",
     "stored_digest",
@@ -152,11 +151,11 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
             from wds_tensorcache.storage.remote.clients import client_for
             from wds_tensorcache.storage.remote.fetch import run
 
-            return parse_manifest(run(lambda: client_for(path).read_whole(path, MAX_NBYTES))[1])
+            return _parse_manifest(run(lambda: client_for(path).read_whole(path, MAX_NBYTES))[1])
         file = ShardFile(path)
         if file.nbytes > MAX_NBYTES:
             raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_NBYTES:,}")
-        return parse_manifest(file.read(0, file.nbytes))
+        return _parse_manifest(file.read(0, file.nbytes))
     except FormatError as exc:
         raise exc.at(path) from exc
 
@@ -206,7 +205,7 @@ def locate_shards(
 def shard_url(folder: str, listed: str) -> str:
     """Return the url of a shard that a manifest in the folder at url `folder` lists.
 
-    Hazard: the manifest may be hostile. It must not make readers send requests, perhaps with credentials, to another host or to
+    The manifest may be hostile. It must not make readers send requests, perhaps with credentials, to another host or to
     another folder, run a command, or open local files.
 
     Args:
@@ -222,8 +221,8 @@ def shard_url(folder: str, listed: str) -> str:
     name = listed
     if "://" in listed:
         if not listed.startswith(f"{folder}/"):
-            what = f"lists {shown(listed)!r:.200}, which is not in the folder of the manifest"
-            raise FormatError(f"{what}; pass the urls of such shards to tc.open, in a list", kind="index")
+            problem = f"lists {shown(listed)!r:.200}, which is not in the folder of the manifest"
+            raise FormatError(f"{problem}; pass the urls of such shards to tc.open, in a list", kind="index")
         name = listed[len(folder) + 1 :]
     parts = [part for part in name.split("/") if part != "."]
     if (
@@ -232,23 +231,23 @@ def shard_url(folder: str, listed: str) -> str:
         or not (parts and all(parts))
         or (name != listed and is_web(folder) and re.search("[?#]|%2[eEfF]|%5[cC]", name))
     ):
-        what = f"lists {shown(listed)!r:.200}, expected the path of a shard in the folder of the manifest"
-        raise FormatError(f"{what}: relative, with '/' between names and without '..'", kind="index")
+        problem = f"lists {shown(listed)!r:.200}, expected the path of a shard in the folder of the manifest"
+        raise FormatError(f"{problem}: relative, with '/' between names and without '..'", kind="index")
     path = "/".join(parts)
     return keep_secrets(folder, f"{folder}/{path}") if name != listed else join_url(folder, path)
 
 
 def _status(entry: ShardEntry, shard: str) -> os.stat_result:
     if "://" in entry.url:
-        what = f"{shown(entry.url)!r:.200} is a url in a local manifest; pass the urls to tc.open, in a list"
-        raise FormatError(what, kind="index")
+        problem = f"{shown(entry.url)!r:.200} is a url in a local manifest; pass the urls to tc.open, in a list"
+        raise FormatError(problem, kind="index")
     try:
         status = os.stat(shard)
     except (OSError, ValueError) as exc:
         if isinstance(exc, OSError) and exc.errno not in _NO_NAME:
             raise
-        what = f"{entry.url!r:.200} is not a possible path: {getattr(exc, 'strerror', exc)}"
-        raise FormatError(what, kind="index") from exc
+        problem = f"{entry.url!r:.200} is not a possible path: {getattr(exc, 'strerror', exc)}"
+        raise FormatError(problem, kind="index") from exc
     if not stat.S_ISREG(status.st_mode):
         raise FormatError(f"{entry.url!r:.200} is a folder, pipe or device, expected a file", kind="index")
     return status
@@ -259,8 +258,8 @@ def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> Sh
     caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     counts = caches.get(entry.url) if isinstance(caches, dict) else None
     if counts is not None and not are_counts(counts):
-        what = f"{entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
-        raise FormatError(f"{what}, each at least 1; run `tensorcache index {quote(path)}` (tc.write_index)")
+        problem = f"{entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
+        raise FormatError(f"{problem}, each at least 1; run `tensorcache index {quote(path)}` (tc.write_index)")
     fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
     if fingerprint is not None and not isinstance(fingerprint, dict):
         raise FormatError(f"{entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
@@ -273,7 +272,7 @@ def stored_digest(path: str) -> str | None:
     from wds_tensorcache.shards.load_index import parse_both
 
     file = ShardFile(path)
-    trailers = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes))
+    trailers = parse_both(file, lambda part: read_trailer(part.read, part.nbytes, file.nbytes))
     return next((trailer.digest for trailer in trailers), None)
 
 
@@ -295,12 +294,12 @@ def check_listed(
     if num_samples not in (None, entry.num_samples):
         raise other_count(path, f"{num_samples} samples in all", entry.num_samples)
     if None not in (entry.digest, digest) and entry.digest != digest:
-        what = f"its index has the digest {digest}, but {manifest} lists {entry.digest}"
+        problem = f"its index has the digest {digest}, but {manifest} lists {entry.digest}"
         command = f"`tensorcache index {quote(os.path.dirname(path) or os.curdir)}`"
         remedy = "upload its own manifest again" if is_url(path) else f"list its folder anew with {command}"
         remedy = f"copy the right shard again, or, if this is the right one and another tool has indexed it, {remedy}"
-        what = f"another shard has replaced the one that was listed: {what}"
-        raise FormatError(f"{what}; {remedy}", kind="index").at(path)
+        problem = f"another shard has replaced the one that was listed: {problem}"
+        raise FormatError(f"{problem}; {remedy}", kind="index").at(path)
 
 
 def other_count(path: str, counted: str, listed: int | None) -> FormatError:
@@ -308,8 +307,8 @@ def other_count(path: str, counted: str, listed: int | None) -> FormatError:
     verify = f"`tensorcache verify` (tc.verify){' of a local copy' if is_url(path) else ''}"
     verify += " reports whether the shard is damaged"
     remedy = f"if it is not, run `tensorcache index {quote(path)}` (tc.write_index)"
-    what = f"{counted}, but the manifest lists {listed}: one of the two is wrong"
-    return FormatError(f"{what}; {verify}; {remedy}").at(path)
+    problem = f"{counted}, but the manifest lists {listed}: one of the two is wrong"
+    return FormatError(f"{problem}; {verify}; {remedy}").at(path)
 
 
 def are_counts(counts: Any) -> bool:
@@ -317,15 +316,15 @@ def are_counts(counts: Any) -> bool:
     return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())
 
 
-def parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
+def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     """Return the shards and the value of the key `tensorcache` of a manifest with this content; see `read_manifest`."""
-    # Hazard: small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each.
+    # Small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each.
     num_values = sum(map(content.count, (b"{", b"[", b",", b":")))
     if num_values > _NUM_SHORT + len(content) // _MIN_VALUE_NBYTES:
-        what = (
+        problem = (
             f"{num_values:,} keys, values and containers in {len(content):,} bytes, more than the limit for a manifest"
         )
-        raise FormatError(f"{what}: {_NUM_SHORT:,}, and one for each {_MIN_VALUE_NBYTES} bytes", kind="index")
+        raise FormatError(f"{problem}: {_NUM_SHORT:,}, and one for each {_MIN_VALUE_NBYTES} bytes", kind="index")
     try:
         document = parse_json(content)
     except (ValueError, RecursionError) as exc:
@@ -335,8 +334,8 @@ def parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     _expect(kind == _KIND, "__kind__", kind, repr(_KIND))
     _expect(type(version) is int and version == _WIDS_VERSION, "wids_version", version, str(_WIDS_VERSION))
     for key in ("base", "datasets"):
-        what = "no value: list all shards in shardlist, with urls relative to the manifest"
-        _expect(not document.get(key), key, document.get(key), what, kind="format")
+        problem = "no value: list all shards in shardlist, with urls relative to the manifest"
+        _expect(not document.get(key), key, document.get(key), problem, kind="format")
     shardlist, extra = document.get("shardlist"), document.get(_OURS, {})
     _expect(isinstance(shardlist, list), "shardlist", shardlist, "a list")
     _expect(isinstance(extra, dict), _OURS, extra, "an object")
@@ -369,23 +368,23 @@ def _parse_shard(shard: Any, where: str) -> ShardEntry:
 def check_inside(url: str) -> None:
     """Raise FormatError if a manifest lists a file that is not in its folder.
 
-    Hazard: a downloaded manifest must not make a reader or a tool read private files.
+    A downloaded manifest must not make a reader or a tool read private files.
     """
     if os.path.isabs(url) or ".." in re.split(r"[/\\]", url):
         remedy = "a manifest lists only files in its folder; to read another shard, pass its own path to tc.open"
         raise FormatError(f"lists {shown(url)!r:.200}, which is outside the manifest's folder; {remedy}", kind="index")
 
 
-def _expect(is_good: bool, what: str, value: object, expected: str, kind: Kind = "index") -> None:
-    """Raise FormatError with `what`, `value` and `expected` unless `is_good`."""
+def _expect(is_good: bool, key: str, value: object, expected: str, kind: Kind = "index") -> None:
+    """Raise FormatError with `key`, `value` and `expected` unless `is_good`."""
     if not is_good:
-        raise _wrong(what, value, expected, kind)
+        raise _wrong(key, value, expected, kind)
 
 
-def _wrong(what: str, value: object, expected: str, kind: Kind = "index") -> FormatError:
+def _wrong(key: str, value: object, expected: str, kind: Kind = "index") -> FormatError:
     # the repr of a deeply nested container exceeds the interpreter's recursion limit
     text = f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.100}"
-    return FormatError(f"{what} is {text}, expected {expected}", kind=kind)
+    return FormatError(f"{key} is {text}, expected {expected}", kind=kind)
 
 
 @dataclass(slots=True)
@@ -415,7 +414,7 @@ class Manifest:
             FormatError: The content is not a manifest, or its `caches` or `fingerprints` are not objects.
         """
         try:
-            entries, extra = ([], {}) if content is None else parse_manifest(content)
+            entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:
             raise exc.at(path) from exc
         caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
@@ -476,7 +475,7 @@ def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
 def entry_of(path: str, index: ShardIndex, url: str | None = None) -> ShardEntry:
     """Return the entry of a local shard; `url` is its name by default."""
     digest = stored_digest(path)
-    # Hazard: a damaged footer may end with another digest than the sidecar that readers use instead.
+    # A damaged footer may end with another digest than the sidecar that readers use instead.
     is_sure = index.digest in (None, digest)
     url = url or os.path.basename(path)
     return ShardEntry(url, len(index.keys), os.path.getsize(path), digest if is_sure else None)

@@ -66,18 +66,22 @@ def check_key(key: object) -> None:
     parts = key.split("/")
     blank = _BLANK.search(key)
     if blank is not None:
-        what = f"contains {blank[0]!r}: white space and control characters break DALI's index; replace it, e.g. by '_'"
+        problem = (
+            f"contains {blank[0]!r}: white space and control characters break DALI's index; replace it, e.g. by '_'"
+        )
     elif not key.isascii():
-        what = "is not ASCII: DALI without an index cannot tell such keys apart; number the samples"
+        problem = "is not ASCII: DALI without an index cannot tell such keys apart; number the samples"
     elif "." in parts[-1]:
-        what = "has a dot in its last part, where every reader would end the key; replace it, e.g. by '_'"
+        problem = "has a dot in its last part, where every reader would end the key; replace it, e.g. by '_'"
     elif not all(parts) or "." in parts or ".." in parts:
-        what = "is not a plain relative path: tar could extract it to another folder; remove '.', '..' and empty parts"
+        problem = (
+            "is not a plain relative path: tar could extract it to another folder; remove '.', '..' and empty parts"
+        )
     elif parts[0].startswith("__"):
-        what = "begins with '__': stock readers skip such members; choose another first character"
+        problem = "begins with '__': stock readers skip such members; choose another first character"
     else:
         return
-    raise InvalidKeyError(f"key {key!r:.100} {what}; tc.safe_key makes a key of any text")
+    raise InvalidKeyError(f"key {key!r:.100} {problem}; tc.safe_key makes a key of any text")
 
 
 class NamedKey(str):
@@ -91,9 +95,9 @@ class NamedKey(str):
     original: str
 
     def __new__(cls, key: str, original: str) -> NamedKey:
-        made = super().__new__(cls, key)
-        made.original = original
-        return made
+        named = super().__new__(cls, key)
+        named.original = original
+        return named
 
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
         return str(self), self.original
@@ -154,8 +158,8 @@ def original_name(key: str) -> str:
     if isinstance(key, NamedKey):
         return key.original
     if _IS_HASHED(key):
-        what = "contains only a hash of its name, which was too long for a key"
-        raise InvalidKeyError(f"key {key!r:.100} {what}; `original_name` of its cache may know the name")
+        problem = "contains only a hash of its name, which was too long for a key"
+        raise InvalidKeyError(f"key {key!r:.100} {problem}; `original_name` of its cache may know the name")
     try:
         name = "" if key == _EMPTY else unquote_to_bytes(key).decode("utf-8", "surrogatepass")
     except UnicodeError:
@@ -187,13 +191,13 @@ def _as_bytes(name: str) -> bytes:
 def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
     """Raise InvalidKeyError if some reader would misread a member name `KEY.SUFFIX`."""
     for suffix in suffixes:
-        what = None
+        problem = None
         if suffix[:1] == "_":
-            what = "begins with '_': stock tools reserve such names for metadata; choose another first character"
+            problem = "begins with '_': stock tools reserve such names for metadata; choose another first character"
         elif not suffix or not suffix.isascii() or "/" in suffix or _BLANK.search(suffix):
-            what = "is not an extension: it is empty, not ASCII, or has '/' or white space; expected one like 'json'"
-        if what is not None:
-            raise InvalidKeyError(f"sample {key!r:.100}: {suffix!r:.100} {what}")
+            problem = "is not an extension: it is empty, not ASCII, or has '/' or white space; expected one like 'json'"
+        if problem is not None:
+            raise InvalidKeyError(f"sample {key!r:.100}: {suffix!r:.100} {problem}")
         nbytes = len(f"{key}.{suffix}".encode())
         if nbytes > MAX_MEMBER_NBYTES:
             raise InvalidKeyError(

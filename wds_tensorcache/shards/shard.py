@@ -121,8 +121,8 @@ class Shard:
         scanned = scan(self.file)
         names = _columns_in(scanned, self.name)
         if not np.array_equal(names.digest, self.columns.digest):
-            what = "the index does not match the shard; `tensorcache verify` (tc.verify) reports what was changed or damaged"
-            raise FormatError(f"{self.path}: {what}")
+            problem = "the index does not match the shard; `tensorcache verify` (tc.verify) reports what was changed or damaged"
+            raise FormatError(f"{self.path}: {problem}")
         caches = {**self.index.caches, self.name: replace(self.columns, layout=names.layout)}
         index = replace(self.index, caches=caches, layouts=scanned.layouts)
         return Shard(
@@ -221,8 +221,8 @@ class Shard:
 
     def layouts_of(self, rows: Array) -> tuple[list[Layout], Array]:
         """Return the distinct layouts of `rows`, and for each row the position of its layout among them."""
-        _, some, inverse = np.unique(self.columns.layout[rows], return_index=True, return_inverse=True)
-        return [self.layout(row) for row in rows[some].tolist()], inverse
+        _, first_rows, inverse = np.unique(self.columns.layout[rows], return_index=True, return_inverse=True)
+        return [self.layout(row) for row in rows[first_rows].tolist()], inverse
 
     def sample(self, row: int, stored: bytes | None = None) -> Any:
         """Return a sample with lazy tensors. Cost: one read, of the sample's skeleton, unless `stored` contains it.
@@ -249,9 +249,9 @@ class Shard:
         Skeletons that match one template differ only in plain values. This method reads the skeleton, since the index does
         not contain templates, and remembers a match. `stored` is as in `sample`.
         """
-        known: int = self._template_numbers.item(row)
-        if known:
-            return self._templates[known - 1]
+        number: int = self._template_numbers.item(row)
+        if number:
+            return self._templates[number - 1]
         layout = self.layout(row)
         template: Template | None = layout.form.template
         if template is None:
@@ -264,8 +264,8 @@ class Shard:
 
     def note_template(self, rows: int | Array, template: Template) -> None:
         """Record that the skeletons of `rows` match `template`."""
-        for number, known in enumerate(self._templates, start=1):
-            if known is template:
+        for number, noted in enumerate(self._templates, start=1):
+            if noted is template:
                 self._template_numbers[rows] = number
                 return
         if len(self._templates) < _MAX_TEMPLATES:

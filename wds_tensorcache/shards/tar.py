@@ -164,8 +164,8 @@ def parse_records(content: bytes, begin: int) -> Records:
             raise _error("a GNU sparse member, expected one without holes", begin + at, "sparse")
         if key in (b"path", b"size"):
             if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):
-                what = f"the pax record of a {key.decode()} has an impossible value {value[:40]!r}"
-                raise _error(what, begin + at, "extended-header")
+                problem = f"the pax record of a {key.decode()} has an impossible value {value[:40]!r}"
+                raise _error(problem, begin + at, "extended-header")
             records[key] = value.rstrip(b"/")
         at = end
     return records
@@ -186,8 +186,8 @@ def _refuse_compressed(head: bytes) -> None:
             raise _error(f"{name}: a compressed tar cannot be indexed; {remedy}", 0, "compressed")
 
 
-def _error(what: str, offset: int, kind: Kind) -> TarFormatError:
-    return TarFormatError(what, offset=offset, kind=kind)
+def _error(problem: str, offset: int, kind: Kind) -> TarFormatError:
+    return TarFormatError(problem, offset=offset, kind=kind)
 
 
 class Header(NamedTuple):
@@ -244,8 +244,8 @@ class Headers:
         if parse_number(header[148:156]) != checksum:
             if not begin:
                 _refuse_compressed(header)
-            what = f"bad checksum: the bytes add up to {checksum:06o}, the header has {header[148:156]!r}"
-            raise _error(what if begin else what + _PERHAPS_NO_TAR, begin, "checksum")
+            problem = f"bad checksum: the bytes add up to {checksum:06o}, the header has {header[148:156]!r}"
+            raise _error(problem if begin else problem + _PERHAPS_NO_TAR, begin, "checksum")
         kind, path, nbytes = header[156], header[:100].partition(b"\0")[0], parse_number(header[124:136])
         if kind == _SPARSE:
             raise _error(f"{path!r} is a GNU sparse member, expected one without holes", begin, "sparse")
@@ -255,14 +255,14 @@ class Headers:
             nbytes = 0 if kind in _EMPTY_TYPES else int(self.own.get(b"size", nbytes))
             self.own.clear()
         if len(path) > _MAX_NAME_NBYTES:
-            what = f"the name has {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
-            raise _error(what, begin, "header")
+            problem = f"the name has {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
+            raise _error(problem, begin, "header")
         if nbytes < 0:
-            what = f"the size is {header[124:136]!r}, expected a non-negative number, octal or base 256"
-            raise _error(what, begin, "header")
+            problem = f"the size is {header[124:136]!r}, expected a non-negative number, octal or base 256"
+            raise _error(problem, begin, "header")
         if nbytes > self._nbytes - begin - BLOCK:
-            what = f"{path!r:.120} has {nbytes} bytes from byte {begin + BLOCK} on, but the file has {self._nbytes}"
-            raise _error(f"truncated, or a wrong size: {what}", begin, "truncated")
+            problem = f"{path!r:.120} has {nbytes} bytes from byte {begin + BLOCK} on, but the file has {self._nbytes}"
+            raise _error(f"truncated, or a wrong size: {problem}", begin, "truncated")
         if kind in _EXTENDED_TYPES:
             self._apply(kind, begin, nbytes)
             self._expected_at = begin + BLOCK + nbytes + padding(nbytes)
@@ -271,8 +271,8 @@ class Headers:
     def _apply(self, kind: int, header_begin: int, nbytes: int) -> None:
         """Read the content of an extended header, for the members that follow."""
         if nbytes > _MAX_RECORDS_NBYTES:
-            what = f"the extended header has {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}"
-            raise _error(what, header_begin, "extended-header")
+            problem = f"the extended header has {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}"
+            raise _error(problem, header_begin, "extended-header")
         begin = header_begin + BLOCK
         content = self._read(begin, begin + nbytes)
         if kind == _LONG_NAME:
@@ -282,8 +282,8 @@ class Headers:
         elif kind == _GLOBAL:
             self.common.update(parse_records(content, begin))
             if b"size" in self.common:
-                what = "a global pax header declares one size for all members, expected a size per member"
-                raise _error(what, header_begin, "extended-header")
+                problem = "a global pax header declares one size for all members, expected a size per member"
+                raise _error(problem, header_begin, "extended-header")
         elif kind != _LONG_LINK:
             # if two extended headers precede a member, tarfile uses the first
             self.own = parse_records(content, begin) | self.own
@@ -339,9 +339,9 @@ class Scanner:
         if end - begin < BLOCK:
             if not begin and end:
                 _refuse_compressed(self._read_exactly(0, end))
-            what = f"truncated: the file ends at byte {self._nbytes}, without an end-of-archive block"
-            what += "" if begin else _PERHAPS_NO_TAR
-            raise _error(what if self._nbytes else "the file is empty, expected a tar", begin, "truncated")
+            problem = f"truncated: the file ends at byte {self._nbytes}, without an end-of-archive block"
+            problem += "" if begin else _PERHAPS_NO_TAR
+            raise _error(problem if self._nbytes else "the file is empty, expected a tar", begin, "truncated")
         self._window, self._window_begin = self._read_exactly(begin, end), begin
         self._next_window_nbytes = min(2 * self._next_window_nbytes, _MAX_WINDOW_NBYTES)
         return self._window
@@ -441,7 +441,7 @@ def find_header_in(blocks: bytes) -> int | None:
 
 def hidden_members(end: int, offset: int) -> TarFormatError:
     """Return the error for a tar header at byte `offset`, after the end of the archive at byte `end`."""
-    what = (
+    problem = (
         f"a tar header after the end of the archive at byte {end}: readers stop there, and see no member from here on"
     )
-    return _error(f"{what}; {HIDDEN_REMEDY}", offset, "trailing")
+    return _error(f"{problem}; {HIDDEN_REMEDY}", offset, "trailing")

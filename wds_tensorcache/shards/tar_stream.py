@@ -51,8 +51,8 @@ class TarStream:
             were read from `stream`. Members that become objects have lower limits, see `check_objects`.
 
     Attributes:
-        start: Offset of the current member's first header, at which another stream of this tar can begin. None if it cannot:
-            the tar is compressed, or a global header precedes the member.
+        start: Offset of the current member's first header, at which another stream of this tar can begin. None if the tar is
+            compressed, or a global header precedes the member, so that no stream can begin there.
 
     Raises:
         TarFormatError: The stream ends without an end-of-archive block, breaks a rule of the format, or expands too much.
@@ -81,9 +81,9 @@ class TarStream:
         block = self._take_first() if not self._at else self._take(BLOCK)
         while True:
             if len(block) < BLOCK:
-                what = "truncated: the stream ends without an end-of-archive block"
-                what = what if header_begin or block else "the stream is empty, expected a tar"
-                raise TarFormatError(what, offset=header_begin, kind="truncated")
+                problem = "truncated: the stream ends without an end-of-archive block"
+                problem = problem if header_begin or block else "the stream is empty, expected a tar"
+                raise TarFormatError(problem, offset=header_begin, kind="truncated")
             if headers.is_end(block, header_begin):
                 return
             header = headers.parse(block, header_begin)
@@ -147,12 +147,12 @@ class TarStream:
         while self._at < end:
             begin, nbytes = self._at, min(end - self._at, _MAX_SKIP_NBYTES)
             if len(self._take(nbytes)) < nbytes:
-                what = f"truncated: expected {end - begin} more bytes, got {self._at - begin}"
-                raise TarFormatError(what, offset=begin, kind="truncated")
+                problem = f"truncated: expected {end - begin} more bytes, got {self._at - begin}"
+                raise TarFormatError(problem, offset=begin, kind="truncated")
 
     def _take(self, nbytes: int) -> bytes:
         """Return the next `nbytes` bytes of the stream, or fewer at its end."""
-        # Usually one read. Hazard: a header may declare more bytes than the stream has, so each read is limited.
+        # Usually one read. A header may declare more bytes than the stream has, so each read is limited.
         content = self._read(min(nbytes, _MAX_READ_NBYTES))
         if len(content) < nbytes:
             parts, missing = [content], nbytes - len(content)
@@ -174,16 +174,16 @@ class TarStream:
             if getattr(exc, "errno", None) is not None:
                 raise  # an error of the stream itself; errors of gzip and bz2 have no errno
             kind: Kind = "truncated" if isinstance(exc, EOFError) else "compressed"
-            what = f"the compressed stream is cut short or damaged: {exc}"
-            raise TarFormatError(what, offset=self._at, kind=kind) from exc
+            problem = f"the compressed stream is cut short or damaged: {exc}"
+            raise TarFormatError(problem, offset=self._at, kind=kind) from exc
         self._at += len(content)
         limit = max_expanded(compressed.nbytes, self._max_expanded_nbytes)
         if self._at > limit:
-            what = f"{compressed.nbytes} compressed bytes expand to {self._at} or more, expected at most {limit} "
-            what += (
+            problem = f"{compressed.nbytes} compressed bytes expand to {self._at} or more, expected at most {limit} "
+            problem += (
                 f"for what was read so far; if you trust the shard, pass a larger max_expanded_nbytes= to {_FUNCTIONS}"
             )
-            raise TarFormatError(what, offset=self._at, kind="compressed")
+            raise TarFormatError(problem, offset=self._at, kind="compressed")
         return content
 
 

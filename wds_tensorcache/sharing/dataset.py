@@ -324,7 +324,7 @@ class SharedDataset(Cache[Any]):
         return self._view(self._indices[numbers], self._selections, self._store)
 
     def _single_threaded(self) -> Self:
-        return self._view(self._indices, self._selections, self._store.with_threads(1))
+        return self._view(self._indices, self._selections, self._store.single_threaded())
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         for number in self._indices.tolist():

@@ -270,7 +270,7 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
     base, name = os.path.split(path)
     making = os.path.join(base, f".{name}.{secrets.token_hex(4)}.new")
     try:
-        # Hazard: this process may be killed at any moment. So the reaper makes the folder, waits until this process holds it or
+        # This process may be killed at any moment. So the reaper makes the folder, waits until this process holds it or
         # is gone, and removes it after its last holder.
         with reaper_started("make", making, path):
             if not os.path.exists(making):  # the reaper could not be started

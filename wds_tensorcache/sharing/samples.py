@@ -270,7 +270,7 @@ class Samples:
         locks = RangeLocks(self.folder.path_of(LOCKS))
         try:
             if not locks.lock(number, wait=wait and not mine):
-                # Hazard: deadlock of two samples that need each other. A thread that loads one never waits for another load.
+                # Deadlock of two samples that need each other. A thread that loads one never waits for another load.
                 return self._load_locked(number, None) if mine else None
             mine.add(number)
             try:

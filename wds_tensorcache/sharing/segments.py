@@ -34,7 +34,7 @@ _WRITING = 1 << 61  # plus its serial number: the lock of a segment, held while 
 _RECORD = Struct("<QQQ8x")  # index of the sample, bytes of the skeleton, bytes of the `.safetensors` member
 _DATA_ALIGN = 64
 _PAGE_NBYTES = mmap.PAGESIZE
-# Hazard: a process that writes into a view gets private copies of its pages, which hide what is appended to them later.
+# A process that writes into a view gets private copies of its pages, which hide what is appended to them later.
 # So a `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller ones.
 LARGE_NBYTES = 1 << 16
 # A new segment has 1/16 of `max_nbytes`. Without a limit, it has 1/16 of the bytes in use, but at least 64 MiB. One that is
@@ -110,7 +110,7 @@ class Segments:
 
     def __init__(self, folder: str, table: Table, max_nbytes: int | None, evicts: bool, pool: Pool) -> None:
         self._folder, self._table, self._pool = folder, table, pool
-        # Hazard: after the folder is removed, another folder may have its path. So files are opened relative to this one.
+        # After the folder is removed, another folder may have its path. So files are opened relative to this one.
         self._dir = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._dir).atexit = False
         self._max_nbytes, self._evicts = max_nbytes, evicts
@@ -271,7 +271,7 @@ class Segments:
         fd = self._open(segment.serial, os.O_WRONLY)
         try:
             with explained_no_space(self._where(segment.serial), f"a sample of {end - begin:,} bytes"):
-                # Hazard: SIGBUS. Reading a mapped page for which the system has no memory kills the process.
+                # SIGBUS. Reading a mapped page for which the system has no memory kills the process.
                 os.posix_fallocate(fd, begin, end - begin)
             rest: Sequence[memoryview] = [memoryview(part).cast("B") for part in parts if len(part)]
             while rest:

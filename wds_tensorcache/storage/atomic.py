@@ -62,13 +62,13 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
                 rest = memoryview(part)
                 while len(rest):
                     rest = rest[file.write(rest) :]
-            # Hazard: a rename may reach the disk before the content of the file, and a crash then leaves an empty file under
+            # A rename may reach the disk before the content of the file, and a crash then leaves an empty file under
             # the new name. So flush the content to disk first, then rename, then flush the folder.
             if fsync:
                 os.fsync(file.fileno())
         replace(temporary, path)
     except FileNotFoundError:
-        # Hazard: a writer that has just begun deletes the temporary files of killed writers, and this one with them.
+        # A writer that has just begun deletes the temporary files of killed writers, and this one with them.
         if not isinstance(parts, list) or not os.path.isdir(os.path.dirname(path) or os.curdir):
             raise
         write_atomically(path, parts, fsync)
@@ -91,8 +91,8 @@ def publish(temporary: str, path: str) -> None:
         os.link(temporary, path)
     except OSError as exc:
         if os.path.lexists(path):
-            what = f"{path} was created after this writer started; write to another folder"
-            raise FileExistsError(what) from exc
+            problem = f"{path} was created after this writer started; write to another folder"
+            raise FileExistsError(problem) from exc
         os.rename(temporary, path)  # a file system without hard links
     else:
         os.remove(temporary)

@@ -35,7 +35,7 @@ _COPIED_NBYTES = 1 << 16  # from this size on, a copy out of a map takes as litt
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
-# Hazard: a FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
+# A FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
 _CAN_MAP = sys.platform == "linux" and sys.maxsize > 1 << 32 and bool(_NOWAIT)
 # Bounds on the maps of a process. A system allows 65,530 by default. The kernel keeps 8 bytes for each page of 4 KiB that was
@@ -76,7 +76,7 @@ class Descriptor:
 class _Map:
     """A read-only memory map of a whole file, unmapped with the last reference to this object. It needs no descriptor.
 
-    Hazard: if the file is truncated in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
+    If the file is truncated in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
     """
 
     count = total_nbytes = 0  # of all maps of the process
@@ -163,8 +163,8 @@ class ShardFile:
             descriptor = Descriptor(os.open(self.path, _FLAGS))
         except OSError as exc:
             if exc.errno in _NO_FILE:
-                what = "expected a file, found a socket, device or circular link"
-                raise FormatError(what, kind="unreadable").at(self.path) from exc
+                problem = "expected a file, found a socket, device or circular link"
+                raise FormatError(problem, kind="unreadable").at(self.path) from exc
             raise
         return descriptor, os.fstat(descriptor.fd)
 
@@ -172,7 +172,7 @@ class ShardFile:
         """Keep a descriptor for later reads; close the oldest ones of the process beyond the limit."""
         with _lock():
             while len(_open_files) >= (_max_open or default_max_open()):
-                # Hazard: a file may be freed at any moment, and leaves the dict then.
+                # A file may be freed at any moment, and leaves the dict then.
                 oldest = next(iter(_open_files), None)
                 if oldest is None:
                     break
@@ -198,7 +198,7 @@ class ShardFile:
         return descriptor
 
     def check_unchanged(self) -> None:
-        """Raise FormatError if the file was written to, or replaced while it was closed. One system call."""
+        """Raise FormatError if the file was written to, or replaced while it was closed. Cost: one system call."""
         descriptor = self._descriptor
         try:
             status = os.stat(self.path) if descriptor is None else os.fstat(descriptor.fd)
@@ -214,8 +214,8 @@ class ShardFile:
             raise FormatError("the shard was changed since it was opened; open it again").at(self.path)
 
     def _cut_short(self, nbytes: int) -> Exception:
-        what = f"the file was cut short and ends at byte {nbytes}; copy it again"
-        return TarFormatError(what, kind="truncated").at(self.path)
+        problem = f"the file was cut short and ends at byte {nbytes}; copy it again"
+        return TarFormatError(problem, kind="truncated").at(self.path)
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
@@ -438,11 +438,11 @@ class Files:
 
 
 def _missing_file(path: str, manifest: str | None) -> MissingShardError:
-    what, remedy = "the shard does not exist", "copy it again"
+    problem, remedy = "the shard does not exist", "copy it again"
     if manifest is not None:
-        what += f", but {manifest} lists it"
+        problem += f", but {manifest} lists it"
         remedy += ", or let `tensorcache repair` (tc.repair) write the remaining shards into another folder"
-    return MissingShardError(f"{what}; {remedy}").at(path)
+    return MissingShardError(f"{problem}; {remedy}").at(path)
 
 
 # Files with a descriptor, in the order in which they were opened; of the whole process.

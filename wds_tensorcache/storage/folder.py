@@ -137,8 +137,8 @@ class LocalFolder:
                 return None
             raise
         if file.nbytes > max_nbytes:
-            what = f"has {file.nbytes:,} bytes, more than the limit for such a file, {max_nbytes:,}"
-            raise FormatError(what, kind="index").at(file.path)
+            problem = f"has {file.nbytes:,} bytes, more than the limit for such a file, {max_nbytes:,}"
+            raise FormatError(problem, kind="index").at(file.path)
         return file.read(0, file.nbytes)
 
     def write(self, name: str, content: bytes) -> None:

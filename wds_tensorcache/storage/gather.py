@@ -86,7 +86,7 @@ def gather(
     Raises:
         FormatError: A file has changed since it was opened, also while it was copied; or it is too short.
 
-    Hazard: if a mapped file is truncated in place between the check and the copy, SIGBUS kills the process.
+    If a mapped file is truncated in place between the check and the copy, SIGBUS kills the process.
     """
     for file in files.values():  # one system call each, and one after the copy
         file.check_unchanged()
@@ -120,7 +120,7 @@ def _copy(
     target, nbytes = ranges.target, ranges.nbytes
     cold = _find_cold(files, ranges, are_resident)
     if not len(cold) and len(ranges.file) >= _FEW:
-        # Hazard: numpy keeps the GIL during some of these copies. They are short, since the bytes are in memory.
+        # numpy keeps the GIL during some of these copies. They are short, since the bytes are in memory.
         first = int(source.min())
         span = view_address(first, int(source.max()) - first + _NARROW_NBYTES, None)
         is_left = [
@@ -268,7 +268,7 @@ def _run(
         futures.extend(pool.submit(call, begin, end) for begin, end in pairwise(edges[1:]))
         call(0, edges[1])
     finally:
-        # Hazard: a thread that still runs would write into memory that another batch may use.
+        # A thread that still runs would write into memory that another batch may use.
         wait(futures)
     # An error refers to this frame. If the frame kept the future, the two would form a cycle.
     while futures:

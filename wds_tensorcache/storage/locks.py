@@ -23,7 +23,7 @@ _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an
 class OwnedFile:
     """An open file or folder of this process alone, until `close`, or until this object is freed.
 
-    Hazard: a lock ends when the last process that has the file open closes it. So a forked child closes its copy: otherwise it
+    A lock ends when the last process that has the file open closes it. So a forked child closes its copy: otherwise it
     would keep the lock of a parent that is killed.
 
     Attributes:
@@ -71,7 +71,7 @@ class Flock(OwnedFile):
     def close(self) -> None:
         """Release the lock, if taken, and close the file or folder."""
         if self.fd >= 0 and self.is_locked:
-            # Hazard: closing is not enough if a child that was forked just now has not closed its copy yet.
+            # Closing is not enough if a child that was forked just now has not closed its copy yet.
             fcntl.flock(self.fd, fcntl.LOCK_UN)
         super().close()
 
@@ -95,17 +95,17 @@ def _flock(fd: int, kind: int) -> bool | None:
 
 @contextlib.contextmanager
 def locked_folder(folder: str) -> Iterator[bool]:
-    """Hold the lock of a folder during the `with` block, so that one process at a time changes shared files in the folder.
+    """Hold the lock of a folder, so that one process at a time changes shared files in it.
 
     Yields False, and has no effect, if the file system has no locks. NFS has none for folders.
 
     Raises:
-        FileExistsError: The lock was still held elsewhere after 60 s.
+        FileExistsError: Another process still held the lock after 60 s.
     """
     with Flock(folder, wait_s=_FOLDER_WAIT_S) as lock:
         if lock.is_locked is False:
-            what = f"another process has locked the folder for {_FOLDER_WAIT_S:.0f} s"
-            raise FileExistsError(f"{folder}: {what}; wait until that process ends, or write to another folder")
+            problem = f"another process has locked the folder for {_FOLDER_WAIT_S:.0f} s"
+            raise FileExistsError(f"{folder}: {problem}; wait until that process ends, or write to another folder")
         yield lock.is_locked is True
 
 

@@ -32,14 +32,14 @@ class Output:
     Pieces are copied into a stage, which a thread writes while the caller encodes the next samples. On a memory file system,
     the copy of 450 KB takes 40 us, and the system call 130 us. Large pieces are written by the caller, without a copy.
 
-    Hazard: GIL. After a write, the thread waits for the GIL. Each torch call of the caller releases it for an instant, which
+    After a write, the thread waits for the GIL. Each torch call of the caller releases it for an instant, which
     wakes the thread in vain, so that encoding samples of 4 KB takes 1.3 times as long. Therefore the caller itself writes a
     stage that contains only small pieces, which takes far less time than encoding them.
 
     Args:
         path: Final path of the file.
         fsync: Flush the file to disk before it gets its final path, so that a crash cannot leave wrong bytes. The disk begins
-            to write each piece at once: otherwise the caller would wait for the whole file at its end.
+            to write each piece at once. Otherwise the caller would wait for the whole file at its end.
 
     Threads/fork: one thread at a time; not usable in a forked child.
     """
@@ -128,8 +128,8 @@ class Output:
     def check(self) -> None:
         """Raise OSError if earlier bytes could not be written."""
         if self._failure is not None:
-            what = f"{self.path}: the file could not be written: {self._failure}"
-            raise OSError(getattr(self._failure, "errno", None) or errno.EIO, what) from self._failure
+            problem = f"{self.path}: the file could not be written: {self._failure}"
+            raise OSError(getattr(self._failure, "errno", None) or errno.EIO, problem) from self._failure
 
     def _write(self, parts: list[memoryview]) -> None:
         if self._failure is not None:

@@ -19,7 +19,7 @@ __all__ = ["Digest", "ReadAhead", "Readable", "Readers"]
 _PIECE_NBYTES = 1 << 21
 _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
 
-# Hazard: GIL. xxhash holds it while it hashes at most this many bytes. If it released the GIL, threads that check one file
+# xxhash holds the GIL while it hashes at most this many bytes. If it released it, threads that check one file
 # each would wait for the GIL after every hash.
 _HELD_NBYTES = 1 << 16
 

@@ -19,7 +19,7 @@ _MEANWHILE_S = 0.1  # how long to wait between two calls of `meanwhile`
 class Threads(ThreadPoolExecutor):
     """An executor that runs jobs in the caller's thread after the main thread has ended.
 
-    Hazard: Python then starts no more threads, but still runs other threads and the functions of `atexit`, which may write or
+    Python then starts no more threads, but still runs other threads and the functions of `atexit`, which may write or
     read samples.
     """
 
@@ -47,7 +47,7 @@ class Threads(ThreadPoolExecutor):
 def per_process(make: Callable[[], _Result]) -> Callable[[], _Result]:
     """Return a function that returns `make()`, made at its first call in this process.
 
-    Hazard: a forked child has none of its parent's threads, and a lock that one of them held remains locked. So executors, and
+    A forked child has none of its parent's threads, and a lock that one of them held remains locked. So executors, and
     locks that a thread may hold during a fork, are made again in the child.
     """
     values: dict[int, _Result] = {}  # by process id; in a forked child, the parent's value is kept, but not used
@@ -70,7 +70,7 @@ def run_in_order(
 ) -> Generator[_Result, None, None]:
     """Yield `run(job)` for each job, in order. With an executor, up to two later jobs per thread are submitted ahead.
 
-    With an executor, `meanwhile` is called ten times a second while the caller waits for a job.
+    With an executor, the caller calls `meanwhile` ten times a second while it waits for a job.
     """
     waiting: deque[Future[_Result]] = deque()
     try:

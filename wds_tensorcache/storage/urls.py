@@ -46,7 +46,7 @@ _CHANGED_BY_PATHLIB = re.compile(r"(?:s3|gs|az|https?|hf):/(?!/)", re.IGNORECASE
 
 
 class SecretUrl(str):
-    """The public text of a web server's url, with the secrets that its requests need. Any text made from it is public.
+    """The public text of a web server's url, with the secrets that its requests need; texts made from it are public, too.
 
     Urls are equal if their texts and secrets are, so two revisions of an object, chosen by queries, are two keys of a dict.
 
@@ -100,10 +100,10 @@ def conceal(url: str) -> str:
     """
     if isinstance(url, SecretUrl) or not any(mark in url for mark in "@?#"):
         return url
-    scheme, found, rest = url.partition("://")
+    scheme, separator, rest = url.partition("://")
     netloc, slash, path = _split_netloc(rest)
     user_info, at, host = netloc.rpartition("@")
-    public = f"{scheme}://{host}{slash}{path}" if found and at else url
+    public = f"{scheme}://{host}{slash}{path}" if separator and at else url
     if not is_web(url):
         return public
     user, _, password = user_info.partition(":")
@@ -128,8 +128,10 @@ def reveal(url: str) -> str:
     if not isinstance(url, SecretUrl):
         return url
     if url.query is None:
-        what = "a pickle left out the query of this url, which may be a signature; open the whole url in this process"
-        raise RemoteError(f"{url}: {what}")
+        problem = (
+            "a pickle left out the query of this url, which may be a signature; open the whole url in this process"
+        )
+        raise RemoteError(f"{url}: {problem}")
     return f"{url}?{url.query}" if url.query else str(url)
 
 
@@ -141,20 +143,20 @@ def credentials_of(url: str) -> tuple[str, str] | None:
 
 def is_url(path: str) -> bool:
     """Return whether a text names a remote object: it begins with one of `SCHEMES` and `://`."""
-    scheme, found, _ = path.partition("://")
-    return bool(found) and scheme.lower() in SCHEMES
+    scheme, separator, _ = path.partition("://")
+    return bool(separator) and scheme.lower() in SCHEMES
 
 
 def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
     """Raise ValueError if a path looks like a url. The error lists `schemes`, which the caller accepts.
 
-    Hazard: a local folder called `file:` or `s3:` would be created or searched instead.
+    A local folder called `file:` or `s3:` would be created or searched instead.
     """
     if _CHANGED_BY_PATHLIB(path):
         raise ValueError(f"{path!r} is a url that pathlib has changed; pass a str, such as 's3://bucket/cache'")
     if _ANY_URL(path):
-        known = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
-        others = f", or a url that begins with one of {known}" if known else ""
+        prefixes = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
+        others = f", or a url that begins with one of {prefixes}" if prefixes else ""
         raise ValueError(f"{shown(path)}: expected a local path{others}")
 
 
@@ -195,8 +197,8 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 def shown(url: str) -> str:
     """Return a url for messages, without user name and password. `?…` replaces a query, which may be a signature."""
-    scheme, found, rest = url.partition("://")
-    if not found:
+    scheme, separator, rest = url.partition("://")
+    if not separator:
         return url
     netloc, slash, path = _split_netloc(rest)
     netloc = netloc.rpartition("@")[2]
@@ -236,7 +238,7 @@ def web_url(url: str) -> str:
     Raises:
         ValueError: The url has control characters, no server, or an impossible port.
     """
-    # Hazard: urlsplit drops line ends and tabs silently, and would request another object.
+    # urlsplit drops line ends and tabs silently, and would request another object.
     if any(ord(character) < 0x20 or ord(character) == 0x7F for character in url):
         raise ValueError(f"a url with control characters: {shown(url)!r}")
     parts = urlsplit(url)
@@ -247,14 +249,14 @@ def web_url(url: str) -> str:
         (
             parts.scheme.lower(),
             parts.netloc.rpartition("@")[2],
-            _encoded(parts.path, _IN_PATH) or "/",
-            _encoded(parts.query, _IN_QUERY),
+            _percent_encode(parts.path, _IN_PATH) or "/",
+            _percent_encode(parts.query, _IN_QUERY),
             "",
         )
     )
 
 
-def _encoded(text: str, safe: str) -> str:
+def _percent_encode(text: str, safe: str) -> str:
     """Percent-encode a part of a url that may be encoded already: `%` stays where two hexadecimal digits follow."""
     first, *rest = text.split("%")
     encoded = [quote(first, safe=safe)]

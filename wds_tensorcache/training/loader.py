@@ -345,7 +345,7 @@ class Loader(BaseLoader):
             # they may use tensors that were made before the loop
             copying_stream(device).wait_stream(torch.cuda.current_stream(device))
         pool = self._pool = Threads(self._num_threads, _THREAD_NAME) if self._num_threads else None
-        # Hazard: ranks read different numbers of batches ahead, but must use new weights from the same step on
+        # ranks read different numbers of batches ahead, but must use new weights from the same step on
         num_scheduled = 0 if pool is None else self._ahead.most
         scheduled, jobs = deque[tuple[Step, Position]](), deque[Future[Any]]()
         self._scheduled, self._jobs = scheduled, jobs
@@ -441,7 +441,7 @@ def _end(pool: Threads, jobs: Iterable[Future[Any]]) -> None:
         pool.shutdown()
 
 
-# Hazard: when the interpreter has cleared its modules, a suspended generator cannot end its threads
+# when the interpreter has cleared its modules, a suspended generator cannot end its threads
 _STARTED: WeakSet[Loader] = WeakSet()
 
 

@@ -60,7 +60,7 @@ def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.T
 
 
 def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a normal number for each integer, int32, into `out`: its sign is the sign of the number, its size the tail."""
+    """Write a normal number for each int32 into `out`, with the sign of the integer, and a tail given by its size."""
     # sign, exponent and first bits of the float32 select a piece; the integer is odd, so it is not 0
     raw = (bits | 1).to(torch.float32).view(torch.int32)
     piece = ((raw >> _INSIDE_BITS) & 0xFFFF).view(-1)
@@ -88,7 +88,7 @@ def _table(device: torch.device, stream: Any) -> torch.Tensor:
 def _edges(inverse: Callable[[float], float]) -> list[int]:
     """Return the number at the start of each piece of positive numbers, as a multiple of `1 / _UNIT`.
 
-    Hazard: the last bits of `inverse` depend on the compiler of Python and on its C library. Rounding removes them: no number
+    The last bits of `inverse` depend on the compiler of Python and on its C library. Rounding removes them: no number
     is within 6e-12 of the point where it would be rounded differently.
     """
     per_octave = 1 << _PIECE_BITS

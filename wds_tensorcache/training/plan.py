@@ -106,7 +106,7 @@ class RowCounts:
 class Stream:
     """The samples `members` of one cache, or all its samples, in passes over all of them.
 
-    Each pass has every sample once; if samples are shuffled, in a new order.
+    A pass has every sample once; if samples are shuffled, in a new order.
 
     Attributes:
         members: Sample indices in the cache; None for all samples.

@@ -319,7 +319,7 @@ class _StepIterator(Iterator[Step]):
         """
         # with workers, torchdata calls this before the first step, and then at each snapshot
         if self._num_saved is not None and self._num_steps > self._num_saved + 1:
-            # Hazard: torchdata would skip the batches after a snapshot by their number, whatever the batch size is then
+            # torchdata would skip the batches after a snapshot by their number, whatever the batch size is then
             raise ValueError("a StepSampler resumes only with snapshot_every_n_steps=1, which is torchdata's default")
         if self._num_steps == 0 or self._num_saved is not None:
             self._num_saved = self._num_steps

@@ -89,7 +89,7 @@ class StepReader:
 
     def request_structure(self, indices: Any) -> Any:
         """Return a request for samples of the only cache, of which only the structure matters."""
-        return self._caches[0]._request_chosen(indices, Randomness(alternatives=self.alternatives, given={}))
+        return self._caches[0]._request_chosen(indices, Randomness(alternatives=self.alternatives, choices={}))
 
     def info(
         self, step: Step, is_padding: torch.Tensor | None = None, collate: Any = None, edits: Sequence[Any] = ()

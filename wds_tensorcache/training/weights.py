@@ -194,7 +194,7 @@ def _pack(values: Array) -> str:
 
 def _unpack(text: Any, count: int) -> Array:
     try:
-        # Hazard: a state from a stranger may expand to any size
+        # a state from a stranger may expand to any size
         raw = zlib.decompressobj().decompress(base64.b64decode(text), 8 * count + 1)
         return as_weights(np.frombuffer(raw, "<f8").copy(), count)
     except (TypeError, ValueError, zlib.error) as exc:

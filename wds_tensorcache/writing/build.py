@@ -69,7 +69,7 @@ def build(
     If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
     digest from `v1`, and computes all other samples. Samples of changed items keep their positions, samples of new items
     follow in new shards, and samples without an item are left out. On several ranks, each rank computes its part; then a call
-    with `rank=0, world_size=1` writes the version. Hazard: unchanged shards are hard links to those of `v1`, so never write
+    with `rank=0, world_size=1` writes the version. Unchanged shards are hard links to those of `v1`, so never write
     into a shard in place.
 
     Args:

@@ -53,7 +53,7 @@ def compute(
 
     def write(batch: Batch, missing: list[Item | None]) -> None:
         if failed:
-            return  # Hazard: samples written after a failed batch would leave a gap in the shard
+            return  # samples written after a failed batch would leave a gap in the shard
         try:
             for item, sample in zip(missing, batch.rows(), strict=True):
                 if item is not None:

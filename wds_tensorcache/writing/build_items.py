@@ -164,7 +164,7 @@ class Items(Dataset[Item]):
             return None if callable(self._keys) else self._keys
         keys = [number_text(number) for number in range(self._count)]
         if not self._is_fixed and any(map(is_done, keys)):
-            # Hazard: items may have a `__key__` that looks like a number, so the first item is read
+            # items may have a `__key__` that looks like a number, so the first item is read
             (first,) = self.read([0])
             return None if _has_key(first.value) else keys
         return keys
@@ -210,12 +210,12 @@ def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str],
         if (key := stored_key(item.key)) != item.key:
             item = replace(item, key=key)
         if item.key in seen:
-            raise _repeated(item.key)
+            raise _repeated_key(item.key)
         seen.add(item.key)
         yield item
 
 
-def _repeated(key: str) -> ValueError:
+def _repeated_key(key: str) -> ValueError:
     return ValueError(f"two items have the key {key!r}; expected a different key for each item")
 
 
@@ -242,7 +242,7 @@ def _check_keys(keys: list[Any], count: int | None) -> list[str]:
         _check_key(key, number)
     for key, num_uses in Counter(keys).most_common(1):
         if num_uses > 1:
-            raise _repeated(key)
+            raise _repeated_key(key)
     return keys
 
 

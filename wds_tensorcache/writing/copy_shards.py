@@ -1,6 +1,6 @@
 """Write new shards from samples of old shards. All members are copied byte for byte, never decoded.
 
-Hazard: a new shard that is equal to an old one is a hard link to it. Writing into a shard in place would change both, so code
+A new shard that is equal to an old one is a hard link to it. Writing into a shard in place would change both, so code
 must write a new file and rename it.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from wds_tensorcache.errors import FormatError, InvalidKeyError
+from wds_tensorcache.errors import FormatError, InvalidKeyError, format_count
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import MemberTable, Origins, ShardIndex
@@ -59,10 +59,8 @@ class CopyReport:
 
     def __str__(self) -> str:
         resumed = f", {self.num_shards_resumed:,} of an interrupted call" if self.num_shards_resumed else ""
-        shards, samples = "s" * (self.num_shards != 1), "s" * (self.num_samples != 1)
-        return (
-            f"{self.num_shards:,} shard{shards}{resumed}, {self.num_samples:,} sample{samples}, {self.nbytes:,} bytes"
-        )
+        shards, samples = format_count(self.num_shards, "shard"), format_count(self.num_samples, "sample")
+        return f"{shards}{resumed}, {samples}, {self.nbytes:,} bytes"
 
 
 class OldShard:

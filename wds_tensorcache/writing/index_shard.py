@@ -107,7 +107,7 @@ def index_shard(
     if url is not None or is_added:
         with locked_folder(folder.path or os.curdir):
             pass  # a folder that another process keeps locked is refused before anything is written
-    # Hazard: a kill between the two files must not leave the digest of an older index in the manifest.
+    # A kill between the two files must not leave the digest of an older index in the manifest.
     if url is not None and older not in (None, sidecar):
         list_shard(ShardEntry(url, len(index.keys), file.nbytes))
     folder.write(sidecar_path(name), sidecar)
@@ -127,8 +127,10 @@ def _index_url(url: str, dali_index: bool, index_folder: str | None) -> ShardInd
     elif name in ("", ".", "..") or "/" in name or os.sep in name:
         raise ValueError(f"{shown(url)}: {name!r} is not the name of a shard")
     if is_url(index_folder) and is_web(index_folder):
-        what = "an index cannot be written to a web server"
-        raise ValueError(f"{shown(index_folder)}: {what}; pass index_folder=, a local folder or one in an object store")
+        problem = "an index cannot be written to a web server"
+        raise ValueError(
+            f"{shown(index_folder)}: {problem}; pass index_folder=, a local folder or one in an object store"
+        )
     folder = folder_of(index_folder)
     file = RemoteFile(url)
     try:
@@ -226,7 +228,7 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
     before, indexes = Manifest.of(shards), dict[str, ShardIndex]()
     listed = {os.path.normpath(url): url for url in before.entries}
     removed = [url for name, url in listed.items() if not os.path.exists(os.path.join(folder, name))]
-    # Hazard: links give a shard several names, and readers refuse a manifest that lists one file twice.
+    # Links give a shard several names, and readers refuse a manifest that lists one file twice.
     name_by_file: dict[tuple[int, int], str] = {}
     for name in [*(name for name, url in listed.items() if url not in removed), *names]:
         name_by_file.setdefault(file_identity(os.path.join(folder, name)), name)

@@ -66,7 +66,7 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
         out: A path that `check_new` returned.
         fsync: Wait for the disk.
         token: Hexadecimal digits that tell what the block writes. The folder of a killed or interrupted block with the same
-            token is then yielded again with its files, and an interruption or an error of the system does not delete it.
+            token is then yielded again with its files. An interruption or an error of the system does not delete it.
 
     Raises:
         FileExistsError: `out` is no longer empty; or another process writes the folder of this token.
@@ -76,18 +76,18 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
     folder = temporary_path(out) if token is None else os.path.join(parent, f".{name}.{token}.tmp")
     for stray in find_temporary(parent, re.escape(name)):
         # an OSError means that it is not a folder, belongs to another user, or is just being deleted
-        with contextlib.suppress(OSError), _locked(stray) as is_ours:
+        with contextlib.suppress(OSError), _lock_folder(stray) as is_ours:
             if is_ours and stray != folder and _is_of_caches(stray):
                 shutil.rmtree(stray, ignore_errors=True)
     os.makedirs(folder, exist_ok=token is not None)
-    with _locked(folder) as is_locked:
+    with _lock_folder(folder) as is_locked:
         if is_locked is False:
             raise FileExistsError(f"another process is writing {out}; wait until it ends, or choose another folder")
         try:
             yield folder
             if os.path.isdir(out):
                 shutil.copymode(out, folder)
-            # Hazard: a new name may reach the disk before the files, so the block must have synced them.
+            # A new name may reach the disk before the files, so the block must have synced them.
             replace(folder, out)
         except BaseException as exc:
             is_resumable = token is not None and isinstance(exc, (KeyboardInterrupt, OSError))
@@ -106,7 +106,7 @@ def _is_of_caches(folder: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: str) -> Iterator[bool | None]:
+def _lock_folder(folder: str) -> Iterator[bool | None]:
     """Lock a folder that this process writes or deletes; yield False if another process holds it, None without locks."""
     with Flock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as lock:
         yield lock.is_locked

@@ -118,9 +118,9 @@ class ShardPattern:
         return (world_size, rank, int(match[3])) if is_canonical else None
 
     def is_other_world_size(self, name: str) -> bool:
-        """Return whether `name` is the last part of the pattern of a rank of the same build with another number of ranks.
+        """Return whether `name` is the last part of the pattern of a rank of this build with another number of ranks.
 
-        Both would compute the same samples.
+        Ranks of both numbers would compute the same samples.
         """
         base, (_, world_size) = _without_rank(name)
         return base == self._base and world_size != self._rank[1]

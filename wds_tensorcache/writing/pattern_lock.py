@@ -75,8 +75,8 @@ class WriterLock:
 
 def _refuse(pattern: ShardPattern, path: str) -> None:
     other = os.path.join(os.path.dirname(path), os.path.basename(path)[1:-5])
-    what = f"another writer is writing {other}; wait until it ends, or write to another folder"
-    raise FileExistsError(f"{pattern}: {what}")
+    problem = f"another writer is writing {other}; wait until it ends, or write to another folder"
+    raise FileExistsError(f"{pattern}: {problem}")
 
 
 def _give_back(file: Flock, path: str, pid: int) -> None:

@@ -145,8 +145,8 @@ def _load_remote(urls: list[str], files: Files) -> dict[str, ShardIndex]:
     def load(url: str) -> ShardIndex:
         index = RemoteIndexes().load(files.get(url), may_scan=False)
         if index is None:
-            what = f"the shard has no index, or a damaged one; call tc.write_index({shown(url)!r})"
-            raise FormatError(what, kind="index").at(shown(url))
+            problem = f"the shard has no index, or a damaged one; call tc.write_index({shown(url)!r})"
+            raise FormatError(problem, kind="index").at(shown(url))
         return index
 
     return dict(zip(urls, run_all([partial(load, url) for url in urls]), strict=True))
@@ -189,9 +189,9 @@ def take_over(
             write_dali_index(folder, name, index)
     lost = [url for url in listed.entries if pattern.is_in_build(url) and url not in present]
     if lost:
-        what = f"{shown(folder.locate(lost[0]))} no longer exists"
-        what += f", nor do {len(lost) - 1} more shards" * (len(lost) > 1)
-        warnings.warn(f"{what}; removed from the manifest", stacklevel=user_level())
+        problem = f"{shown(folder.locate(lost[0]))} no longer exists"
+        problem += f", nor do {len(lost) - 1} more shards" * (len(lost) > 1)
+        warnings.warn(f"{problem}; removed from the manifest", stacklevel=user_level())
     if lost or unlisted:
         _list(folder, unlisted, listed, lost)
     return finished
@@ -216,10 +216,10 @@ def _list(
     change_manifest(folder, change)
 
 
-def list_new(pattern: ShardPattern, known: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
-    """Return the indexes, by path, of the finished shards of a build that are not `known`; list them in the manifest.
+def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
+    """Return the indexes, by path, of the finished shards of a build that are not in `finished`; list them in the manifest.
 
-    Hazard: on a file system without locks, ranks that change the manifest at the same time lose each other's entries. Every
+    On a file system without locks, ranks that change the manifest at the same time lose each other's entries. Every
     rank calls this after its last shard, so that the last change of the manifest lists all shards.
 
     Args:
@@ -230,7 +230,7 @@ def list_new(pattern: ShardPattern, known: FinishedShards, options: Mapping[str,
     def load(names: Iterable[str]) -> FinishedShards:
         return load_finished({folder.locate(name): (None, None) for name in names})
 
-    new = load(name for name in pattern.build_shards(folder.names()) if folder.locate(name) not in known.indexes)
+    new = load(name for name in pattern.build_shards(folder.names()) if folder.locate(name) not in finished.indexes)
     while options.get("manifest", True):
         manifest = Manifest.of(folder)
         unlisted = load(name for name in pattern.build_shards(folder.names()) if name not in manifest.entries)

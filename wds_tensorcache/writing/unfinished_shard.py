@@ -53,7 +53,7 @@ class UnfinishedShard:
             self._output.append(sample.parts, sample.nbytes)
             self._add(sample)
         except BaseException as exc:
-            # Hazard: after an interrupt, the index may lack this sample, or the file a part of it
+            # after an interrupt, the index may lack this sample, or the file a part of it
             self._output.fail(exc)
             raise
 
@@ -74,7 +74,7 @@ class UnfinishedShard:
         return begin
 
     def fail(self, failure: OSError) -> None:
-        """Prevent that the shard is finished, after an error of a process that writes reserved bytes; raise OSError."""
+        """Mark the shard as failed, after an error of a process that writes reserved bytes, and raise OSError."""
         self._output.fail(failure)
         self._output.check()
 

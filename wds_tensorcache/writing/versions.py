@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.find_shards import find_shards
-from wds_tensorcache.reading.positions import respelled
+from wds_tensorcache.reading.positions import respell
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.files import Files
@@ -71,7 +71,7 @@ def drop(
         places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
             first = list(islice(chain.from_iterable(i.keys for i in old.shards.indexes.values()), _NUM_KEYS))
-            spellings = respelled(key, len(first[0]) if first else 0) if isinstance(key, str) else []
+            spellings = respell(key, len(first[0]) if first else 0) if isinstance(key, str) else []
             names = list_names([name for name in spellings if name in old.shards] or first, key, len(old.shards))
             raise KeyError(f"{old.folder} has no sample {key!r:.100}; there are {names}")
         changes |= dict.fromkeys(places)

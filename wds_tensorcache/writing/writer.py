@@ -151,8 +151,8 @@ class ShardWriter:
         if is_remote and not footer:
             raise ValueError("footer=False with a url: readers find the samples of remote shards by their footers")
         if is_remote and max_nbytes > _MAX_REMOTE_NBYTES:
-            what = f"max_nbytes={max_nbytes} with a url: expected at most {_MAX_REMOTE_NBYTES:,}"
-            raise ValueError(f"{what}, because stores accept at most about 5 GB in one request")
+            problem = f"max_nbytes={max_nbytes} with a url: expected at most {_MAX_REMOTE_NBYTES:,}"
+            raise ValueError(f"{problem}, because stores accept at most about 5 GB in one request")
         self._folder.make()
         # There are no locks at a url. If two writers use the same names, the first upload of the second one fails.
         self._lock = None if is_remote else WriterLock(self._pattern)
@@ -168,7 +168,7 @@ class ShardWriter:
     def _begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:
         """Take over or delete existing shards; return those that were taken over, and the number of the next shard."""
         folder, pattern = self._folder, self._pattern
-        # Hazard: the manifest may list shards that other ranks have stored after the folder was listed. So it is read first.
+        # The manifest may list shards that other ranks have stored after the folder was listed. So it is read first.
         manifest = Manifest.of(folder) if self._manifest else None
         names = folder.names()
         existing = pattern.existing(names)
@@ -195,7 +195,7 @@ class ShardWriter:
                 check_replaceable(dali_index_path(path), sidecar_path(path))
         if self._manifest:
             change_manifest(folder, lambda manifest: manifest.remove(*shards))
-        # Hazard: without its shard, an index would be that of a later shard of this name. So it is deleted first.
+        # Without its shard, an index would be that of a later shard of this name. So it is deleted first.
         files = [name for shard in shards for name in (dali_index_path(shard), sidecar_path(shard), shard)]
         folder.delete(name for name in files if name in names)
 
@@ -308,8 +308,8 @@ class ShardWriter:
         folder, name = self._folder, self._pattern.shard_name(self._number)
         path = folder.locate(name)
         if self._number and not self._pattern.is_numbered:
-            what = "is finished; for more shards, use a pattern with a number, such as %06d"
-            raise FileExistsError(f"{shown(path)} {what}")
+            problem = "is finished; for more shards, use a pattern with a number, such as %06d"
+            raise FileExistsError(f"{shown(path)} {problem}")
         if self._dali_index and not folder.is_remote:
             check_replaceable(dali_index_path(path))
         return UnfinishedShard(path, name, folder.new_file(name))
@@ -434,8 +434,8 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
     check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
     lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
     if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
-        what = f"has members {sorted(lowered)}; a name is reserved for caches, or occurs twice"
-        raise InvalidKeyError(f"sample {key!r} {what}; rename that member")
+        problem = f"has members {sorted(lowered)}; a name is reserved for caches, or occurs twice"
+        raise InvalidKeyError(f"sample {key!r} {problem}; rename that member")
     return caches, others
 
 
@@ -453,11 +453,11 @@ def _drop_forgotten(
     num_uploads = sum(not is_stored for is_stored in are_stored.values())
     if lost or num_uploads:
         count = sum(shard.num_samples for shard in lost)
-        what = f"its unfinished shard with {count:,} {'sample' if count == 1 else 'samples'} is lost"
-        what += f", and {num_uploads} finished shards may not have been uploaded" * (num_uploads > 0)
+        loss = f"its unfinished shard with {count:,} {'sample' if count == 1 else 'samples'} is lost"
+        loss += f", and {num_uploads} finished shards may not have been uploaded" * (num_uploads > 0)
         remedy = "write inside `with tc.ShardWriter(…) as writer:`, or call close()"
         # Python hides a ResourceWarning by default
-        _log.warning("%s", f"{shown(str(pattern))}: the writer was not closed, so {what}; {remedy}")
+        _log.warning("%s", f"{shown(str(pattern))}: the writer was not closed, so {loss}; {remedy}")
     for shard in lost:
         shard.drop()
 
@@ -493,11 +493,11 @@ def _encode_others(
     except TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
     for extension, raw in plain.items():
-        made = f"sample {key!r}: the encoder returned"
+        subject = f"sample {key!r}: the encoder returned"
         if extension not in others:
-            raise InvalidKeyError(f"{made} {extension!r}, which was not passed to write; pass it as a member, too")
+            raise InvalidKeyError(f"{subject} {extension!r}, which was not passed to write; pass it as a member, too")
         if not isinstance(raw, (bytes, bytearray)):
-            raise EncodeError(f"{made} a {type(raw).__name__} for {extension!r}, expected bytes")
+            raise EncodeError(f"{subject} a {type(raw).__name__} for {extension!r}, expected bytes")
         if extension.lower().endswith(TENSORS) and is_bound(bytes(raw[:64])):
             raise InvalidKeyError(
                 f"sample {key!r}: member {extension!r} is already encoded, as one of the two members of a cache; "

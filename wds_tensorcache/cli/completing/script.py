@@ -10,7 +10,7 @@ from wds_tensorcache.cli.output import Output, json_option
 __all__ = ["completion_command"]
 
 
-# Hazard: keys and names of tensors may be any text. The script of click inserts them as they are, and bash would run `$(…)` in
+# Keys and names of tensors may be any text. The script of click inserts them as they are, and bash would run `$(…)` in
 # them after Enter; here each is quoted.
 _BASH = """\
 %(complete_func)s() {

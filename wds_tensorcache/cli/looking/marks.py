@@ -36,11 +36,11 @@ def values_text(values: ValueStatistics) -> Text:
     return text
 
 
-def sparkline(histogram: Histogram | None, width: int = 16) -> str:
-    """Return a histogram as `▁▃▇█▅▁`, at most `width` characters. A bin that is not empty has at least the lowest bar."""
+def sparkline(histogram: Histogram | None) -> str:
+    """Return a histogram as `▁▃▇█▅▁`, at most 16 characters. A bin that is not empty has at least the lowest bar."""
     if histogram is None:
         return ""
-    counts = merge_bins(histogram, width)[0]
+    counts = merge_bins(histogram, 16)[0]
     bars = np.ceil(counts * (len(_BARS) - 1) / counts.max()).astype(int)
     return "".join(_BARS[bar] for bar in bars)
 

@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
-from wds_tensorcache.cli.output import Output, counted, json_option, plain
+from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.codec.dtypes import dtype_name
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.tree import short_dtype
 from wds_tensorcache.reading.description import TensorDescription
 
@@ -42,7 +43,8 @@ def schema_command(path: str, cache_name: str | None, as_json: bool) -> None:
         }
     )
     output.line(
-        f"{counted(found.num_samples, 'sample')} in {counted(found.num_shards, 'shard')}, {found.nbytes:,} bytes of tensors",
+        f"{format_count(found.num_samples, 'sample')} in {format_count(found.num_shards, 'shard')}, "
+        f"{found.nbytes:,} bytes of tensors",
         "bold",
     )
     output.table(

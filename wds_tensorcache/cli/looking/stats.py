@@ -8,7 +8,8 @@ from rich.text import Text
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.looking.marks import is_unicode, number, sparkline
 from wds_tensorcache.cli.looking.schema import shape_text
-from wds_tensorcache.cli.output import Output, counted, json_option, plain
+from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.statistics import CacheStatistics, TensorStatistics, collect_statistics
 from wds_tensorcache.inspecting.tree import short_dtype
 
@@ -58,7 +59,8 @@ def stats_command(path: str, samples: int | None, cache_name: str | None, as_jso
     if as_json:
         return
     output.line(
-        f"{counted(found.num_samples, 'sample')} in {counted(found.num_shards, 'shard')}, {found.nbytes:,} bytes of tensors",
+        f"{format_count(found.num_samples, 'sample')} in {format_count(found.num_shards, 'shard')}, "
+        f"{found.nbytes:,} bytes of tensors",
         "bold",
     )
     sizes = found.sample_nbytes
@@ -66,7 +68,7 @@ def stats_command(path: str, samples: int | None, cache_name: str | None, as_jso
         spread = (
             f"{number(sizes.min)} to {number(sizes.max)} bytes a sample, {number(round(sizes.mean or 0))} on average"
         )
-        output.line(f"numbers are those of {counted(found.num_examined, 'sample')}: {spread}")
+        output.line(f"numbers are those of {format_count(found.num_examined, 'sample')}: {spread}")
     output.line()
     _show_tensors(output, found)
     _show_shapes(output, found)
@@ -74,9 +76,9 @@ def stats_command(path: str, samples: int | None, cache_name: str | None, as_jso
     for each in found.tensors:
         if each.num_not_finite:
             keys = ", ".join(map(repr, each.not_finite)) + (", …" if each.num_not_finite > len(each.not_finite) else "")
-            output.line(f"{each.name}: NaN or Inf in {counted(each.num_not_finite, 'sample')}: {keys}", "bold red")
+            output.line(f"{each.name}: NaN or Inf in {format_count(each.num_not_finite, 'sample')}: {keys}", "bold red")
     for suffix, count in found.members.items():
-        output.line(f"member .{suffix} in {counted(count, 'sample')}")
+        output.line(f"member .{suffix} in {format_count(count, 'sample')}")
 
 
 def _show_tensors(output: Output, found: CacheStatistics) -> None:
@@ -123,8 +125,8 @@ def _show_repeats(output: Output, found: CacheStatistics) -> None:
         return
     about = "about " if repeats.is_estimate else ""
     output.line(
-        f"repeated: {about}{counted(repeats.num_tensors, 'tensor')}; storing each once would save {about}{repeats.nbytes:,} "
-        f"bytes in these {found.num_examined:,} samples"
+        f"repeated: {about}{format_count(repeats.num_tensors, 'tensor')}; storing each once would save "
+        f"{about}{repeats.nbytes:,} bytes in these {found.num_examined:,} samples"
     )
     for each in repeats.most[:_NUM_REPEATS]:
         where = f"sample {plain(repr(each.key))}"

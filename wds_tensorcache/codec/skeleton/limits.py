@@ -1,8 +1,8 @@
 """Limits on the work of a reader (FORMAT.md 2.6): nesting, bytes that calls copy, parts of dict keys and set elements.
 
-A pickle can fetch an object from its memo again and again, so a short skeleton can pass one long string to many
-calls, or one long key to many dicts. The author of a file can also choose keys other than str and bytes whose hashes collide,
-so that building a dict takes time quadratic in its length. Costs are therefore counted before anything is built.
+A pickle can fetch an object from its memo again and again. So a short skeleton can pass one long string to many calls, or one
+long key to many dicts. Keys other than str and bytes may have colliding hashes, so that building a dict takes quadratic time.
+Costs are therefore counted before anything is built.
 """
 
 from __future__ import annotations

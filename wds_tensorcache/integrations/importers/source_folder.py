@@ -138,7 +138,7 @@ class SourceFolder:
             memory = np.empty(nbytes, np.uint8).data
         else:
             shift = 0 if find_data is None else -find_data(os.pread(file.fileno(), _HEAD_NBYTES, 0)) % ALIGNMENT
-            # Hazard: some processors copy eight times as slowly if memory begins 1 to 15 bytes after a page of the file does.
+            # Some processors copy eight times as slowly if memory begins 1 to 15 bytes after a page of the file does.
             shift += ALIGNMENT if shift else 0
             memory = POOL.lease(shift + nbytes)[shift:].data
         position = 0
@@ -159,7 +159,7 @@ class SourceFolder:
             with io.FileIO(self.locate(name), opener=_open_at_once) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise FormatError("is not an ordinary file").at(name)
-                # Hazard: the file, or a folder above it, may have become a link since it was listed.
+                # The file, or a folder above it, may have become a link since it was listed.
                 if not _is_inside(_path_of(file.fileno(), file.name), self._found.root):
                     raise FormatError("is now a link out of the folder").at(name)
                 yield file

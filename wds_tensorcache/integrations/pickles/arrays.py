@@ -96,7 +96,7 @@ class ArrayReader(TensorReader):
         _check_array(raw, dtype, shape)
         if array.nbytes or array.shape != (0,) or is_fortran.__class__ is not bool or raw.__class__ is not bytes:
             raise FormatError("an array is filled twice, or with something else than bytes")
-        # Hazard: the state may be in the memo, and then fill many arrays, each with a copy of the bytes.
+        # The state may be in the memo, and then fill many arrays, each with a copy of the bytes.
         self._array_nbytes_left -= len(raw)
         if self._array_nbytes_left < 0:
             raise FormatError("the arrays together are much larger than the pickle")
@@ -171,7 +171,7 @@ def _set_byte_order(dtype: np.dtype[Any], state: Any) -> None:
     is_sized = dtype.kind in "SU"
     if order not in ("<", ">", "|", "=") or rest[:3] != [None] * 3 or rest[3] not in (-1, dtype.itemsize):
         raise UnsafeSkeletonError(f"the dtype {dtype} has fields, or an unknown byte order")
-    # Hazard: numpy trusts these sizes.
+    # numpy trusts these sizes.
     size = (dtype.itemsize, dtype.alignment) if is_sized else (-1, -1)
     version, unit = (4, [(_NO_METADATA, _parse_unit(rest[6:]))]) if dtype.kind in "mM" else (3, [])
     dtype.__setstate__((version, order, None, None, None, *size, 0, *unit))  # type: ignore[attr-defined]

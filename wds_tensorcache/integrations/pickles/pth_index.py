@@ -41,7 +41,7 @@ class TensorPart:
         """
         flat = view_tensor(buffer, self.dtype, ((self.end - self.begin) // self.dtype.itemsize,))
         tensor = check_tensor(flat.as_strided(self.size, self.stride))
-        # Hazard: a small file can describe many tensors of few elements, each at both ends of a large storage
+        # a small file can describe many tensors of few elements, each at both ends of a large storage
         return tensor.clone() if len(flat) > tensor.numel() else tensor
 
 

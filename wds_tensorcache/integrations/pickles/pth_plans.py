@@ -242,7 +242,7 @@ class _Plans:
         kind = _between(pickled, fields)
         chosen = self._kinds.get(kind)
         if chosen is None:
-            # Hazard: a file that is damaged would make all fields fixed for the good files of its kind.
+            # A file that is damaged would make all fields fixed for the good files of its kind.
             if _decode(pickled, records, limit, 0) is None:
                 return None
             chosen = tuple(

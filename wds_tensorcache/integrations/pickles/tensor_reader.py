@@ -164,7 +164,7 @@ class TensorReader:
         (items,) = args
         if items.__class__ is not list:
             raise TypeError(f"cannot build a {cls.__name__} from {shown(items)}")
-        # Hazard: many sets may be built from one memoized list, so a small file could take much memory and time.
+        # Many sets may be built from one memoized list, so a small file could take much memory and time.
         self._elements_left -= len(items)
         if self._elements_left < 0:
             raise FormatError("the sets have too many elements together, because they are built from the same lists")

@@ -137,7 +137,7 @@ def _noting(folder: WriteFolder) -> Iterator[None]:
     try:
         yield
     except BaseException as exc:
-        # Hazard: a folder that cannot be read may be the reason of the exception, which must not be replaced by another one.
+        # A folder that cannot be read may be the reason of the exception, which must not be replaced by another one.
         with contextlib.suppress(OSError, TensorCacheError):
             count = sum(entry.num_samples for entry in folder.read().entries.values())
             if count:

@@ -135,8 +135,8 @@ def _read_tensors(
             tensors[name] = memory.view(columns.first[number], placement.begins[number], (count, *shape))
         else:
             rows = zip(layouts.which.tolist(), placement.rows[number], strict=True)
-            found = ((columns.references[number][at], begin) for at, begin in rows)
-            tensors[name] = [one and memory.view(one, begin, one.shape) for one, begin in found]
+            pairs = ((columns.references[number][at], begin) for at, begin in rows)
+            tensors[name] = [one and memory.view(one, begin, one.shape) for one, begin in pairs]
     return tensors, layouts
 
 
@@ -178,7 +178,7 @@ def _place(
 def _check_bools(layouts: Layouts, columns: Columns, placement: Placement, memory: Array) -> None:
     """Raise FormatError if a row of bools contains bytes other than 0 and 1.
 
-    Hazard: torch and numpy accept any byte as a bool, and then compute wrong results.
+    Torch and numpy accept any byte as a bool, and then compute wrong results.
     """
     for tensor, layout in columns.bools:
         begins, nbytes = placement.rows[tensor], columns.nbytes.item(tensor, layout)

@@ -42,7 +42,7 @@ class Memory:
         is_gpu = device is not None and _is_gpu(device)
         if pin or is_gpu:
             # Pinned memory comes from torch's allocator, because only it knows which transfers are unfinished.
-            # Hazard: if this is the first use of a GPU, it makes a context of 0.5 GB on the current one.
+            # If this is the first use of a GPU, it makes a context of 0.5 GB on the current one.
             with torch.cuda.device(device) if is_gpu else nullcontext():
                 self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._flat = self._host
@@ -73,7 +73,7 @@ class Memory:
 
 def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
     """Copy a tensor to pinned memory or to a device, as for the tensors of a batch, and return it."""
-    # Hazard: the source of a copy to a GPU must be pinned. The copy of a pageable tensor would wait for the copies before it.
+    # The source of a copy to a GPU must be pinned. The copy of a pageable tensor would wait for the copies before it.
     if (pin or (device is not None and _is_gpu(device))) and tensor.numel() and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor if device is None else move(tensor, device)

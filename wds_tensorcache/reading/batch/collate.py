@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from wds_tensorcache.errors import BatchError, unknown_name
 
-__all__ = ["Collate", "Pad", "PadValue", "as_collate", "check_collate", "collate_for", "pad"]
+__all__ = ["Collate", "Pad", "PadValue", "as_collate", "collate_for", "pad"]
 
 PadValue: TypeAlias = "complex | Mapping[str, complex]"
 WAYS = ("stack", "list", "pad")  # accepted by read_batch
@@ -82,10 +82,10 @@ class Collate:
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raise BatchError if a name or pattern matches none of the tensors."""
-        for what, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
+        for option, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
             for pattern in wanted if isinstance(wanted, Mapping) else ():
                 if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
-                    raise BatchError(f"{what} has an {unknown_name('tensor', pattern, names)}")
+                    raise BatchError(f"{option} has an {unknown_name('tensor', pattern, names)}")
 
     def ways_for(self, names: Sequence[str]) -> list[str | Pad]:
         """Return the way to collate each tensor: that of its name, else of the first pattern that matches, else "stack"."""
@@ -104,12 +104,12 @@ class Collate:
         return way
 
 
-def check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
+def _check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
     """Raise ValueError if `read_batch` does not accept this value of `collate`."""
     for way in collate.values() if isinstance(collate, Mapping) else () if callable(collate) else (collate,):
         if callable(way):
-            what = f"collate={way!r:.100}, expected {', '.join(map(repr, ways))} or tc.pad(…) for one tensor"
-            raise ValueError(f"{what}; a function collates whole batches: collate=function")
+            problem = f"collate={way!r:.100}, expected {', '.join(map(repr, ways))} or tc.pad(…) for one tensor"
+            raise ValueError(f"{problem}; a function collates whole batches: collate=function")
         if not isinstance(way, Pad) and way not in ways:
             shown = f"{', '.join(map(repr, ways[:-1]))} or {ways[-1]!r}"
             if ways is WAYS:
@@ -126,7 +126,7 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: 
         BatchError: A name or pattern in `collate` or `pad_value` matches no tensor of any cache.
         ValueError: `collate` has an unknown value.
     """
-    check_collate(collate)
+    _check_collate(collate)
     if callable(collate) or not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
         return collate
     ways = as_collate(collate, pad_value)
@@ -142,5 +142,5 @@ def as_collate(collate: Any, pad_value: PadValue, ways: tuple[str, ...] = WAYS) 
     """
     if isinstance(collate, Collate):
         return collate
-    check_collate(collate, ways)
+    _check_collate(collate, ways)
     return Collate(collate if isinstance(collate, Mapping) else {"*": collate}, pad_value)

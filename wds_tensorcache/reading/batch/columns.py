@@ -160,17 +160,19 @@ class Columns:
             named = with_chosen(named, layouts)
         stored = [[tensors.get(name, _ABSENT) for tensors in named] for name in self.names]
         shape = (len(self.names), len(layouts.items))
-        self.begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
-        self.nbytes = np.array([[one.end for one in each] for each in stored], np.int64).reshape(shape) - self.begin
+        self.begin = np.array([[one.begin for one in references] for references in stored], np.int64).reshape(shape)
+        self.nbytes = (
+            np.array([[one.end for one in references] for references in stored], np.int64).reshape(shape) - self.begin
+        )
         is_uniform = bool((self.nbytes == self.nbytes[:, :1]).all())
         self.sizes: tuple[int, ...] | None = tuple(self.nbytes[:, 0].tolist()) if is_uniform else None
         self.bools = [
             (tensor, layout)
-            for tensor, each in enumerate(stored)
-            for layout, one in enumerate(each)
+            for tensor, references in enumerate(stored)
+            for layout, one in enumerate(references)
             if one.dtype == "BOOL"
         ]
-        self.has_absent = any(all(one is _ABSENT for one in each) for each in stored)
+        self.has_absent = any(all(one is _ABSENT for one in references) for references in stored)
 
     def resolve(self, layouts: Layouts, schema: Mapping[str, TensorSchema]) -> None:
         """Resolve the reference of each tensor in each layout. `schema` describes tensors that no layout has.
@@ -200,8 +202,10 @@ class Columns:
         self.shapes = [first.shape for first in self.first]
         # cost: one step per tensor and layout, done once for all batches of one layout
         self.limits = [
-            _most(first, first.shape) if all(one is not None and one.shape == first.shape for one in each) else 0
-            for first, each in zip(self.first, self.references, strict=True)
+            _most(first, first.shape)
+            if all(one is not None and one.shape == first.shape for one in references_of_tensor)
+            else 0
+            for first, references_of_tensor in zip(self.first, self.references, strict=True)
         ]
         self.limit = min(self.limits, default=1 << 63)
 
@@ -211,7 +215,7 @@ class Columns:
         (at, first), *others = self.present(tensor)
         unequal = [(number, other) for number, other in others if other.shape != first.shape]
         # name a shape that padding cannot mend, if there is one
-        for number, other in sorted(unequal, key=lambda each: is_paddable(first.shape, each[1].shape))[:1]:
+        for number, other in sorted(unequal, key=lambda item: is_paddable(first.shape, item[1].shape))[:1]:
             raise BatchError(
                 f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "
                 f"{list(other.shape)} in {layouts.key(number)!r}; "

@@ -35,12 +35,12 @@ class Leaves:
     It prints like a list, and `.tolist()` returns the values that were written. A pickled copy contains the values.
 
     Torch functions and operators take it as the tensor `torch.tensor(leaves.tolist())`, on the device of the first tensor among
-    their arguments: bools are `torch.bool`, ints are int64, floats, and ints together with floats, are torch's default dtype
-    (float32). Each use makes this tensor again. `==` and `!=` compare with a list as lists do, and with a tensor, an array or a
-    number element by element.
+    their arguments. Bools become `torch.bool` and ints int64. Floats, also together with ints, become torch's default dtype
+    (float32). A further use makes this tensor again. `==` and `!=` compare with a list as lists do, and with a tensor, an array
+    or a number element by element.
 
-    It is not registered as a `Sequence`, and has no method `to`: to move a batch to a device, trainers rebuild every sequence
-    from its items, and call every `to`, and both would decode all values.
+    It is not registered as a `Sequence`, and has no method `to`. To move a batch to a device, trainers rebuild every sequence
+    from its items, and call every `to`. Both would decode all values.
 
     Raises (on first use):
         BatchError: A sample's structure differs from that of the first sample; or torch computes with values that are not
@@ -113,13 +113,13 @@ class Leaves:
         values = self.tolist()
         try:
             tensor = torch.tensor(values)
-            # Hazard: `torch.tensor([[], [1]])` has the shape (2, 0), without an error.
+            # `torch.tensor([[], [1]])` has the shape (2, 0), without an error.
             if not tensor.numel() and _has_numbers(values):
                 raise ValueError("lists of different lengths")
         except (TypeError, ValueError, RuntimeError) as exc:
             # not a TypeError: torch's operators would hide it, and say that they do not support a `Leaves`
             raise _refusal(values, ".".join(map(str, self._path)), exc) from exc
-        # Hazard: a blocking transfer would wait for all work of the GPU. This one copies pageable memory before it returns.
+        # A blocking transfer would wait for all work of the GPU. This one copies pageable memory before it returns.
         return tensor if device is None else tensor.to(device, non_blocking=True)
 
     @classmethod
@@ -150,7 +150,7 @@ def _device_of(value: Any) -> torch.device | None:
     if isinstance(value, torch.Tensor):
         return value.device
     items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return next((found for found in map(_device_of, items) if found is not None), None)
+    return next((device for device in map(_device_of, items) if device is not None), None)
 
 
 def _with_tensors(value: Any, device: torch.device | None) -> Any:

@@ -43,11 +43,11 @@ def padded_shape(columns: Columns, layouts: Layouts, tensor: int, way: Pad) -> t
     at = present[0][0] if present else 0
     for number, other in present:
         if not is_paddable(first.shape, other.shape):
-            what = f"is {list(first.shape)} in sample {layouts.key(at)!r}, but {list(other.shape)} in"
+            problem = f"is {list(first.shape)} in sample {layouts.key(at)!r}, but {list(other.shape)} in"
             if len(other.shape) != len(first.shape):
-                what = f"has {len(first.shape)} dimensions in sample {layouts.key(at)!r}, but {len(other.shape)} in"
+                problem = f"has {len(first.shape)} dimensions in sample {layouts.key(at)!r}, but {len(other.shape)} in"
             raise BatchError(
-                f"tensor {first.name!r} {what} {layouts.key(number)!r}, and only the first dimension is padded; "
+                f"tensor {first.name!r} {problem} {layouts.key(number)!r}, and only the first dimension is padded; "
                 + remedy_of_shapes(first.name)
             )
     if not first.shape:
@@ -55,11 +55,11 @@ def padded_shape(columns: Columns, layouts: Layouts, tensor: int, way: Pad) -> t
         return ()
     lengths = {number: reference.shape[0] for number, reference in present}
     length = way.length(max(lengths.values(), default=0))
-    for number, found in lengths.items():
-        if found > length:
+    for number, row_length in lengths.items():
+        if row_length > length:
             shown = way.to if isinstance(way.to, int) else list(way.to or ())
             raise BatchError(
-                f"tensor {first.name!r} has length {found} in sample {layouts.key(number)!r}, more than "
+                f"tensor {first.name!r} has length {row_length} in sample {layouts.key(number)!r}, more than "
                 f"pad(to={shown}); pass a larger `to`, or shorten the tensor before writing it"
             )
     shape = (length, *first.shape[1:])
@@ -93,27 +93,27 @@ def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]
         raise BatchError(f"pad_value={value!r}, expected a number, or a dict of numbers by tensor name")
     if (value == 0 and str(value)[0] != "-") or (is_array and dtype.kind not in "biufc"):
         return dtype, np.zeros((), dtype)  # zero bits; also for texts and dates, to which fill values do not apply
-    found: Any = None
+    stored: Any = None
     with contextlib.suppress(ValueError, OverflowError, RuntimeError, TypeError), np.errstate(all="ignore"):
         if is_array:
             filler = np.array(value, dtype)
-            found, is_exact = filler.item(), dtype.kind in "biu"
+            stored, is_exact = filler.item(), dtype.kind in "biu"
         else:
             one = torch.full((1,), value, dtype=reference.dtype, device="cpu")
             is_exact = not (reference.dtype.is_floating_point or reference.dtype.is_complex)
             wide = torch.float64 if reference.dtype.is_floating_point else torch.complex128
-            filler, found = one.view(torch.uint8).numpy().view(dtype), one.to(one.dtype if is_exact else wide).item()
-    if found is None or not (found == value if is_exact else _is_near(found, value)):
+            filler, stored = one.view(torch.uint8).numpy().view(dtype), one.to(one.dtype if is_exact else wide).item()
+    if stored is None or not (stored == value if is_exact else _is_near(stored, value)):
         raise BatchError(
             f"pad_value={value!r} cannot be represented in {reference.dtype}, the dtype of tensor {reference.name!r}"
         )
     return dtype, filler
 
 
-def _is_near(found: complex, value: complex) -> bool:
-    """Return whether `found` is `value` up to rounding; False if the conversion overflowed or made it NaN."""
-    if value != value or found != found:
-        return value != value and found != found
+def _is_near(stored: complex, value: complex) -> bool:
+    """Return whether `stored` is `value` up to rounding; False if the conversion overflowed or made it NaN."""
+    if value != value or stored != stored:
+        return value != value and stored != stored
     if math.isinf(abs(value)):
-        return found == value
-    return abs(found - value) <= abs(value) / 2  # float8_e8m0fnu represents only powers of two
+        return stored == value
+    return abs(stored - value) <= abs(value) / 2  # float8_e8m0fnu represents only powers of two

@@ -1,4 +1,4 @@
-"""The position of each row in a batch's memory; a row is one sample's part of a tensor. Nothing is read here."""
+"""Compute the position of each row in a batch's memory, without reading; a row is one sample's part of a tensor."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Structures:
         # the value refers to the form, so the id is not reused
         self._by_form: dict[Any, tuple[Form, tuple[str, ...]]] = {}
 
-    def narrowed(self, names: tuple[str, ...]) -> Structures:
+    def narrow(self, names: tuple[str, ...]) -> Structures:
         """Return the structures of the same samples with only these tensors."""
         view = self.views.get(names)
         if view is None:
@@ -214,9 +214,9 @@ def check_names(rows: Rows, i: int, sample: Any) -> None:
 class _Slot:
     """A placeholder for a tensor or another value while `_visits_of` runs."""
 
-    def __init__(self, found: list[Any], what: Any) -> None:
-        self.found, self.number = found, len(found)
-        found.append(what)
+    def __init__(self, group: list[Any], value: Any) -> None:
+        self.group, self.number = group, len(group)
+        group.append(value)
 
 
 def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
@@ -227,7 +227,7 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
 
     def visit(value: Any) -> int:
         if isinstance(value, _Slot):
-            return value.number + (len(names) if value.found is paths else 0)
+            return value.number + (len(names) if value.group is paths else 0)
         items = list(map(visit, value.values() if type(value) is dict else value))
         containers.append((type(value), tuple(value) if type(value) is dict else (), item_getter(items)))
         return len(names) + len(paths) + len(containers) - 1
@@ -236,11 +236,12 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     return names, paths, containers
 
 
-def keep_known(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add an entry to a bounded dict. Hazard: files determine the number of layouts, so a hostile one could fill memory."""
-    if len(known) >= _MAX_KNOWN:
-        known.clear()
-    known[key] = value
+def keep_known(cached: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add an entry to a bounded dict."""
+    # files determine the number of layouts, so a hostile file could fill memory
+    if len(cached) >= _MAX_KNOWN:
+        cached.clear()
+    cached[key] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,7 @@ class Request:
 
     def keeping(self, names: tuple[str, ...]) -> Request:
         """Return the request of the same samples with only these tensors."""
-        return replace(self, structures=self.structures.narrowed(names))
+        return replace(self, structures=self.structures.narrow(names))
 
     def in_view(self, store: Store, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
         """Return the request of the same samples in another view of the cache."""
@@ -324,15 +325,15 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
     Raises:
         BatchError: A tensor has no place in the sample with most tensors, or differs in kind or dtype between samples.
     """
-    known, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
+    cached, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
     if layouts.chosen:
         key = (*key, *(tuple(chosen.items()) for chosen in layouts.chosen))
-    columns = known.get(key)
+    columns = cached.get(key)
     if columns is None:
         names, are_known = request.structures.names_for(layouts, request.fixed)
         # one tensor with two names has memory for each: a transform may overwrite one of them
         columns = Columns(names, layouts)
         columns.resolve(layouts, request.schema() if columns.has_absent else {})
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
-            keep_known(known, key, columns)  # columns refer to the layouts, so the ids are not reused
+            keep_known(cached, key, columns)  # columns refer to the layouts, so the ids are not reused
     return columns

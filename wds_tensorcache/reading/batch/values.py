@@ -39,8 +39,8 @@ class _Variant:
 
     def slot(self, path: Path) -> int | None:
         if path not in self.slots:
-            found = value_at(_numbered(self.template), path)
-            self.slots[path] = -1 if found is None else found if isinstance(found, int) else None
+            leaf = value_at(_number_leaves(self.template), path)
+            self.slots[path] = -1 if leaf is None else leaf if isinstance(leaf, int) else None
         return self.slots[path]
 
 
@@ -183,7 +183,7 @@ class Decoded:
 
     def _new_variant(self, template: Template) -> _Variant:
         holds = Holding()
-        slots = _all_slots(_numbered(template), ())
+        slots = _all_slots(_number_leaves(template), ())
         nones = [slot for path, slot in slots if _must_be_none(self._structure.sample, path, holds)]
         variant = _Variant(template, tuple(nones))
         keep_known(self._structure.variants, id(template), variant)
@@ -193,9 +193,9 @@ class Decoded:
         """Return sample `i`; raise BatchError if its structure differs from that of the batch."""
         request, structures = self._request, self._request.structures
         sample = request.whole_sample(i)
-        found = difference(self._structure.sample, sample, structures.wanted)
-        if found is not None:
-            where, first, other = found
+        mismatch = difference(self._structure.sample, sample, structures.wanted)
+        if mismatch is not None:
+            where, first, other = mismatch
             base = request.key(structures.find_base(self._layouts))
             raise BatchError(
                 f"sample {request.key(i)!r} has {other} {where}, but {base!r} has {first}: their structures differ; "
@@ -204,7 +204,7 @@ class Decoded:
         return sample
 
 
-def _numbered(template: Template) -> Any:
+def _number_leaves(template: Template) -> Any:
     """Return a sample with numbers in place of the template's values, and None in place of tensors."""
     return template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
 

@@ -75,7 +75,7 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
     """Open the file of an object; return None if there is none, or if it is not such a file, or was damaged.
 
     Raises:
-        OSError: This process cannot open more files now. Hazard: the caller would replace the file.
+        OSError: This process cannot open more files now; the file itself may be good, so do not replace it.
     """
     try:
         file = BlockFile(path, os.open(path, _FLAGS), nbytes)
@@ -105,7 +105,7 @@ class BlockFile(ShardFile):
     def __init__(self, path: str, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.status = os.fstat(fd)
-        # Hazard: a file is evicted by truncating it, and reading its map would then kill the process.
+        # A file is evicted by truncating it, and reading its map would then kill the process.
         self._begin(path, self.status, may_map=False)
         self._descriptor = Descriptor(fd)
         self._mode = self.status.st_mode
@@ -121,9 +121,9 @@ class BlockFile(ShardFile):
         self._used_s = 0.0
 
     def is_current(self) -> bool:
-        """Return whether the file is complete and has a name: it was neither evicted nor removed. One system call.
+        """Return whether the file was neither evicted nor removed. Cost: one system call.
 
-        Bytes that were read before this call, from blocks that were present, are right if it returns True.
+        If so, bytes that were read before this call, from blocks that were present, are right.
         """
         status = os.fstat(self.fd)
         return status.st_nlink > 0 and status.st_size == self._nbytes_in_all and status.st_mode == self._mode
@@ -138,21 +138,21 @@ class BlockFile(ShardFile):
 
     def has_header(self, digest: bytes) -> bool:
         """Return whether the header is that of an object with this digest."""
-        found = os.pread(self.fd, BLOCK, self._header_at)
-        return found[:_BOOT_AT] == _header(digest)[:_BOOT_AT]
+        header = os.pread(self.fd, BLOCK, self._header_at)
+        return header[:_BOOT_AT] == _header(digest)[:_BOOT_AT]
 
     def is_of_this_boot(self) -> bool:
-        """Return whether the machine has not restarted since the file was made, so that a crash cannot have lost blocks."""
+        """Return whether the file was made since the machine started, so that no crash can have lost blocks."""
         boot = boot_id().encode()
         return bool(boot) and os.pread(self.fd, len(boot), self._header_at + _BOOT_AT) == boot
 
     def forget_unsynced(self) -> None:
         """Keep only blocks that were synced, after a restart of the machine.
 
-        The caller holds the lock of the folder, so that no other process uses the file meanwhile.
+        The caller holds the lock of the folder, so that no other process uses the file at the same time.
         """
-        found = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
-        os.pwrite(self.fd, bytes(SYNCED if value == SYNCED else 0 for value in found), self._map_at)
+        states = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
+        os.pwrite(self.fd, bytes(SYNCED if value == SYNCED else 0 for value in states), self._map_at)
         os.fsync(self.fd)  # first, or after another crash the map could be older than the boot id
         os.pwrite(self.fd, boot_id().encode(), self._header_at + _BOOT_AT)
 
@@ -161,9 +161,9 @@ class BlockFile(ShardFile):
 
         Args:
             runs: Ranges of blocks, `[first, last)`.
-            refresh: Look into the file for what this process does not know to be present. One system call for each run.
+            refresh: Look into the file for blocks that other processes have stored, by one system call for each run.
         """
-        present, found = self._present, []
+        present, absent_runs = self._present, []
         for first, last in runs:
             at = present.find(0, first, last)
             if at >= 0 and refresh:
@@ -174,9 +174,9 @@ class BlockFile(ShardFile):
             while at >= 0:
                 match = _next_present(present, at, last)
                 end = match.start() if match else last
-                found.append((at, end))
+                absent_runs.append((at, end))
                 at = present.find(0, end, last)
-        return found
+        return absent_runs
 
     def leading_nbytes(self) -> int:
         """Return the length of the beginning of the file that is known to be present, in blocks without a gap."""
@@ -210,9 +210,9 @@ class BlockFile(ShardFile):
         Raises:
             OSError: The disk cannot be written.
         """
-        found = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
+        states = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
         os.fdatasync(self.fd)
-        for match in re.finditer(b"\1+", found):
+        for match in re.finditer(b"\1+", states):
             os.pwrite(self.fd, bytes([SYNCED]) * len(match[0]), self._map_at + match.start())
 
     def note_use(self, now_s: float) -> None:

@@ -53,13 +53,13 @@ def open_node_cache(
 def read_remote(ranges: Iterable[tuple[Any, int, Sequence[Any]]]) -> None:
     """Read ranges of remote files as `fetch_many` does, those of cached files through their cache."""
     by_cache: dict[NodeCache | None, list[Range]] = {}
-    for each in ranges:
-        by_cache.setdefault(each[0].cache if isinstance(each[0], CachedFile) else None, []).append(each)
-    for cache, some in by_cache.items():
+    for extent in ranges:
+        by_cache.setdefault(extent[0].cache if isinstance(extent[0], CachedFile) else None, []).append(extent)
+    for cache, ranges_of_cache in by_cache.items():
         if cache is None:
-            fetch_many(some)
+            fetch_many(ranges_of_cache)
         else:
-            cache.read_many(some)
+            cache.read_many(ranges_of_cache)
 
 
 class NodeCache:
@@ -98,10 +98,10 @@ class NodeCache:
             RemoteError, FormatError, FileNotFoundError: As `fetch_many`.
         """
         by_file: dict[CachedFile, list[Range]] = {}
-        for each in self._read_present(ranges):
-            by_file.setdefault(_cached(each[0]), []).append(each)
+        for extent in self._read_present(ranges):
+            by_file.setdefault(_as_cached(extent[0]), []).append(extent)
         files = list(by_file)
-        # Hazard: each file takes two descriptors until its blocks are there.
+        # Each file takes two descriptors until its blocks are there.
         count = max(1, self._max_open // 2)
         for at in range(0, len(files), count):
             self._read({file: by_file[file] for file in files[at : at + count]})
@@ -110,31 +110,33 @@ class NodeCache:
         """Read the ranges whose blocks are known to be present; return all other ranges."""
         open_files: dict[RemoteFile, BlockFile | None] = {}
         present, rest, now_s = list[tuple[BlockFile, Range]](), list[Range](), time.monotonic()
-        for each in ranges:
-            remote, begin, _ = each
+        for extent in ranges:
+            remote, begin, _ = extent
             if remote not in open_files:
-                open_files[remote] = self.find_local(_cached(remote), now_s)
+                open_files[remote] = self.find_local(_as_cached(remote), now_s)
             file = open_files[remote]
-            if file is not None and file.find_absent(0, begin // BLOCK, -(-_end(each) // BLOCK)) < 0:
-                present.append((file, each))
+            if file is not None and file.find_absent(0, begin // BLOCK, -(-_end(extent) // BLOCK)) < 0:
+                present.append((file, extent))
             else:
-                rest.append(each)
+                rest.append(extent)
         if present:
             good = _read_all(present)
             evicted = {file for file in {file for file, _ in present} if not file.is_current()}
             rest += [
-                each for (file, each), is_good in zip(present, good, strict=True) if not is_good or file in evicted
+                extent for (file, extent), is_good in zip(present, good, strict=True) if not is_good or file in evicted
             ]
         return rest
 
     def _read(self, by_file: Mapping[CachedFile, Sequence[Range]]) -> None:
         local = self._prepare(by_file)
-        found = [(local[file], each) for file, ranges in by_file.items() if file in local for each in ranges]
-        good = _read_local(found)
+        local_ranges = [(local[file], extent) for file, ranges in by_file.items() if file in local for extent in ranges]
+        good = _read_local(local_ranges)
         # Bytes count only if the file was not evicted during the read. One system call for each file.
         evicted = {file for file in local.values() if not file.is_current()}
-        failed = [each for (file, each), is_good in zip(found, good, strict=True) if not is_good or file in evicted]
-        failed += [each for file, ranges in by_file.items() if file not in local for each in ranges]
+        failed = [
+            extent for (file, extent), is_good in zip(local_ranges, good, strict=True) if not is_good or file in evicted
+        ]
+        failed += [extent for file, ranges in by_file.items() if file not in local for extent in ranges]
         if failed:
             # without the cache, gaps between near ranges may be fetched with them
             (fetch_many if self._fetch is fetch_blocks else self._fetch)(failed)
@@ -153,14 +155,14 @@ class NodeCache:
                     self._warn("the server sends neither an ETag nor a date, so that changes would not be noticed")
                     continue
                 try:
-                    found = self._local(file, is_resting)
-                    if found is None:
+                    block_file = self._local(file, is_resting)
+                    if block_file is None:
                         continue
-                    found.note_use(time.monotonic())
-                    absent = found.absent(block_runs(begins, ends))
+                    block_file.note_use(time.monotonic())
+                    absent = block_file.absent(block_runs(begins, ends))
                     if absent:
                         # a request would fetch small gaps, too: they are stored as well
-                        absent = found.absent(block_runs(begins, ends, largest_gap(file.url) // BLOCK))
+                        absent = block_file.absent(block_runs(begins, ends, largest_gap(file.url) // BLOCK))
                 except (OSError, Busy) as exc:
                     if isinstance(exc, OSError):
                         self._warn(exc)
@@ -169,9 +171,9 @@ class NodeCache:
                     is_resting = True
                     self._rest(exc)
                     continue
-                local[file] = found
+                local[file] = block_file
                 if absent:
-                    wanted.append(Wanted(file, found, absent))
+                    wanted.append(Wanted(file, block_file, absent))
                     self._written[file.digest] = file.nbytes
             if wanted and not is_resting:
                 fill(self.folder, wanted, self._fetch)
@@ -193,23 +195,23 @@ class NodeCache:
             NoRoom, Busy: There is no room for the file.
             OSError: The folder or its disk cannot be written.
         """
-        found = self._open.get(file.digest)
-        if found is None or not found.is_current():
+        block_file = self._open.get(file.digest)
+        if block_file is None or not block_file.is_current():
             if is_resting:
                 return None
-            found = self.folder.open_file(file.digest, file.nbytes)
+            block_file = self.folder.open_file(file.digest, file.nbytes)
             while len(self._open) >= self._max_open:
                 with suppress(StopIteration, RuntimeError):  # another thread changes it, too
                     self._open.pop(next(iter(self._open)), None)
-            self._open[file.digest] = found
-        return found
+            self._open[file.digest] = block_file
+        return block_file
 
     def find_local(self, file: CachedFile, now_s: float) -> BlockFile | None:
         """Return the local file if it is open. It may have been evicted. `now_s` is the time of `time.monotonic`."""
-        found = self._open.get(file.known_digest) if file.known_digest else None
-        if found is not None:
-            found.note_use(now_s)
-        return found
+        block_file = self._open.get(file.known_digest) if file.known_digest else None
+        if block_file is not None:
+            block_file.note_use(now_s)
+        return block_file
 
     def _learn_tags(self, files: Iterable[CachedFile]) -> None:
         """Request the tags that are not known, since names of local files contain them. At most one request for each file."""
@@ -279,7 +281,7 @@ class CachedFile(RemoteFile):
         return CachedFile, (self.cache, self.url, *self.identity, self.manifest)
 
 
-def _cached(file: RemoteFile) -> CachedFile:
+def _as_cached(file: RemoteFile) -> CachedFile:
     assert isinstance(file, CachedFile)
     return file
 
@@ -294,7 +296,7 @@ def _read_local(wanted: Sequence[tuple[BlockFile, Range]]) -> list[bool]:
 
     The bytes are right if `BlockFile.is_current` returns True afterwards.
     """
-    good = [_has_all(file, each) for file, each in wanted]
+    good = [_has_all(file, extent) for file, extent in wanted]
     present = [i for i, is_good in enumerate(good) if is_good]
     for i, is_good in zip(present, _read_all([wanted[i] for i in present]), strict=True):
         good[i] = is_good

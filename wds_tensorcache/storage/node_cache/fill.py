@@ -62,7 +62,7 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
             claimed, busy = _claim(todo, held)
             if claimed:
                 with errors_of_disk():
-                    folder.reserve([(each.file, each.runs) for each in claimed])
+                    folder.reserve([(entry.file, entry.runs) for entry in claimed])
                 _fetch_claimed(claimed, fetch)
         finally:
             for locks in held:
@@ -73,17 +73,17 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
 
 def _still_absent(wanted: Sequence[Wanted]) -> list[Wanted]:
     with errors_of_disk():
-        found = [each._replace(runs=each.file.absent(each.runs, refresh=True)) for each in wanted]
-    return [each for each in found if each.runs]
+        refreshed = [entry._replace(runs=entry.file.absent(entry.runs, refresh=True)) for entry in wanted]
+    return [entry for entry in refreshed if entry.runs]
 
 
-def _open_locks(each: Wanted) -> RangeLocks | None:
+def _open_locks(entry: Wanted) -> RangeLocks | None:
     """Open a file for locks of its blocks; return None if it was evicted. A thread's locks exclude other threads, too."""
     try:
-        locks = RangeLocks(each.file.path)
+        locks = RangeLocks(entry.file.path)
     except OSError:
         return None
-    if os.path.samestat(os.fstat(locks.fd), each.file.status):
+    if os.path.samestat(os.fstat(locks.fd), entry.file.status):
         return locks
     locks.close()
     return None
@@ -96,35 +96,35 @@ def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted]
         The blocks that this process must fetch, and the runs in which another process is fetching blocks.
     """
     claimed, busy = [], []
-    for each in todo:
-        locks = _open_locks(each)
+    for entry in todo:
+        locks = _open_locks(entry)
         if locks is None:
             continue
         held.append(locks)
         with errors_of_disk():
-            mine: BlockRuns = []
-            for first, last in each.runs:
+            locked: BlockRuns = []
+            for first, last in entry.runs:
                 if locks.lock(first, last - first):
-                    mine.append((first, last))
+                    locked.append((first, last))
             # another process may have fetched them, or evicted the file, before this one had the lock
-            absent = each.file.absent(mine, refresh=True) if each.file.is_current() else []
+            absent = entry.file.absent(locked, refresh=True) if entry.file.is_current() else []
         if absent:
-            claimed.append(each._replace(runs=absent))
-        if len(mine) < len(each.runs):
-            busy.append(each._replace(runs=[run for run in each.runs if run not in set(mine)]))
+            claimed.append(entry._replace(runs=absent))
+        if len(locked) < len(entry.runs):
+            busy.append(entry._replace(runs=[run for run in entry.runs if run not in set(locked)]))
     return claimed, busy
 
 
 def _wait(busy: Sequence[Wanted]) -> None:
-    """Wait until no process is fetching one of the blocks, or has given up."""
-    for each in busy:
-        locks = _open_locks(each)
+    """Wait until every process that fetches one of the blocks has stored it, or has failed."""
+    for entry in busy:
+        locks = _open_locks(entry)
         if locks is None:
             continue
         with closing(locks):
-            for first, last in each.runs:
+            for first, last in entry.runs:
                 if not lock_within(locks, first, last - first, _WAIT_S, shared=True):
-                    raise Stopped(f"{each.file.path} was locked for {_WAIT_S:.0f} s; a process was stopped")
+                    raise Stopped(f"{entry.file.path} was locked for {_WAIT_S:.0f} s; a process was stopped")
                 locks.unlock(first, last - first)
 
 
@@ -132,27 +132,27 @@ def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
     """Fetch and publish blocks, some at a time."""
     wave: list[tuple[Wanted, tuple[int, int]]] = []
     nbytes = 0
-    for each in claimed:
-        for first, last in each.runs:
+    for entry in claimed:
+        for first, last in entry.runs:
             for at in range(first, last, _MAX_REQUEST_NBYTES // BLOCK):
                 run = at, min(last, at + _MAX_REQUEST_NBYTES // BLOCK)
                 if wave and nbytes + BLOCK * (run[1] - run[0]) > _MAX_WAVE_NBYTES:
                     _fetch_wave(wave, fetch)
                     wave, nbytes = [], 0
-                wave.append((each, run))
+                wave.append((entry, run))
                 nbytes += BLOCK * (run[1] - run[0])
     _fetch_wave(wave, fetch)
 
 
 def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]], fetch: Fetch) -> None:
-    extents = [each.file.extent(run) for each, run in wave]
+    extents = [entry.file.extent(run) for entry, run in wave]
     memory = memoryview(bytearray(sum(end - begin for begin, end in extents)))
     ranges: list[Range] = []
     at = 0
-    for (each, _), (begin, end) in zip(wave, extents, strict=True):
-        ranges.append((each.remote, begin, [memory[at : at + end - begin]]))
+    for (entry, _), (begin, end) in zip(wave, extents, strict=True):
+        ranges.append((entry.remote, begin, [memory[at : at + end - begin]]))
         at += end - begin
     fetch(ranges)
     with errors_of_disk():
-        for (each, run), (_, _, (content,)) in zip(wave, ranges, strict=True):
-            each.file.publish(run, content)
+        for (entry, run), (_, _, (content,)) in zip(wave, ranges, strict=True):
+            entry.file.publish(run, content)

@@ -92,9 +92,9 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "cache_dir= is a file; pass the path of a folder", path)
     if status.st_uid != os.geteuid() or status.st_mode & OTHERS_MAY_WRITE:
-        found = f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}"
+        rights = f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}"
         raise PermissionError(
-            f"cache_dir={path!r} has {found}, expected a folder of user {os.geteuid()} into which no other user may write; "
+            f"cache_dir={path!r} has {rights}, expected a folder of user {os.geteuid()} into which no other user may write; "
             "pass another folder, or correct its owner and mode"
         )
     kind, is_network = file_system(path)
@@ -132,7 +132,7 @@ class CacheFolder:
         file = open_block_file(path, digest, nbytes)
         if file is not None and file.is_of_this_boot():
             return file
-        with self._naming_folder(), self._locked() as space:
+        with self._naming_folder(), self._lock_space() as space:
             file = open_block_file(path, digest, nbytes)  # another process may have been faster
             if file is None:
                 return self._create(path, digest, nbytes, space)
@@ -149,7 +149,7 @@ class CacheFolder:
         """
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
         tables = BLOCK * sum(1 + len(runs) // _RUNS_PER_TABLE for _, runs in wanted)
-        with self._naming_folder(), self._locked() as space:
+        with self._naming_folder(), self._lock_space() as space:
             self._make_room(needed + tables, space)
             try:
                 self._allocate(wanted, needed, space)
@@ -174,36 +174,36 @@ class CacheFolder:
         return sum(nbytes for _, nbytes, _ in self._files())
 
     def _allocate(self, wanted: Sequence[tuple[BlockFile, BlockRuns]], needed: int, space: _Space) -> None:
-        known, before = space.nbytes, sum(_allocated(file.fd) for file, _ in wanted)
-        space.set(known + needed)  # first: this process may be killed after any line
+        used_nbytes, before = space.nbytes, sum(_disk_nbytes(file.fd) for file, _ in wanted)
+        space.set(used_nbytes + needed)  # first: this process may be killed after any line
         try:
             for file, runs in wanted:
                 for run in runs:
                     begin, end = file.extent(run)
                     os.posix_fallocate(file.fd, begin, end - begin)
         finally:
-            space.set(known + sum(_allocated(file.fd) for file, _ in wanted) - before)
+            space.set(used_nbytes + sum(_disk_nbytes(file.fd) for file, _ in wanted) - before)
 
     def _create(self, path: str, digest: bytes, nbytes: int, space: _Space) -> BlockFile:
         """Create the file of an object under a temporary name, then rename it."""
         needed = 2 * BLOCK + nbytes // BLOCK
         self._make_room(needed, space)
         making = os.path.join(self.path, f".{digest.hex()}.{secrets.token_hex(8)}.tmp")
-        known = space.nbytes
-        space.set(known + needed)  # first: this process may be killed after any line
+        used_nbytes = space.nbytes
+        space.set(used_nbytes + needed)  # first: this process may be killed after any line
         try:
             fd = os.open(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 os.fchmod(fd, 0o600)  # a umask may have removed permissions
                 write_layout(fd, digest, nbytes)
-                known += _allocated(fd)
+                used_nbytes += _disk_nbytes(fd)
             finally:
                 os.close(fd)
             with contextlib.suppress(FileNotFoundError):
                 replaced = os.lstat(path)  # a damaged file
-                known -= 512 * replaced.st_blocks if stat.S_ISREG(replaced.st_mode) else 0
+                used_nbytes -= 512 * replaced.st_blocks if stat.S_ISREG(replaced.st_mode) else 0
             replace(making, path)
-            space.set(max(0, known))
+            space.set(max(0, used_nbytes))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(making)
@@ -293,7 +293,7 @@ class CacheFolder:
             raise OSError(exc.errno, f"the folder cannot be written ({exc.strerror}); {remedy}") from exc
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[_Space]:
+    def _lock_space(self) -> Iterator[_Space]:
         """Hold the lock for adding and removing files and blocks.
 
         Raises:
@@ -341,7 +341,7 @@ class _Space:
         os.pwrite(self._fd, nbytes.to_bytes(8, "little"), 0)
 
 
-def _allocated(fd: int) -> int:
+def _disk_nbytes(fd: int) -> int:
     return 512 * os.fstat(fd).st_blocks
 
 
@@ -357,7 +357,7 @@ def _remove(path: str) -> bool:
             return False
         try:
             os.unlink(path)
-            # Hazard: a process that keeps the file open, perhaps without using it, would keep its space, too.
+            # A process that keeps the file open, perhaps without using it, would keep its space, too.
             os.ftruncate(locks.fd, 0)
         except OSError:
             return False

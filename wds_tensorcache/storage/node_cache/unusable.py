@@ -1,4 +1,4 @@
-"""Reasons for which bytes must be read without the cache. They are caught inside this package."""
+"""Internal exceptions that mean "bypass the cache"."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Busy(CacheUnusable):
 
 @contextmanager
 def errors_of_disk() -> Iterator[None]:
-    """Raise CacheUnusable for an OSError. Hazard: errors of a server are OSErrors, too, and must reach the caller."""
+    """Raise CacheUnusable for an OSError; not for use around requests, because errors of servers are OSErrors, too."""
     try:
         yield
     except OSError as exc:

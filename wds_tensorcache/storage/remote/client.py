@@ -43,11 +43,11 @@ class Client(Protocol):
         ...
 
     def read_tail(self, url: str, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter. One request."""
+        """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter, by one request."""
         ...
 
     def read_into(self, url: str, buffers: Sequence[memoryview], begin: int, expected: ObjectInfo, /) -> ObjectInfo:
-        """Read from offset `begin` on into the 1-D byte buffers, in order. One request, with `If-Match` if there is a tag.
+        """Fill the 1-D byte buffers, in order, from offset `begin` on, by one request, with `If-Match` if there is a tag.
 
         Args:
             expected: State of the object; a tag of None accepts any.

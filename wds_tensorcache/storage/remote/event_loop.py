@@ -1,6 +1,6 @@
 """The event loop in which obstore's requests run, one for each process, in its own thread.
 
-Hazard: Python ends each foreign thread that asks for the GIL while the interpreter ends. If that is a thread of obstore, which
+Python ends each foreign thread that asks for the GIL while the interpreter ends. If that is a thread of obstore, which
 has just called the event loop, the process aborts. So the last act of a process is to wait for such threads.
 """
 
@@ -38,11 +38,11 @@ def was_forked() -> bool:
 def check_not_forked(target: Target) -> None:
     """Raise RemoteError if this process was forked after its parent used obstore: a request would never end."""
     if was_forked():
-        what = "obstore does not work in a process that was forked after its first use"
-        raise target.error(f"{what}; start worker processes by 'forkserver' or 'spawn'")
+        problem = "obstore does not work in a process that was forked after its first use"
+        raise target.error(f"{problem}; start worker processes by 'forkserver' or 'spawn'")
 
 
-async def _awaited(call: Callable[[], Awaitable[_Result]]) -> _Result:
+async def _await_call(call: Callable[[], Awaitable[_Result]]) -> _Result:
     return await call()  # obstore needs the running loop already in the call
 
 
@@ -62,7 +62,7 @@ def run_async(call: Callable[[], Awaitable[_Result]], meanwhile: Callable[[], ob
             _thread.start()
             atexit.register(_leave, _loop, _thread, os.getpid())
         loop = _loop
-    future = asyncio.run_coroutine_threadsafe(_awaited(call), loop)
+    future = asyncio.run_coroutine_threadsafe(_await_call(call), loop)
     while True:
         try:
             check_cancelled()
@@ -85,6 +85,6 @@ def _leave(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) 
     thread.join(_LEAVE_S)
     deadline, num_quiet = time.monotonic() + _LEAVE_S, 0
     while num_quiet < _NUM_QUIET and time.monotonic() < deadline:
-        known = {each.ident for each in threading.enumerate()}
-        num_quiet = 0 if sys._current_frames().keys() - known else num_quiet + 1
+        thread_ids = {running.ident for running in threading.enumerate()}
+        num_quiet = 0 if sys._current_frames().keys() - thread_ids else num_quiet + 1
         time.sleep(_QUIET_S)

@@ -1,4 +1,4 @@
-"""Many ranges of remote objects at once: near ranges in one request, large ranges in several, up to 128 requests at a time."""
+"""Fetch many ranges of remote objects at once: near ranges in one request, large ranges in several, up to 128 at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.threads import Threads, per_process
 
-__all__ = ["MADE", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured", "run", "run_all"]
+__all__ = ["MADE", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured_pace", "run", "run_all"]
 
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
 _LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
@@ -29,7 +29,7 @@ class _File(Protocol):
     def url(self) -> str: ...
     @property
     def state(self) -> ObjectInfo: ...
-    def fix(self, found: ObjectInfo, /) -> None: ...
+    def fix(self, state: ObjectInfo, /) -> None: ...
     def check_range(self, begin: int, end: int, /) -> None: ...
     def missing(self) -> Exception: ...
 
@@ -49,20 +49,20 @@ _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
 
 
-# Hazard: the interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function was
+# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function was
 # registered after that of `concurrent.futures`, and so is called before it.
 with suppress(RuntimeError):  # the main thread has ended
     threading._register_atexit(retry.cancel_at_exit)  # type: ignore[attr-defined]
 
 
-def measured(url: str) -> Pace:
+def measured_pace(url: str) -> Pace:
     """Return the measured pace of a url's server: `latency_s`, `rate` and `total_rate`."""
     return client_for(url).pace
 
 
 @dataclass(slots=True)
 class _Request:
-    """One request: the bytes `[begin, end)` of a file, and the buffers for them."""
+    """A request for the bytes `[begin, end)` of a file, and the buffers for them."""
 
     file: _File
     begin: int
@@ -72,10 +72,10 @@ class _Request:
     def __call__(self) -> None:
         url = self.file.url
         try:
-            found = client_for(url).read_into(url, self.buffers, self.begin, self.file.state)
+            state = client_for(url).read_into(url, self.buffers, self.begin, self.file.state)
         except FileNotFoundError as exc:
             raise self.file.missing() from exc
-        self.file.fix(found)
+        self.file.fix(state)
 
 
 def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
@@ -91,9 +91,9 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
     Raises:
         FormatError: A file has changed, or is too short.
         MissingShardError: A file does not exist.
-        RemoteError: As `Client.read_into`. If several requests fail, the error of the first in order.
+        RemoteError: As `Client.read_into`. If several requests fail, the error of the first in order is raised.
 
-    When this function returns or raises, also by an interrupt, no thread writes into the buffers any more.
+    After this function has returned or raised, even by an interrupt, no thread writes into the buffers.
     """
     requests = _plan(ranges, merges)
     if requests:
@@ -133,7 +133,7 @@ def _plan(ranges: Ranges, merges: bool = True) -> list[_Request]:
 
 def largest_gap(url: str) -> int:
     """Return the length of the gap between two ranges that takes as long to read as another request."""
-    pace = measured(url)
+    pace = measured_pace(url)
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
 
@@ -179,7 +179,7 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
             futures.append(executor.submit(_work, call, cancel))
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
-        # Hazard: a request that still runs would write into buffers that the caller uses for something else.
+        # A request that still runs would write into buffers that the caller uses for something else.
         cancel.is_set = True
         for future in futures:
             future.cancel()

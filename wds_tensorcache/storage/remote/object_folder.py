@@ -93,8 +93,10 @@ class ObjectFolder:
                 if exc.status not in _BUSY:
                     raise
             if time.monotonic() - begun > _LONGEST_S:
-                what = f"other writers have changed the object {num_lost:,} times in {_LONGEST_S:.0f} s; resume later"
-                raise Target(url).error(what)
+                problem = (
+                    f"other writers have changed the object {num_lost:,} times in {_LONGEST_S:.0f} s; resume later"
+                )
+                raise Target(url).error(problem)
             self._objects.pause(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(num_lost, 10))))
             num_lost += 1
 

@@ -18,13 +18,13 @@ from wds_tensorcache.storage.remote.retry import Attempts, Cancel, Target, Trans
 from wds_tensorcache.storage.remote.stores import SETTINGS, check_endpoint
 from wds_tensorcache.storage.urls import bucket_and_key, join_url, shown
 
-__all__ = ["MAX_PUT_NBYTES", "WRITABLE", "ObjectWriter", "Version", "check_writable"]
+__all__ = ["WRITABLE", "ObjectWriter", "Version", "check_writable"]
 
 _Result = TypeVar("_Result")
 
 WRITABLE = frozenset({"s3", "gs", "az"})
 # the longest object that one request stores, in bytes: S3 and its copies accept 5 GiB, Azure 5,000 MiB, Google 5 TiB
-MAX_PUT_NBYTES = {"s3": 5 << 30, "az": 5000 << 20, "gs": 5 << 40}
+_MAX_PUT_NBYTES = {"s3": 5 << 30, "az": 5000 << 20, "gs": 5 << 40}
 _TICK_S = 0.1
 _WRONG_SETTINGS = ("builder error", "redirect without LOCATION")  # also without an attribute
 _TOKEN = "tensorcache"  # user-defined metadata of an object: which call created it
@@ -115,10 +115,10 @@ class ObjectWriter:
         try:
             stores = importlib.import_module("obstore.store")
         except ImportError as exc:
-            what = f"writing {self.scheme}:// urls needs obstore: pip install 'wds-tensorcache[remote]'"
-            raise ImportError(what) from exc
+            problem = f"writing {self.scheme}:// urls needs obstore: pip install 'wds-tensorcache[remote]'"
+            raise ImportError(problem) from exc
         make = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self.scheme]
-        # Hazard: client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
+        # client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
         config = {"timeout": f"{limit_s:.0f}s", "connect_timeout": "10s"}
         failed: Exception
         try:
@@ -128,8 +128,8 @@ class ObjectWriter:
         except Exception as exc:
             failed = exc
         # raised here, so that obstore's error, whose text may have credentials, is not its context
-        what = f"the store cannot be opened ({type(failed).__name__}); check {SETTINGS[self.scheme]}"
-        raise Target(self._shown).error(what)
+        problem = f"the store cannot be opened ({type(failed).__name__}); check {SETTINGS[self.scheme]}"
+        raise Target(self._shown).error(problem)
 
     def create(self, url: str, content: Any) -> None:
         """Store a new object; raise FileExistsError if the object exists, unless an earlier attempt of this call stored it.
@@ -142,13 +142,13 @@ class ObjectWriter:
             with contextlib.suppress(_Unmet):
                 self._put(url, content, mode="create", attributes={_TOKEN: token})
                 return
-            # Hazard: the response to the attempt that stored the object may have been lost.
-            found = self._metadata(url)
-            if found is not None and found.get(_TOKEN) == token:
+            # The response to the attempt that stored the object may have been lost.
+            metadata = self._metadata(url)
+            if metadata is not None and metadata.get(_TOKEN) == token:
                 return
-            if found is not None:
-                what = "exists already, and another writer has created it"
-                raise FileExistsError(f"{shown(url)} {what}; write to another folder, or resume after that writer")
+            if metadata is not None:
+                problem = "exists already, and another writer has created it"
+                raise FileExistsError(f"{shown(url)} {problem}; write to another folder, or resume after that writer")
             # S3 refuses a creation with status 409 while another request for the same key runs
             with cancellable(self._cancel):
                 attempts.pause(TransientError("another request for this object is running", 409))
@@ -156,7 +156,7 @@ class ObjectWriter:
     def swap(self, url: str, content: bytes, version: Version | None) -> Version | None:
         """Replace a version of an object, or create the object if `version` is None; return its new version.
 
-        Return None if the object has another version. Hazard: an attempt of this call may have made that version, but its
+        Return None if the object has another version. An attempt of this call may have made that version, but its
         response was lost. So the caller must read the object again, and look for its change.
 
         Raises:
@@ -165,10 +165,10 @@ class ObjectWriter:
         if version is not None:
             self.check_tag(url, version)
         try:
-            made = self._put(url, content, mode="create" if version is None else version.mode())
+            result = self._put(url, content, mode="create" if version is None else version.mode())
         except _Unmet:
             return None
-        return Version(made["e_tag"], made["version"])
+        return Version(result["e_tag"], result["version"])
 
     def check_tag(self, url: str, version: Version) -> None:
         """Raise RemoteError if a version has no strong ETag, so that the object cannot be replaced by `swap`."""
@@ -183,7 +183,7 @@ class ObjectWriter:
         """Check, with a small object that is deleted again, that the store obeys the conditions of `create` and `swap`.
 
         Raises:
-            RemoteError: The store ignores conditions, or has no strong ETags. Hazard: writers would silently overwrite each
+            RemoteError: The store ignores conditions, or has no strong ETags, so writers would silently overwrite each
                 other's shards and entries.
         """
         if self.scheme != "s3":  # Google and Azure obey; Google refuses a second change of an object within a second
@@ -194,9 +194,9 @@ class ObjectWriter:
             is_ours = first is not None
             if not is_ours:  # another writer is checking the same
                 return
-            # Hazard: a proxy may weaken the tags of answers to reads alone.
-            if (found := self.read(url)) is not None:
-                self.check_tag(url, found[1])
+            # A proxy may weaken the tags of answers to reads alone.
+            if (current := self.read(url)) is not None:
+                self.check_tag(url, current[1])
             is_created_twice = self.swap(url, b"2", None) is not None
             self.swap(url, b"3", first)
             if is_created_twice or self.swap(url, b"4", first) is not None:
@@ -211,8 +211,8 @@ class ObjectWriter:
         obstore = _obstore()
 
         async def read(store: Any) -> tuple[bytes, Version]:
-            found = await obstore.get_async(store, _key(url))
-            return bytes(await found.bytes_async()), Version(found.meta["e_tag"], found.meta["version"])
+            result = await obstore.get_async(store, _key(url))
+            return bytes(await result.bytes_async()), Version(result.meta["e_tag"], result.meta["version"])
 
         with contextlib.suppress(FileNotFoundError):
             return self._try(url, 0, read)
@@ -246,18 +246,18 @@ class ObjectWriter:
         obstore = _obstore()
 
         async def read(store: Any) -> dict[str, str]:
-            found = await obstore.get_async(store, _key(url), options={"head": True})
-            return dict(found.attributes)
+            result = await obstore.get_async(store, _key(url), options={"head": True})
+            return dict(result.attributes)
 
         with contextlib.suppress(FileNotFoundError):
             return self._try(url, 0, read)
         return None
 
     def _put(self, url: str, content: Any, **options: Any) -> Any:
-        nbytes, most = len(content), MAX_PUT_NBYTES[self.scheme]
+        nbytes, most = len(content), _MAX_PUT_NBYTES[self.scheme]
         if nbytes > most:
-            what = f"{nbytes:,} bytes, but {self.scheme}:// accepts at most {most:,} in one request"
-            raise Target(url).error(f"{what}; pass a smaller max_nbytes=")
+            problem = f"{nbytes:,} bytes, but {self.scheme}:// accepts at most {most:,} in one request"
+            raise Target(url).error(f"{problem}; pass a smaller max_nbytes=")
         obstore = _obstore()
 
         async def put(store: Any) -> Any:
@@ -312,7 +312,7 @@ def _key(url: str) -> str:
 def _fault(exc: Exception, target: Target, unsupported: str) -> TransientError:
     """Return the fault if it may pass; raise the error that it means if it will not.
 
-    Hazard: texts of stores contain what was signed, and urls with signatures. So only their status is shown, and the errors of
+    Error texts of stores contain signed strings, and urls with signatures. So only their status is shown, and the errors of
     obstore are not chained to ours.
     """
     kind = type(exc).__name__
@@ -327,13 +327,15 @@ def _fault(exc: Exception, target: Target, unsupported: str) -> TransientError:
     if kind in ("NotSupportedError", "NotImplementedError"):
         raise target.error(unsupported, 501) from None
     if kind in ("InvalidPathError", "ValueError"):
-        what = "a name of an object here is not possible: it has an empty part, or `.` or `..`, or a control character"
-        raise target.error(f"{what}; use another folder, or another url") from None
+        problem = (
+            "a name of an object here is not possible: it has an empty part, or `.` or `..`, or a control character"
+        )
+        raise target.error(f"{problem}; use another folder, or another url") from None
     if kind not in ("GenericError", "JoinError"):
         raise exc
-    found = _STATUS.search(str(exc))
-    status = int(found[1]) if found else None
-    code = next((each[1] or each[2] for each in _CODE.finditer(str(exc))), None)
+    status_match = _STATUS.search(str(exc))
+    status = int(status_match[1]) if status_match else None
+    code = next((match[1] or match[2] for match in _CODE.finditer(str(exc))), None)
     if code in _TRANSIENT_CODES:
         return TransientError(f"the server answers with the error {code}", status)
     if code in _EXPIRED:
@@ -343,10 +345,10 @@ def _fault(exc: Exception, target: Target, unsupported: str) -> TransientError:
     if status is None and any(text in str(exc) for text in _TAG_MISSING):
         raise target.error(_NO_TAGS) from None
     if status is None and any(text in str(exc) for text in _WRONG_SETTINGS):
-        what = (
+        problem = (
             "the region or the endpoint of the bucket is wrong; an endpoint with http:// also needs AWS_ALLOW_HTTP=true"
         )
-        raise target.error(what) from None
+        raise target.error(problem) from None
     if status == 404:
         raise FileNotFoundError(f"{shown(target.url)} does not exist, or its bucket does not") from None
     if status is None:

@@ -16,13 +16,13 @@ from wds_tensorcache.storage.remote.retry import Target
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
 
-__all__ = ["RemoteFile", "RemoteIdentity", "missing_shard"]
+__all__ = ["RemoteFile", "RemoteIdentity"]
 
 RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None is not known yet
 _NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
 
 
-def missing_shard(path: str, manifest: str | None) -> MissingShardError:
+def _missing_shard(path: str, manifest: str | None) -> MissingShardError:
     """Return the error for a remote shard that does not exist; `manifest` lists it, or is None."""
     if manifest is None:
         return MissingShardError("the shard does not exist; check the url, or upload it again").at(path)
@@ -101,24 +101,24 @@ class RemoteFile:
         """Record the state that a response reports; raise FormatError if it is another than before."""
         with _lock():
             self.is_asked = True
-            known = self._state
-            if known is None or (known.tag is None and known.nbytes == reported.nbytes):
+            expected = self._state
+            if expected is None or (expected.tag is None and expected.nbytes == reported.nbytes):
                 self._state = reported
                 return
-        if known.tag is None and self.manifest is not None:
-            what = f"the shard has {reported.nbytes} bytes, but {self.manifest} says {known.nbytes}"
-            raise FormatError(f"{what}: one of the two is stale; upload both again", kind="index").at(self.path)
-        Target(self.url).check_same(reported, known)
+        if expected.tag is None and self.manifest is not None:
+            problem = f"the shard has {reported.nbytes} bytes, but {self.manifest} says {expected.nbytes}"
+            raise FormatError(f"{problem}: one of the two is stale; upload both again", kind="index").at(self.path)
+        Target(self.url).check_same(reported, expected)
 
     def missing(self) -> MissingShardError:
         """Return the error for an object that does not exist."""
-        return missing_shard(self.path, self.manifest)
+        return _missing_shard(self.path, self.manifest)
 
     def check_range(self, begin: int, end: int) -> None:
         """Raise FormatError if the file has no bytes `[begin, end)`."""
         if not 0 <= begin <= end <= self.nbytes:
-            what = f"bytes [{begin}, {end}) are needed, but the object has only {self.nbytes} bytes; copy it again"
-            raise TarFormatError(what, kind="truncated").at(self.path)
+            problem = f"bytes [{begin}, {end}) are needed, but the object has only {self.nbytes} bytes; copy it again"
+            raise TarFormatError(problem, kind="truncated").at(self.path)
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`. Memory: a copy."""

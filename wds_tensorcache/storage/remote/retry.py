@@ -1,4 +1,4 @@
-"""One policy for all requests: what is tried again, after which pause, and for how long; and requests that a caller cancels.
+"""The policy of all requests: faults to retry, pauses, time limits, and cancellation by the caller.
 
 The time limit of a request, with all its retries, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
 another one. A request of more than 4 MiB has the time that it takes at 64 KiB/s, if that is longer.
@@ -25,7 +25,6 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.urls import shown
 
 __all__ = [
-    "TIMEOUT_VARIABLE",
     "TRANSIENT_STATUSES",
     "Attempts",
     "Cancel",
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-TIMEOUT_VARIABLE = "TENSORCACHE_REMOTE_TIMEOUT_S"
+_TIMEOUT_VARIABLE = "TENSORCACHE_REMOTE_TIMEOUT_S"
 _TIMEOUT_S = 60.0
 _SLOWEST = 64 * 1024  # bytes per second below which a large request is given up
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 10.0
@@ -63,12 +62,12 @@ class Target:
     def __init__(self, url: str, begin: int | None = None, end: int | None = None) -> None:
         self.url, self.begin, self.end = url, begin, end
 
-    def error(self, what: str, status: int | None = None) -> RemoteError:
+    def error(self, problem: str, status: int | None = None) -> RemoteError:
         """Return a RemoteError that says url, range and fault."""
         where = shown(self.url)
         if self.begin is not None:
             where += f": bytes [{self.begin}, {'end' if self.end is None else self.end})"
-        error = RemoteError(f"{where}: {what}")
+        error = RemoteError(f"{where}: {problem}")
         error.url, error.begin, error.end, error.status = shown(self.url), self.begin, self.end, status
         return error
 
@@ -81,16 +80,16 @@ class Target:
         if self.end is not None and self.end > expected.nbytes:
             raise self.error(f"the object has only {expected.nbytes} bytes")
 
-    def check_same(self, found: ObjectInfo, expected: ObjectInfo) -> None:
+    def check_same(self, state: ObjectInfo, expected: ObjectInfo) -> None:
         """Raise FormatError if an object is not the expected one, as far as is known of both."""
-        if found.nbytes != expected.nbytes:
-            raise self.changed(f"it had {expected.nbytes} bytes, now {found.nbytes}")
-        if found.tag is not None and expected.tag is not None and found.tag != expected.tag:
-            raise self.changed(f"its tag was {expected.tag:.80}, now {found.tag:.80}")
+        if state.nbytes != expected.nbytes:
+            raise self.changed(f"it had {expected.nbytes} bytes, now {state.nbytes}")
+        if state.tag is not None and expected.tag is not None and state.tag != expected.tag:
+            raise self.changed(f"its tag was {expected.tag:.80}, now {state.tag:.80}")
 
-    def changed(self, what: str) -> FormatError:
+    def changed(self, change: str) -> FormatError:
         """Return the error for an object that is not the one that was opened."""
-        return FormatError(f"the shard was changed while it was open ({what}); open it again").at(shown(self.url))
+        return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
 
 class TransientError(Exception):
@@ -102,9 +101,9 @@ class TransientError(Exception):
         retry_after_s: Pause that the server asks for.
     """
 
-    def __init__(self, what: str, status: int | None = None, retry_after_s: float | None = None) -> None:
-        super().__init__(what)
-        self.what, self.status, self.retry_after_s = what, status, retry_after_s
+    def __init__(self, problem: str, status: int | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(problem)
+        self.problem, self.status, self.retry_after_s = problem, status, retry_after_s
 
 
 class CancelledError(Exception):
@@ -150,7 +149,7 @@ def timeout_s() -> float:
     Raises:
         ValueError: The environment variable is not a positive number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE)
+    text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
         return _TIMEOUT_S
     try:
@@ -158,7 +157,7 @@ def timeout_s() -> float:
     except ValueError:
         limit = 0
     if not limit > 0:
-        raise ValueError(f"{TIMEOUT_VARIABLE}={text!r}, expected a positive number of seconds")
+        raise ValueError(f"{_TIMEOUT_VARIABLE}={text!r}, expected a positive number of seconds")
     return limit
 
 
@@ -192,7 +191,7 @@ class Attempts:
     def allow_after(self, nbytes: int) -> None:
         """Extend the time limit by what the `nbytes` bytes that have arrived take at 64 KiB/s.
 
-        Hazard: what a server announces may never arrive, and a length of gigabytes would stand for hours of attempts.
+        Announced bytes may never arrive, and a length of gigabytes would allow hours of attempts.
         """
         self.limit_s = max(self.limit_s, self._first_limit_s + nbytes / _SLOWEST)
         self.deadline = self._begun + self.limit_s
@@ -219,29 +218,31 @@ class Attempts:
             pause_s += fault.retry_after_s
         if pause_s >= self.remaining_s():
             tried = "1 attempt" if self._num_all == 1 else f"{self._num_all} attempts"
-            what = f"{fault.what}; given up after {tried}, with a limit of {self.limit_s:g} s"
+            problem = f"{fault.problem}; given up after {tried}, with a limit of {self.limit_s:g} s"
             if fault.retry_after_s is not None and fault.retry_after_s >= self.limit_s:
-                what += f"; the server asks for a pause of {fault.retry_after_s:g} s"
-            raise self.target.error(what + f"; try again, or raise {TIMEOUT_VARIABLE}", fault.status)
-        warn_of_delay(self.target, self._begun, f"{fault.what}; trying again for up to {self.remaining_s():.0f} s more")
+                problem += f"; the server asks for a pause of {fault.retry_after_s:g} s"
+            raise self.target.error(problem + f"; try again, or raise {_TIMEOUT_VARIABLE}", fault.status)
+        warn_of_delay(
+            self.target, self._begun, f"{fault.problem}; trying again for up to {self.remaining_s():.0f} s more"
+        )
         until = time.monotonic() + pause_s
         while (left := until - time.monotonic()) > 0:
             check_cancelled()
             time.sleep(min(left, _TICK_S))
 
 
-def warn(target: Target, what: str) -> None:
+def warn(target: Target, problem: str) -> None:
     """Log a warning about a request."""
-    _log.warning("%s", target.error(what))
+    _log.warning("%s", target.error(problem))
 
 
-def warn_of_delay(target: Target, begun_s: float, what: str) -> None:
+def warn_of_delay(target: Target, begun_s: float, problem: str) -> None:
     """Log a warning if a request takes long that began at time `begun_s` of `time.monotonic`."""
     global _warned_s
     now = time.monotonic()
     if now - begun_s >= _LATE_S and now - _warned_s >= _QUIET_S:
         _warned_s = now
-        warn(target, what)
+        warn(target, problem)
 
 
 def parse_retry_after(text: str | None) -> float | None:

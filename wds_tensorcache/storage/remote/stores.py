@@ -50,7 +50,7 @@ _PROBE_S = 2.0  # to connect
 def check_endpoint(scheme: str, target: Target) -> None:
     """Raise RemoteError if the environment names an endpoint of S3 that cannot work.
 
-    Hazard: obstore panics if the endpoint is not a url, and does not tell that `http://` is switched off.
+    obstore panics if the endpoint is not a url, and does not say that `http://` is switched off.
     """
     if scheme != "s3":
         return
@@ -123,7 +123,7 @@ class StoreClient:
             ) from missing
         cls: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self._scheme]
         limit = timeout_s()
-        # Hazard: client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
+        # client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
         config = {
             "timeout": f"{limit:.3f}s",
             "connect_timeout": f"{min(_CONNECT_S, limit):.3f}s",
@@ -167,16 +167,16 @@ class StoreClient:
         if isinstance(error, (exceptions.BaseError, OSError)):
             for text, status in _OTHER_BYTES.items():
                 if text in str(error):
-                    what = (
+                    problem = (
                         "the store answers a request for some bytes with other bytes; copy the cache to a local folder"
                     )
-                    return target.error(what, status)
+                    return target.error(problem, status)
             reason = f"the store refused the request or could not be reached ({name})"
             return target.error(f"{reason}: {_likely_cause(self._scheme)}; check {settings}")
         return error
 
     def _get(self, url: str, options: dict[str, Any], target: Target) -> _Found:
-        """Send one request; return the head of its response, and what reads the body."""
+        """Send one request; return the head of its response, and the object that reads the body."""
         import obstore
 
         key = bucket_and_key(url)[1]
@@ -203,7 +203,7 @@ class StoreClient:
         """Return the end of an object by a suffix range, which stores refuse for an empty object."""
         target = Target(url)
         try:
-            found = self._get(url, {"range": {"suffix": nbytes}}, target)
+            response = self._get(url, {"range": {"suffix": nbytes}}, target)
         except RemoteError as exc:
             if exc.status in _OTHER_BYTES.values():  # s3rver answers `bytes=-100` with the first 101 bytes
                 self._has_suffix_ranges = False
@@ -211,23 +211,25 @@ class StoreClient:
             if exc.status is None and self.stat(url).nbytes == 0:
                 return ObjectInfo(0, None), b""
             raise
-        state = found.state
-        if found.range != (max(0, state.nbytes - nbytes), state.nbytes):
-            raise target.error(f"asked for the last {nbytes} bytes, got bytes [{found.range[0]}, {found.range[1]})")
-        content = self._body(found, target)
+        state = response.state
+        if response.range != (max(0, state.nbytes - nbytes), state.nbytes):
+            raise target.error(
+                f"asked for the last {nbytes} bytes, got bytes [{response.range[0]}, {response.range[1]})"
+            )
+        content = self._body(response, target)
         if content is None:
-            memory = bytearray(found.range[1] - found.range[0])
-            return self.read_into(url, [memoryview(memory)], found.range[0], state), bytes(memory)
+            memory = bytearray(response.range[1] - response.range[0])
+            return self.read_into(url, [memoryview(memory)], response.range[0], state), bytes(memory)
         return state, bytes(content)
 
-    def _body(self, found: _Found, target: Target) -> memoryview | None:
+    def _body(self, response: _Found, target: Target) -> memoryview | None:
         """Return a response's body; None if it was cut short."""
-        clock = self.pace.begin(found.head_s)
+        clock = self.pace.begin(response.head_s)
         content: memoryview | None = None
-        # Hazard: obstore has many errors for a lost connection. Whatever ended the body, the caller asks for the rest; if that
+        # obstore has many errors for a lost connection. Whatever ended the body, the caller asks for the rest; if that
         # is refused, too, the error of the second request tells why.
         with contextlib.suppress(Exception):
-            content = memoryview(run_async(found.result.bytes_async))
+            content = memoryview(run_async(response.result.bytes_async))
         clock.end(0 if content is None else len(content))
         return content
 
@@ -242,12 +244,12 @@ class StoreClient:
         while True:
             if expected.tag is not None and not expected.tag.startswith("W/"):
                 options["if_match"] = expected.tag
-            found = self._get(url, options, target)
-            target.check_same(found.state, expected)
-            if found.range != (begin, end):
-                raise target.error(f"got bytes [{found.range[0]}, {found.range[1]})")
-            expected = ObjectInfo(expected.nbytes, found.state.tag or expected.tag)
-            content = self._body(found, target)
+            response = self._get(url, options, target)
+            target.check_same(response.state, expected)
+            if response.range != (begin, end):
+                raise target.error(f"got bytes [{response.range[0]}, {response.range[1]})")
+            expected = ObjectInfo(expected.nbytes, response.state.tag or expected.tag)
+            content = self._body(response, target)
             if content is not None and len(content) == end - begin:
                 check_cancelled()
                 fill_buffers(buffers, content)
@@ -258,17 +260,17 @@ class StoreClient:
         target = Target(url)
         attempts = Attempts(target)
         while True:
-            found = self._get(url, {}, target)
-            state = found.state
+            response = self._get(url, {}, target)
+            state = response.state
             if state.nbytes > max_nbytes:
                 raise target.error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
             if state.nbytes > _PART:
                 break
-            content = self._body(found, target)
+            content = self._body(response, target)
             if content is not None and len(content) == state.nbytes:
                 return state, bytes(content)
             attempts.pause(TransientError("the body was cut short"))
-        del found
+        del response
         memory = bytearray(state.nbytes)
         view = memoryview(memory)
         for begin in range(0, state.nbytes, _PART):
@@ -288,8 +290,8 @@ class StoreClient:
             failed = exc
         if failed is not None:
             raise self._error(failed, target)
-        found = [(one["path"], ObjectInfo(one["size"], one["e_tag"])) for one in listed["objects"]]
-        for path, state in sorted(found, key=lambda one: one[0]):
+        objects = [(one["path"], ObjectInfo(one["size"], one["e_tag"])) for one in listed["objects"]]
+        for path, state in sorted(objects, key=lambda one: one[0]):
             yield f"{self.origin}/{path}", state
 
 

@@ -66,7 +66,7 @@ def find_batches(folder: SourceFolder, name: str) -> Iterator[StoredBatch]:
         for begin, body, end in _extents(folder, name):
             metadata = arrow.ipc.read_message(_buffer(arrow, folder, name, begin, body)) if schema is None else None
             if metadata is not None:
-                # Hazard: pyarrow verifies only messages of the kinds that it knows, and would follow any offsets in any other.
+                # pyarrow verifies only messages of the kinds that it knows, and would follow any offsets in any other.
                 if metadata.type != _SCHEMA:
                     raise FormatError(f"begins with a message of the kind {metadata.type!r:.40}, expected a schema")
                 schema = arrow.ipc.read_schema(metadata)

@@ -114,14 +114,14 @@ class ChunkReader:
         """Return the expanded content of the bytes `[begin, end)` of a chunk. It raises the same errors as `expand`."""
         return self._recent.get((name, begin), lambda: expand(self._folder.read_range(name, begin, end), codec))
 
-    def read_offsets(self, name: str, codec: str | None = None, begin: int = 0) -> list[int]:
-        """Return the offset of each sample, and the end of the last, from a table that starts at byte `begin`.
+    def read_offsets(self, name: str, codec: str | None = None) -> list[int]:
+        """Return the offset of each sample, and the end of the last, from the table at the beginning of the chunk.
 
         Raises:
             FormatError: The chunk is damaged, or its offsets do not ascend.
         """
-        count = int.from_bytes(self.read(name, begin, begin + 4, codec), "little")
-        table = np.frombuffer(self.read(name, begin + 4, begin + 8 + 4 * count, codec), "<u4").astype(np.int64)
+        count = int.from_bytes(self.read(name, 0, 4, codec), "little")
+        table = np.frombuffer(self.read(name, 4, 8 + 4 * count, codec), "<u4").astype(np.int64)
         if (np.diff(table) < 0).any():
             raise FormatError("the offsets of its samples do not ascend").at(name)
         offsets: list[int] = table.tolist()
@@ -161,7 +161,7 @@ def expand(raw: bytes, codec: str) -> bytes:
 
 def _read_all(stream: Any, limit: int) -> bytes:
     """Return the bytes of a stream of pyarrow, or more than `limit` of them; close it."""
-    # Hazard: if the bytes are damaged, `stream.read` leaks the memory that it has allocated for its result.
+    # If the bytes are damaged, `stream.read` leaks the memory that it has allocated for its result.
     content, piece = bytearray(), bytearray(_PIECE_NBYTES)
     with stream:
         while len(content) <= limit and (count := stream.readinto(piece)):

@@ -105,7 +105,7 @@ def _load(
 ) -> Loaded:
     arrow = import_pyarrow()
     try:
-        # Hazard: offsets out of range would be followed to any memory.
+        # Offsets out of range would be followed to any memory.
         batch = checked.get((stored.name, stored.begin), lambda: _check(stored.read(folder)))
         columns = {
             column: value_of(batch.column(number).slice(row, 1), features.get(column), lists[column])

@@ -72,7 +72,7 @@ def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
     if len(set(lengths.values())) > 1:
         raise FormatError(f"its tensors have different numbers of rows: {lengths!r:.300}").at(name)
     if lengths["labels"] is None or tensors["labels"].end - tensors["labels"].begin < lengths["labels"]:
-        # Hazard: a small file could declare any number of rows without bytes
+        # a small file could declare any number of rows without bytes
         raise FormatError(f"labels are {list(tensors['labels'].shape)}, expected one for each row").at(name)
     by_entry = {"label" if tensor == "labels" else tensor: stored for tensor, stored in tensors.items()}
     # the order of a training batch, whatever the order in the file is

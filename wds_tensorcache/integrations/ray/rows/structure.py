@@ -110,7 +110,7 @@ def parse_structure(raw: bytes) -> Structure:
         FormatError: These are not bytes of the column `__tensorcache__`.
     """
     if not isinstance(raw, (bytes, bytearray, memoryview)):
-        # Hazard: `bytes` of a number would be that many zeros
+        # `bytes` of a number would be that many zeros
         raise FormatError(f"the column {STRUCTURE!r} has a {type(raw).__name__}, expected bytes; drop the column")
     raw = bytes(raw)
     try:

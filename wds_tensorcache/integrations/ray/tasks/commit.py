@@ -39,7 +39,7 @@ def writing(
     """
     numbers = [file.number for file in map(part_of, folder.names()) if file is not None]
     job = WriteJob(folder.path, 1 + max(numbers, default=-1), key, allow, options, keeps_shards=mode == "build")
-    # Hazard: two writes may start at once. Each makes its marker before it looks for markers, so one finds the other's.
+    # Two writes may start at once. Each makes its marker before it looks for markers, so one finds the other's.
     folder.begin(job.id)
     try:
         writes = folder.writes()

@@ -34,7 +34,7 @@ class CacheDatasink(Datasink[Part]):  # type: ignore[misc]
         return self._min_samples
 
     def write(self, blocks: Iterable[Any], ctx: Any) -> Part:
-        # Hazard: with the reading fused into this task, `ctx` and the schema are those of the whole operator.
+        # With the reading fused into this task, `ctx` and the schema are those of the whole operator.
         return write_part(self._job, blocks, ctx.task_idx)
 
     def on_write_complete(self, write_result: Any) -> None:

@@ -27,21 +27,21 @@ _END_S = 5.0
 
 
 class _Ended(Exception):
-    """The process has ended."""
+    """The process that runs obstore has ended."""
 
 
 class _Process:
     """The process that runs obstore, and the idle connections to it."""
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, child_end = socket.socketpair()
         self._idle: list[socket.socket] = []
-        command = [sys.executable, "-m", "wds_tensorcache.storage.remote.forked.process", str(theirs.fileno())]
+        command = [sys.executable, "-m", "wds_tensorcache.storage.remote.forked.process", str(child_end.fileno())]
         self.pid = os.getpid()  # of the process that started it
-        with theirs:
+        with child_end:
             self._popen = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -53,28 +53,28 @@ class _Process:
     def connection(self) -> Iterator[socket.socket]:
         """Return a connection, which is used again unless an error ends the block."""
         try:
-            mine = self._idle.pop()
+            own_end = self._idle.pop()
         except IndexError:
-            mine, theirs = socket.socketpair()
-            with theirs:
+            own_end, child_end = socket.socketpair()
+            with child_end:
                 try:
-                    socket.send_fds(self._control, [b"."], [theirs.fileno()])
+                    socket.send_fds(self._control, [b"."], [child_end.fileno()])
                 except OSError:
-                    mine.close()
+                    own_end.close()
                     raise _Ended from None
-            mine.settimeout(_TICK_S)
+            own_end.settimeout(_TICK_S)
         try:
-            yield mine
+            yield own_end
         except BaseException:
-            mine.close()
+            own_end.close()
             raise
-        self._idle.append(mine)
+        self._idle.append(own_end)
 
     def close(self) -> None:
         """Close this process's ends of the connections, after which the other process ends."""
         self._control.close()
-        for each in self._idle:
-            each.close()
+        for connection in self._idle:
+            connection.close()
 
     def _end(self) -> None:
         if self.pid != os.getpid():
@@ -94,8 +94,8 @@ _lock = per_process(threading.Lock)
 def _running(target: Target) -> _Process:
     global _process
     if not os.path.basename(sys.executable or "").startswith(("python", "pypy")):
-        what = "obstore does not work in a process that was forked after its first use, and Python is embedded here"
-        raise target.error(f"{what}; start worker processes by 'forkserver' or 'spawn'")
+        problem = "obstore does not work in a process that was forked after its first use, and Python is embedded here"
+        raise target.error(f"{problem}; start worker processes by 'forkserver' or 'spawn'")
     with _lock():
         if _process is not None and _process.pid != os.getpid():
             _process.close()  # the parent's

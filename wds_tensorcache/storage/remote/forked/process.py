@@ -35,7 +35,6 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _respond(act: str, url: str, begin: int, end: int, expected: tuple[int, str | None]) -> tuple[dict[str, Any], Any]:
-    """Return the head of a response, and the bytes."""
     try:
         client = client_for(url)
         content: bytes | bytearray = b""
@@ -56,8 +55,8 @@ def _respond(act: str, url: str, begin: int, end: int, expected: tuple[int, str 
     except FormatError as exc:
         return {"error": "format", "text": exc.reason, "where": exc.where}, b""
     except RemoteError as exc:
-        found = {"url": exc.url, "begin": exc.begin, "end": exc.end, "status": exc.status}
-        return {"error": "remote", "text": str(exc), **found}, b""
+        fields = {"url": exc.url, "begin": exc.begin, "end": exc.end, "status": exc.status}
+        return {"error": "remote", "text": str(exc), **fields}, b""
     except Exception as exc:  # the text of an unknown error may have secrets
         return {"error": "other", "text": type(exc).__name__}, b""
 

@@ -13,7 +13,7 @@ from wds_tensorcache.storage.remote.http.headers import (
     content_range,
     is_strong,
     refusal,
-    shown_header,
+    show_range,
     state_of,
     tag_of,
     total_of,
@@ -40,7 +40,7 @@ class HttpClient:
     A server may send a strong ETag, a weak one, a date of modification, or none of them. A strong ETag is sent with every read
     (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with what is known.
 
-    Hazard: with a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
+    With a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
     equivalent, may look unchanged. Without any of them, only its length is compared.
 
     Some servers ignore `Range`, and respond with the whole object. This client then keeps that body in a temporary file, and
@@ -68,8 +68,8 @@ class HttpClient:
         while True:
             try:
                 with self._transport.request("HEAD", url, {}, attempts) as response:
-                    if response.status == 200 and (found := state_of(response)) is not None:
-                        return found
+                    if response.status == 200 and (state := state_of(response)) is not None:
+                        return state
                     if response.status != 200 and response.status not in _NO_HEAD:
                         raise refusal(response, attempts.target)
                 return self._stat_by_get(url, attempts)
@@ -88,16 +88,16 @@ class HttpClient:
                     return ObjectInfo(0, tag_of(response))
             elif response.status != 200:
                 raise refusal(response, attempts.target)
-            elif (found := state_of(response)) is not None:
-                return found
+            elif (state := state_of(response)) is not None:
+                return state
         raise attempts.target.error("the server does not tell the object's length", response.status)
 
     def read_tail(self, url: str, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
         url = _checked(url)
         if nbytes > 0 and self._has_suffix_ranges and url not in self._copies:
-            found = self._suffix(url, nbytes)
-            if found is not None:
-                return found
+            tail = self._suffix(url, nbytes)
+            if tail is not None:
+                return tail
         return read_tail_by_stat(self, url, nbytes)
 
     def _suffix(self, url: str, nbytes: int) -> tuple[ObjectInfo, bytes] | None:
@@ -117,10 +117,10 @@ class HttpClient:
                     if whole is not None and whole.nbytes > nbytes and self._asks_again(target, num_ignored):
                         num_ignored += 1
                         raise TransientError(_IGNORED, 200)
-                    found = self._check_suffix(response, nbytes, target)
-                    if found is None:
+                    suffix = self._check_suffix(response, nbytes, target)
+                    if suffix is None:
                         return None
-                    state, begin = found
+                    state, begin = suffix
                     target.begin, target.end = begin, state.nbytes
                     content = memoryview(bytearray(state.nbytes - begin))
                     attempts.allow(len(content))
@@ -142,7 +142,7 @@ class HttpClient:
             self._has_ranges = True
             begin, end, total = content_range(response, target)
             if total is None or end != total or begin != max(0, total - nbytes):
-                got = shown_header(response, "Content-Range")
+                got = show_range(response)
                 raise target.error(f"asked for the last {nbytes} bytes, got Content-Range {got}", 206)
             return ObjectInfo(total, tag_of(response)), begin
         if response.status == 200:
@@ -177,8 +177,8 @@ class HttpClient:
             try:
                 headers = {"Range": f"bytes={begin}-{end - 1}", **conditions(expected)}
                 with self._transport.request("GET", url, headers, attempts) as response:
-                    found = _check_range(response, target, begin, end, expected)
-                    if found is None:
+                    received = _check_range(response, target, begin, end, expected)
+                    if received is None:
                         if self._may_have_ranges(response) and self._asks_again(target, num_ignored):
                             num_ignored += 1
                             raise TransientError(_IGNORED, 200)
@@ -186,7 +186,7 @@ class HttpClient:
                         continue
                     if response.status == 206:
                         self._has_ranges = True
-                    expected = found
+                    expected = received
                     done, fault = self._fill(response, buffers)
             except TransientError as failed:
                 attempts.pause(failed)
@@ -314,13 +314,13 @@ def _check_range(response: Response, target: Target, begin: int, end: int, expec
     """
     if response.status == 206:
         first, last, total = content_range(response, target)
-        found = ObjectInfo(expected.nbytes if total is None else total, tag_of(response))
-        target.check_same(found, expected)
+        received = ObjectInfo(expected.nbytes if total is None else total, tag_of(response))
+        target.check_same(received, expected)
         if (first, last) != (begin, end):
-            got = shown_header(response, "Content-Range")
+            got = show_range(response)
             raise target.error(f"asked for bytes {begin}-{end - 1}, got Content-Range {got}", 206)
         check_body(response, target, end - begin)
-        return ObjectInfo(found.nbytes, found.tag or expected.tag)
+        return ObjectInfo(received.nbytes, received.tag or expected.tag)
     if response.status == 200:
         whole = state_of(response)
         if whole is not None:
@@ -342,26 +342,24 @@ def _check_whole(
         first, last, total = content_range(response, target)
         target.check_same(ObjectInfo(state.nbytes if total is None else total, tag_of(response)), state)
         if (first, last) != (at, state.nbytes):
-            raise target.error(
-                f"asked for bytes {at}-, got Content-Range {shown_header(response, 'Content-Range')}", 206
-            )
+            raise target.error(f"asked for bytes {at}-, got Content-Range {show_range(response)}", 206)
         check_body(response, target, last - first)
         return state, at
     if response.status != 200:
         raise refusal(response, target)
     check_encoding(response, target)
-    found = state_of(response)
-    if found is None:
+    received = state_of(response)
+    if received is None:
         if not response.is_chunked:
-            # Hazard: a dropped connection looks like the end of the body.
+            # A dropped connection looks like the end of the body.
             raise target.error("the server does not tell the object's length, so it may be cut short", 200)
         return state, 0
     if state is not None:
-        target.check_same(found, state)
-        found = ObjectInfo(found.nbytes, found.tag or state.tag)
-    if found.nbytes > max_nbytes:
-        raise target.error(f"the object has {found.nbytes} bytes, more than {max_nbytes}", 200)
-    return found, 0
+        target.check_same(received, state)
+        received = ObjectInfo(received.nbytes, received.tag or state.tag)
+    if received.nbytes > max_nbytes:
+        raise target.error(f"the object has {received.nbytes} bytes, more than {max_nbytes}", 200)
+    return received, 0
 
 
 def _checked(url: str) -> str:

@@ -15,9 +15,8 @@ __all__ = [
     "conditions",
     "content_range",
     "is_strong",
-    "length_of",
     "refusal",
-    "shown_header",
+    "show_range",
     "state_of",
     "tag_of",
     "total_of",
@@ -49,7 +48,7 @@ def tag_of(response: Response) -> str | None:
     return tag if tag and tag.isprintable() and tag.isascii() else None
 
 
-def length_of(response: Response) -> int | None:
+def _length_of(response: Response) -> int | None:
     """Return the length of the body in bytes by Content-Length; None if it is missing or is not a number."""
     text = (response.headers.get("Content-Length") or "").strip()
     return int(text) if _NUMBER.fullmatch(text) else None
@@ -57,13 +56,13 @@ def length_of(response: Response) -> int | None:
 
 def state_of(response: Response) -> ObjectInfo | None:
     """Return the state of an object by the response with its whole body; None if the response does not tell the length."""
-    length = length_of(response)
+    length = _length_of(response)
     return None if length is None else ObjectInfo(length, tag_of(response))
 
 
-def shown_header(response: Response, header: str) -> str:
-    """Return the value of a header for messages, cut to 100 characters."""
-    return f"{response.headers.get(header)!r:.100}"
+def show_range(response: Response) -> str:
+    """Return the value of `Content-Range` for messages, cut to 100 characters."""
+    return f"{response.headers.get('Content-Range')!r:.100}"
 
 
 def content_range(response: Response, target: Target) -> tuple[int, int, int | None]:
@@ -74,11 +73,11 @@ def content_range(response: Response, target: Target) -> tuple[int, int, int | N
     """
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     if not match or match[1] is None:
-        raise target.error(f"a partial response with Content-Range {shown_header(response, 'Content-Range')}", 206)
+        raise target.error(f"a partial response with Content-Range {show_range(response)}", 206)
     total = None if match[3] == "*" else int(match[3])
     begin, end = int(match[1]), int(match[2]) + 1
     if begin >= end or (total is not None and end > total):
-        raise target.error(f"an impossible Content-Range {shown_header(response, 'Content-Range')}", 206)
+        raise target.error(f"an impossible Content-Range {show_range(response)}", 206)
     return begin, end, total
 
 
@@ -92,14 +91,16 @@ def check_encoding(response: Response, target: Target) -> None:
     """Raise RemoteError if the server has compressed the body, whose bytes are then not those of the object."""
     encoding = (response.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
-        what = f"the server encodes the bytes ({encoding:.40}) although it was asked not to; switch its compression off"
-        raise target.error(what, response.status)
+        problem = (
+            f"the server encodes the bytes ({encoding:.40}) although it was asked not to; switch its compression off"
+        )
+        raise target.error(problem, response.status)
 
 
 def check_body(response: Response, target: Target, nbytes: int) -> None:
     """Raise RemoteError unless the body consists of `nbytes` bytes of the object."""
     check_encoding(response, target)
-    length = length_of(response)
+    length = _length_of(response)
     if length is not None and length != nbytes:
         raise target.error(f"expected {nbytes} bytes, the server sends {length}", response.status)
 
@@ -112,7 +113,7 @@ def refusal(response: Response, target: Target) -> Exception:
         return target.changed("the server has another version of it")
     if status in (404, 410):
         return target.missing()
-    what = f"the server responds with status {status}"
+    problem = f"the server responds with status {status}"
     if status in (401, 403):
-        what += "; check the credentials: in the url, or in a netrc file; a signed url may have expired"
-    return target.error(what, status)
+        problem += "; check the credentials: in the url, or in a netrc file; a signed url may have expired"
+    return target.error(problem, status)

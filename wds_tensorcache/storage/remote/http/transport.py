@@ -88,10 +88,10 @@ class _Raw(HTTPResponse):
     def begin(self) -> None:
         """Read the head, after any interim ones, such as `103 Early Hints`.
 
-        Hazard: `http.client` skips only `100 Continue`. It takes another interim head for the response, and gives the
+        `http.client` skips only `100 Continue`. It takes another interim head for the response, and gives the
         connection back, whose next request would then get the response to this one: perhaps bytes of another object.
 
-        Hazard: `http.client` accepts a head that a dropped connection has cut short, and urllib3 then writes the whole url,
+        `http.client` accepts a head that a dropped connection has cut short, and urllib3 then writes the whole url,
         which may have a signature, to the log.
         """
         super().begin()
@@ -106,7 +106,7 @@ class _Raw(HTTPResponse):
             raise HTTPException("the head is damaged")
 
     def readinto(self, buffer: Any) -> int:
-        """Read what has arrived, at least one byte unless the body has ended. One system call."""
+        """Read the bytes that have arrived, at least one unless the body has ended, by one system call."""
         if self.fp is None or not len(buffer):
             return 0
         if self.chunked:
@@ -205,7 +205,7 @@ class Response:
         length = self.length
         try:
             if length is not None and length <= _FEW_BYTES:
-                # Hazard: the server may never send what it has announced
+                # the server may never send what it has announced
                 self._attempts = Attempts(self._attempts.target)
                 self._attempts.deadline = time.monotonic() + _DRAIN_S
                 while self.length and self.read_some(_DROPPED):
@@ -352,10 +352,10 @@ def _from_netrc(origin: str) -> str | None:
     """Return the credentials of the netrc file for a server; None if there are none, or the file cannot be read."""
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
-        found = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
+        credentials = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
     except (OSError, ValueError, netrc.NetrcParseError):
         return None
-    return _basic(found[0] or "", found[2] or "") if found else None
+    return _basic(credentials[0] or "", credentials[2] or "") if credentials else None
 
 
 def _next(url: str, location: str | None, attempts: Attempts, status: int) -> str:
@@ -387,7 +387,7 @@ def _is_final(error: BaseException) -> bool:
     return isinstance(error, (urllib3.exceptions.LocationValueError, urllib3.exceptions.InvalidHeader, UnicodeError))
 
 
-# Hazard: texts of errors may contain urls with signatures, and credentials of a proxy. So none of them is shown.
+# Texts of errors may contain urls with signatures, and credentials of a proxy. So none of them is shown.
 _FAULTS: tuple[tuple[type[BaseException], str], ...] = (
     (ProxyError, "no connection to the proxy"),
     (NameResolutionError, "the server's name is unknown"),
@@ -406,7 +406,7 @@ _FAULTS: tuple[tuple[type[BaseException], str], ...] = (
 
 def _fault(error: BaseException) -> str:
     """Return a description of an error, by its class alone."""
-    for kind, what in _FAULTS:
+    for kind, problem in _FAULTS:
         if isinstance(error, kind):
-            return what
+            return problem
     return f"the request failed ({type(error).__name__})"

@@ -97,9 +97,9 @@ class WholeCopies:
         """Make a copy of an object from an open response to a GET request, unless another thread has made one."""
         with self.turn(url):
             if self.read_into(url, [], 0, expected) is None:
-                self._keep(url, self._fetched(url, expected, opened))
+                self._keep(url, self._fetch_copy(url, expected, opened))
 
-    def _fetched(self, url: str, expected: ObjectInfo, opened: Opened | None) -> _Copy:
+    def _fetch_copy(self, url: str, expected: ObjectInfo, opened: Opened | None) -> _Copy:
         while True:
             copy = _Copy()
             try:
@@ -112,8 +112,8 @@ class WholeCopies:
                     has_others = bool(self._copies)
                     self._copies.clear()
                 if not has_others:
-                    what = f"the server has no ranges, and {tempfile.gettempdir()} has no space for the whole object"
-                    raise Target(url).error(what + "; set TMPDIR to another disk") from exc
+                    problem = f"the server has no ranges, and {tempfile.gettempdir()} has no space for the whole object"
+                    raise Target(url).error(problem + "; set TMPDIR to another disk") from exc
                 opened = None
 
     def _keep(self, url: str, copy: _Copy) -> None:
@@ -124,9 +124,9 @@ class WholeCopies:
                 del self._copies[oldest]
 
 
-def _is_same(found: ObjectInfo, expected: ObjectInfo, url: str) -> bool:
+def _is_same(state: ObjectInfo, expected: ObjectInfo, url: str) -> bool:
     try:
-        Target(url).check_same(found, expected)
+        Target(url).check_same(state, expected)
     except FormatError:
         return False
     return True

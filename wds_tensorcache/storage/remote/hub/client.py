@@ -34,8 +34,8 @@ class HubClient:
             import fsspec
             import huggingface_hub
         except ImportError as missing:
-            what = "reading hf:// needs fsspec and huggingface_hub"
-            raise ImportError(f"{what}: pip install 'wds-tensorcache[remote]' huggingface_hub") from missing
+            need = "reading hf:// needs fsspec and huggingface_hub"
+            raise ImportError(f"{need}: pip install 'wds-tensorcache[remote]' huggingface_hub") from missing
         endpoint = os.environ.get("HF_ENDPOINT") or None
         # another instance may have connections that a forked child must not use
         self._fs: Any = fsspec.filesystem("hf", endpoint=endpoint, skip_instance_cache=True)
@@ -65,31 +65,32 @@ class HubClient:
             if isinstance(failed, (ValueError, NotImplementedError, IsADirectoryError)):
                 raise attempts.target.error(f"this is not a file in a repository ({name})", status)
             if status is not None and status not in TRANSIENT_STATUSES:
-                what = "; check the token" if status in (401, 403) else ""
-                raise attempts.target.error(f"the hub responds with status {status} ({name}){what}", status)
+                hint = "; check the token" if status in (401, 403) else ""
+                raise attempts.target.error(f"the hub responds with status {status} ({name}){hint}", status)
             attempts.pause(TransientError(f"the request failed ({name})", status))
 
     def _path(self, url: str, attempts: Attempts) -> str:
         """Return the path of a file at a fixed commit."""
         path = url.partition("://")[2]
-        found = self._try(lambda: self._fs.resolve_path(path), attempts)
-        key = found.repo_type, found.repo_id, found.revision
+        resolved = self._try(lambda: self._fs.resolve_path(path), attempts)
+        key = resolved.repo_type, resolved.repo_id, resolved.revision
         commit = self._commits.get(key)
         if commit is None:
             repository = self._try(
-                lambda: self._api.repo_info(found.repo_id, repo_type=found.repo_type, revision=found.revision), attempts
+                lambda: self._api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision),
+                attempts,
             )
             with self._lock:
                 commit = self._commits.setdefault(key, str(repository.sha))
-        prefix = "" if found.repo_type == "model" else f"{found.repo_type}s/"
-        return f"{prefix}{found.repo_id}@{commit}/{found.path_in_repo}"
+        prefix = "" if resolved.repo_type == "model" else f"{resolved.repo_type}s/"
+        return f"{prefix}{resolved.repo_id}@{commit}/{resolved.path_in_repo}"
 
     def _info(self, url: str, attempts: Attempts) -> tuple[str, ObjectInfo]:
         path = self._path(url, attempts)
-        found = self._try(lambda: self._fs.info(path), attempts)
-        if found["type"] != "file":
+        info = self._try(lambda: self._fs.info(path), attempts)
+        if info["type"] != "file":
             raise attempts.target.missing()
-        return path, _state(found)
+        return path, _state(info)
 
     def stat(self, url: str, /) -> ObjectInfo:
         return self._info(url, Attempts(Target(url)))[1]
@@ -135,13 +136,15 @@ class HubClient:
     def list_objects(self, folder: str, /) -> Iterator[tuple[str, ObjectInfo]]:
         attempts = Attempts(Target(folder))
         path = self._path(folder.rstrip("/"), attempts)
-        found = self._try(lambda: self._fs.ls(path, detail=True), attempts)
-        for one in sorted((one for one in found if one["type"] == "file"), key=lambda one: str(one["name"])):
-            yield f"{folder.rstrip('/')}/{one['name'].rpartition('/')[2]}", _state(one)
+        entries = self._try(lambda: self._fs.ls(path, detail=True), attempts)
+        for entry in sorted(
+            (entry for entry in entries if entry["type"] == "file"), key=lambda entry: str(entry["name"])
+        ):
+            yield f"{folder.rstrip('/')}/{entry['name'].rpartition('/')[2]}", _state(entry)
 
 
-def _state(found: dict[str, Any]) -> ObjectInfo:
+def _state(info: dict[str, Any]) -> ObjectInfo:
     """Return the state of a file by what fsspec tells."""
-    large = found.get("lfs")
+    large = info.get("lfs")
     tag = large.get("sha256") if large else None
-    return ObjectInfo(int(found["size"]), tag or found.get("blob_id"))
+    return ObjectInfo(int(info["size"]), tag or info.get("blob_id"))
