@@ -101,19 +101,20 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             KeyError: No sample has the key, or samples of several shards have it.
             FormatError: The shard is damaged, or does not match its index.
         """
-        if isinstance(index, slice):
-            return self._take(index)
-        if isinstance(index, str):
-            return self._sample(self._find(index))
-        if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
-            return self._take(self._numbers(index))
+        if type(index) is not int:
+            if isinstance(index, slice):
+                return self._take(index)
+            if isinstance(index, str):
+                return self._sample(self._find(index))
+            if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
+                return self._take(self._numbers(index))
+            if not hasattr(index, "__index__"):
+                raise TypeError(f"expected the index or the key of a sample, got {index!r:.100}")
+            index = operator.index(index)
         count = len(self)
-        if not hasattr(index, "__index__"):
-            raise TypeError(f"expected the index or the key of a sample, got {index!r:.100}")
-        number = operator.index(index)
-        if not -count <= number < count:
-            raise IndexError(f"index {number} out of range [0, {count})")
-        return self._sample(number)
+        if not -count <= index < count:
+            raise IndexError(f"index {index} out of range [0, {count})")
+        return self._sample(index)
 
     def __iter__(self) -> Iterator[_Sample]:
         for number in range(len(self)):
