@@ -67,7 +67,7 @@ def test_lists(raw: bytes) -> None:
     assert parse_zip_list(raw[-4096:], len(raw)) in (None, expected)
 
 
-def test_what_is_no_zip() -> None:
+def test_not_a_zip() -> None:
     for raw in (b"", b"PK", b"hello" * 10):
         for source in (memoryview(raw), io.BytesIO(raw)):
             with pytest.raises(zipfile.BadZipFile, match="not a zip file"):

@@ -27,11 +27,11 @@ def adopt(folder: WriteFolder, manifest: Manifest, fingerprint: Mapping[str, Any
     unlisted = [name for name in shard_names(folder.names()) if name not in manifest.entries]
     indexes = folder.load((*manifest.entries, *unlisted))
     for name, index in indexes.items():
-        made = index.fingerprint if index.fingerprint is not None else manifest.fingerprint(name)
-        check_same(f"{shown(folder.path)}/{name}", made, fingerprint)
-    known = {key for name in manifest.entries for key in indexes[name].keys}
+        fingerprint_of_shard = index.fingerprint if index.fingerprint is not None else manifest.fingerprint(name)
+        check_same(f"{shown(folder.path)}/{name}", fingerprint_of_shard, fingerprint)
+    listed_keys = {key for name in manifest.entries for key in indexes[name].keys}
     for name in sorted(unlisted, key=lambda name: (-len(indexes[name].keys), name)):
         keys = list(indexes[name].keys)
-        if known.isdisjoint(keys):
+        if listed_keys.isdisjoint(keys):
             folder.add(manifest, name, indexes[name])
-            known.update(keys)
+            listed_keys.update(keys)
