@@ -28,8 +28,6 @@ import torch
 import wds_tensorcache as tc
 from wds_tensorcache.storage.gather import gather
 
-__all__ = ["Trace", "acts", "traced"]
-
 BATCH_SIZE = 32
 _COUNT = 256
 _ROOT = Path(tc.__file__).parent.parent

@@ -15,8 +15,6 @@ import torch
 
 from benchmarks.workloads import tensor_at
 
-__all__ = ["IN_FLIGHT", "Range", "Ranges", "plain_write"]
-
 IN_FLIGHT = 32  # reads that keep a cold disk busy
 _PIECE_NBYTES = 1 << 20
 

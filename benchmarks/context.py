@@ -16,8 +16,6 @@ from benchmarks.peers import NAME
 from benchmarks.peers.base import Peer, Reader
 from benchmarks.workloads import Workload
 
-__all__ = ["CEILING", "Context", "Skipped"]
-
 CEILING = "ceiling"  # its rows start with this word
 
 

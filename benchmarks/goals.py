@@ -39,8 +39,6 @@ from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds, median, ratios
 
-__all__ = ["Outcome", "outcomes"]
-
 PYD = "webdataset .pyd"
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["back_memory", "drop", "load", "resident", "sync"]
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

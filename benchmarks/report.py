@@ -19,21 +19,6 @@ from benchmarks.peers.base import Peer
 from benchmarks.timing import Rounds, median
 from benchmarks.workloads import Workload
 
-__all__ = [
-    "Results",
-    "Stored",
-    "draw_plot",
-    "goal_table",
-    "machine",
-    "machine_line",
-    "markdown",
-    "notes",
-    "number",
-    "spread",
-    "table",
-    "write_json",
-]
-
 _COLORS = {"ceiling": "#9e9e9e", "tensorcache": "#d1495b", "lazy": "#d1495b"}
 _PEERS = "#30638e"
 

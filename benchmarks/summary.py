@@ -18,8 +18,6 @@ from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds
 
-__all__ = ["tables"]
-
 _WORKLOAD = "diffusion"
 _COLUMNS = {
     "iterate_lazy": "in order, no tensor used",

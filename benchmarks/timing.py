@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Rounds", "Variant", "interleaved", "median", "ratios"]
-
 Rounds = dict[str, list[float]]  # microseconds per sample of each variant, round by round
 
 

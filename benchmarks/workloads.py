@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import xxhash
 
-__all__ = ["WORKLOADS", "Small", "Tensors", "Workload", "quick", "tensor_at"]
-
 Tensors = dict[str, Any]  # by the short names that peers store them under; lazy tensors too
 Small = dict[str, Any]  # JSON's types and tuples; "index" says which sample it is
 

@@ -11,8 +11,6 @@ import time
 import traceback
 from collections.abc import Callable
 
-__all__ = ["finish", "limit_descriptors", "run_in_child", "start"]
-
 
 def start(work: Callable[[], object]) -> int:
     """Run `work` in a forked child, which prints the traceback of an exception; return its process id."""

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["GPU", "CopyStall", "no_hidden_waits", "stall"]
-
 # of every module whose tests need a CUDA device
 GPU = [
     pytest.mark.gpu,

@@ -19,8 +19,6 @@ from types import TracebackType
 from typing import BinaryIO
 from urllib.parse import unquote
 
-__all__ = ["LATENCY_S", "RATE", "Server"]
-
 LATENCY_S = 0.02
 RATE = 100e6  # bytes per second of all answers together
 _ROOT = Path(__file__).parent.parent.parent

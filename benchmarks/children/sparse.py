@@ -29,8 +29,6 @@ from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["STEPS", "key_of", "numbers_read", "sample_of", "write_shards"]
-
 _MANIFEST_VERSION = 1
 _BATCH = 256
 

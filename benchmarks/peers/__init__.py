@@ -6,8 +6,6 @@ from importlib import import_module
 
 from benchmarks.peers.base import Peer
 
-__all__ = ["DECODED", "LOADED", "MODULES", "NAME", "ONE_THREAD", "READ", "TWO_THREADS", "VIEWS", "load"]
-
 NAME = "tensorcache"
 VIEWS = "tensorcache, views"
 ONE_THREAD = "tensorcache, 1 thread"

@@ -13,8 +13,6 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 from benchmarks.peers.base import AS_INTEGERS, Batch, Peer, Reader, as_array, as_tensor, stack
 from benchmarks.workloads import Workload
 
-__all__ = ["peers"]
-
 _FILE = "000000.array_record"
 
 

@@ -13,22 +13,6 @@ import torch
 
 from benchmarks.workloads import Small, Tensors, Workload
 
-__all__ = [
-    "AS_INTEGERS",
-    "Batch",
-    "Peer",
-    "Reader",
-    "as_array",
-    "as_tensor",
-    "by_sample",
-    "collect",
-    "collect_one",
-    "in_batches",
-    "one_in_batches",
-    "stack",
-    "unstack",
-]
-
 AS_INTEGERS = "as two-byte integers"  # what users of formats without bf16 do to keep its size
 
 

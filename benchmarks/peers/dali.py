@@ -17,8 +17,6 @@ from benchmarks.peers.base import Batch, Peer, Reader
 from benchmarks.peers.webdataset import SHARD
 from benchmarks.workloads import Workload
 
-__all__ = ["peers"]
-
 _THREADS = 2
 _UNMAPPED_AHEAD = 4  # batches; DALI's default is 2
 _SHUFFLED = 8  # batches in the buffer that shuffles

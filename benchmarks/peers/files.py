@@ -18,8 +18,6 @@ from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_array, as_tensor
 from benchmarks.peers.webdataset import decode_npz
 from benchmarks.workloads import Workload
 
-__all__ = ["peers"]
-
 
 def _path(folder: Path, index: int, suffix: str) -> Path:
     return folder / f"{index // 1000:05d}" / f"{index:08d}.{suffix}"

@@ -15,8 +15,6 @@ from litdata.streaming.writer import BinaryWriter
 from benchmarks.peers.base import AS_INTEGERS, Batch, Peer, Reader, in_batches, one_in_batches
 from benchmarks.workloads import Workload
 
-__all__ = ["peers"]
-
 
 def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
     # The function that litdata.optimize runs in each worker; starting the workers is not counted.

@@ -23,8 +23,6 @@ sys.modules["streaming"].__path__ = list(_found.submodule_search_locations or []
 from streaming.base import MDSWriter, StreamingDataset  # noqa: E402
 from streaming.base.util import clean_stale_shared_memory  # noqa: E402
 
-__all__ = ["peers"]
-
 
 def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
     arrays = {name: f"ndarray:{as_array(workload.split(samples[0])[0][name]).dtype}" for name in workload.dtypes}

@@ -15,8 +15,6 @@ from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREAD
 from benchmarks.peers.base import Batch, Peer, Reader, by_sample, unstack
 from benchmarks.workloads import Workload, tensor_at
 
-__all__ = ["peers"]
-
 
 def _write(folder: Path, workload: Workload, samples: Sequence[Any], *, fsync: bool) -> None:
     with tc.ShardWriter(folder / "%06d.tar", fsync=fsync, max_samples=50_000) as writer:

@@ -14,8 +14,6 @@ import torch
 from benchmarks.peers.webdataset import SHARD
 from benchmarks.workloads import Workload
 
-__all__ = ["WEBSHART", "Pass", "passes", "set_credentials"]
-
 # its addresses of huggingface.co are constants
 WEBSHART = "webshart reads folders and https://huggingface.co alone, no other server (0.4.6)"
 Pass = Callable[[], Iterator[tuple[int, torch.Tensor]]]  # yields index and tensor of each sample, in any order

@@ -14,8 +14,6 @@ from tensordict import NonTensorStack, TensorDict
 from benchmarks.peers.base import Batch, Peer, Reader, by_sample, unstack
 from benchmarks.workloads import Small, Tensors, Workload
 
-__all__ = ["peers"]
-
 _BUFFERS = 3  # batches that are there at a time: one that is used, one that is read, one in between
 
 

@@ -20,8 +20,6 @@ from torch.utils.data import default_collate
 from benchmarks.peers.base import AS_INTEGERS, Batch, Peer, Reader, as_array, as_tensor, in_batches, one_in_batches
 from benchmarks.workloads import Workload
 
-__all__ = ["SHARD", "decode_npz", "encode_npz", "peers", "write"]
-
 SHARD = "000000.tar"
 _SHUFFLED = 8  # batches in the buffer that shuffles
 

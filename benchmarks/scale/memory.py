@@ -17,18 +17,6 @@ from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = [
-    "BUCKET_NBYTES",
-    "KEY_TABLE_NBYTES",
-    "NOTES_NBYTES",
-    "OPEN_NBYTES",
-    "PICKLED_NBYTES",
-    "Shards",
-    "manifest_nbytes",
-    "shards",
-    "write_listing",
-]
-
 NOTES_NBYTES = 1  # of a sample in a `Shard`: the number of its template
 KEY_TABLE_NBYTES = 8  # of a sample, unless the keys ascend from shard to shard
 BUCKET_NBYTES = 8  # of a sample, with `bucket_by`, `filter`, or a shuffled view: its number as int64

@@ -2,28 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "BATCH",
-    "CACHE_NBYTES",
-    "GAP_NBYTES",
-    "NUM_NODES",
-    "NUM_RANKS",
-    "NUM_SAMPLES",
-    "NUM_SHARDS",
-    "ONE_TENSOR_NBYTES",
-    "PER_NODE",
-    "PER_PREFIX",
-    "PER_SHARD",
-    "RANKS_PER_NODE",
-    "SAMPLES_PER_S",
-    "TAIL_NBYTES",
-    "USD_PER_GB_FROM_REGION",
-    "USD_PER_GB_TO_INTERNET",
-    "USD_PER_GET",
-    "USD_PER_LIST",
-    "request_usd",
-]
-
 NUM_SAMPLES, NUM_SHARDS, NUM_NODES = 10**9, 10**5, 1000
 PER_SHARD = NUM_SAMPLES // NUM_SHARDS
 PER_NODE = NUM_SAMPLES // NUM_NODES

@@ -36,8 +36,6 @@ from benchmarks.scale.setting import (
 from benchmarks.scale.traffic import WAYS, Traffic, Way, node_hits, stream_requests, traffic
 from wds_tensorcache.storage.remote.stream import AHEAD_NBYTES, num_requests
 
-__all__ = ["tables"]
-
 _UNITS = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 _PER_LISTING = 1000  # names in an answer
 _STREAMS = "streams"

@@ -24,8 +24,6 @@ from benchmarks.scale.setting import (
 from wds_tensorcache.storage.remote.stream import num_requests
 from wds_tensorcache.training.order import BlockOrder, EpochOrder
 
-__all__ = ["WAYS", "Traffic", "Way", "node_hits", "stream_requests", "traffic"]
-
 Array = np.ndarray[Any, Any]
 _STEPS = 48
 _NODE = 17  # the node that is simulated; all are alike

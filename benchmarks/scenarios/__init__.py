@@ -21,8 +21,6 @@ from benchmarks.scenarios.wds_decode import wds_decode
 from benchmarks.scenarios.writing import write, write_fsync
 from benchmarks.timing import Rounds
 
-__all__ = ["SCENARIOS"]
-
 SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     # First: litdata, once read in order, keeps its files mapped until the process ends (its loaders stay in a
     # functools.lru_cache), and mapped files cannot be dropped from the page cache.

@@ -14,8 +14,6 @@ from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.peers.base import Batch, Peer, Reader
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["COLD_CEILINGS", "batch_cold", "batch_random", "one_tensor"]
-
 COLD_CEILINGS = (f"{CEILING}, {IN_FLIGHT} threads", f"{CEILING}, WILLNEED {IN_FLIGHT} ahead")
 
 

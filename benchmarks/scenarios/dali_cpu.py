@@ -20,8 +20,6 @@ from benchmarks.peers.webdataset import SHARD
 from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import Workload
 
-__all__ = ["NATIVE", "NESTED", "OURS", "PYD_SOURCE", "RAW", "dali_cpu"]
-
 OURS = "tensorcache nodes"
 NESTED = "tensorcache nodes, nested batches"
 NATIVE = "native reader, nested batches"

@@ -21,8 +21,6 @@ from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.peers.base import by_sample, unstack
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["AHEAD", "CACHED_COPY", "DALI_NATIVE", "DALI_NODES", "PINNED_COPY", "dali_gpu", "loader_gpu"]
-
 PINNED_COPY = f"{CEILING}: copy from pinned memory"
 CACHED_COPY = f"{CEILING}: copy from the page cache"
 DALI_NODES = "tensorcache nodes, nested batches"

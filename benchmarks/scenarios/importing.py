@@ -24,8 +24,6 @@ from benchmarks.peers import NAME
 from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import WORKLOADS
 
-__all__ = ["IMPORTED", "IMPORT_CEILING", "KINDS", "importing"]
-
 _ROOT = Path(__file__).parent.parent.parent
 _WORKLOAD = "diffusion"
 _NUM_FILES = 2000

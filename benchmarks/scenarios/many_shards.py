@@ -21,8 +21,6 @@ from benchmarks.context import Context, Skipped
 from benchmarks.timing import Rounds
 from benchmarks.workloads import WORKLOADS
 
-__all__ = ["many_shards", "memory_row", "time_row"]
-
 _WORKLOAD = "features"  # the samples are its own, so one run is enough
 _ROOT = Path(__file__).parent.parent.parent
 _SIZES = {"10^5": (1000, 100), "10^7": (1000, 10_000)}

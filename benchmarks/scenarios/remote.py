@@ -27,19 +27,6 @@ from benchmarks.peers.over_http import WEBSHART, Pass, passes, set_credentials
 from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import tensor_at
 
-__all__ = [
-    "ALL_BYTES",
-    "CACHED",
-    "CURLS",
-    "EPOCH",
-    "LOCAL",
-    "ONE",
-    "ONE_OF_PEERS",
-    "STREAM",
-    "moved",
-    "remote",
-]
-
 _WORKLOAD = "diffusion"
 _NUM_CURLS, _PER_SHARD = 8, 64
 _NUM_LOCAL = 10  # epochs in each round of those that read local files: one takes 40 ms, and varies by a third

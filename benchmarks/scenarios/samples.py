@@ -11,8 +11,6 @@ from benchmarks.context import CEILING, Context
 from benchmarks.peers.base import Peer, Reader
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["iterate_lazy", "iterate_touch", "opened", "random_get"]
-
 
 def opened(context: Context) -> Rounds:
     """Measure opening, reading sample 0 and its small values, and closing: microseconds in total, not per sample."""

@@ -26,24 +26,6 @@ from benchmarks.peers.base import by_sample, unstack
 from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import WORKLOADS
 
-__all__ = [
-    "ADDED",
-    "BATCHES",
-    "BATCH_CEILING",
-    "BLOCK_BATCHES",
-    "BLOCK_COPIES",
-    "BLOCK_VIEWS",
-    "FIRST",
-    "FLAT_BATCHES",
-    "FLAT_COPIES",
-    "FLAT_VIEWS",
-    "HIT",
-    "LOADED",
-    "MEMORY",
-    "VIEWS",
-    "shared",
-]
-
 _WORKLOAD = "diffusion"
 _ROOT = Path(__file__).parent.parent.parent
 _NBYTES, _QUICK_NBYTES = 10**9, 10**7  # tensor bytes of the samples that the 8 processes share

@@ -9,8 +9,6 @@ import wds_tensorcache as tc
 from benchmarks.context import CEILING, Context
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["READINTO", "VERIFIED", "VERIFIED_BY_ALL", "verify"]
-
 READINTO = f"{CEILING}, readinto of the same files"
 VERIFIED = "tensorcache, verify on 1 thread"
 VERIFIED_BY_ALL = "tensorcache, verify on all cores"

@@ -19,8 +19,6 @@ from benchmarks.context import Context
 from benchmarks.peers.webdataset import SHARD, decode_npz, write
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["FAST", "FAST_RAW", "wds_decode"]
-
 FAST_RAW = "raw members, tc.tarfile_to_samples"
 FAST = "tensorcache, tc.tarfile_to_samples, lazy, touched"
 

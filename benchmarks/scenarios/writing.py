@@ -12,8 +12,6 @@ from benchmarks.context import CEILING, Context
 from benchmarks.peers.base import Peer
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["PLAIN", "write", "write_fsync"]
-
 PLAIN = f"{CEILING}, same bytes"
 
 

@@ -13,16 +13,6 @@ import torch
 
 import wds_tensorcache as tc
 
-__all__ = [
-    "NODE_CLASS_MAPPINGS",
-    "NODE_DISPLAY_NAME_MAPPINGS",
-    "DeferredTensor",
-    "LoadTensorCache",
-    "SaveTensorCache",
-    "load_training_set",
-    "save_training_set",
-]
-
 _PLAIN = (type(None), bool, int, float, str)
 _MAX_DEPTH = 32
 

@@ -19,8 +19,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Browser", "chromium"]
-
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"

@@ -10,8 +10,6 @@ from typing import Any
 
 from tests.cli.commands import Output, the_server
 
-__all__ = ["Completed", "json_of", "run", "run_any"]
-
 
 @dataclass(frozen=True)
 class Completed:

@@ -11,8 +11,6 @@ import click
 
 from wds_tensorcache.cli.app import app
 
-__all__ = ["MARK", "PAGE", "help_pages"]
-
 PAGE = Path(__file__).parent.parent.parent / "docs" / "command_line.md"
 MARK = "<!-- `python -m tests.cli.help_pages` writes everything after this line. -->\n"
 _WIDTH = 110

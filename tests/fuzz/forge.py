@@ -14,8 +14,6 @@ from wds_tensorcache.shards.footer import MAGIC as FOOTER_MAGIC
 from wds_tensorcache.shards.footer import TRAILER_NBYTES
 from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, padding
 
-__all__ = ["ARRAYS", "KEY_RECORD", "RECORD", "bound", "footer_of", "keys_of", "tar_of"]
-
 CACHE = ("rows", "skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 ARRAYS = ["names", "keys.text", "keys.ends", "layouts.form", "layouts.data_begin", "layouts.dims"]
 ARRAYS += [f"cache.{number}.{column}" for number in range(2) for column in CACHE]

@@ -16,8 +16,6 @@ from tests.shards.tars import build, pax, raw_header, record
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, Scanner, build_tar_header, padding
 
-__all__ = ["judge", "program"]
-
 NAMES = [
     b"compressed.bin",
     b"truncated.txt",

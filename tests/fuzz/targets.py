@@ -39,8 +39,6 @@ from wds_tensorcache.shards.footer import build_footer, parse_index
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.tar_stream import TarStream
 
-__all__ = ["ALLOW", "SAMPLES", "TARGETS", "Colour", "Trusted", "run", "shard"]
-
 REFUSED: Any = object()
 SAMPLES: list[Any] = [
     {"latent": torch.arange(4.0).half(), "size": (2, 3), "prompt": "a"},

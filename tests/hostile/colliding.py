@@ -14,8 +14,6 @@ from uuid import UUID
 
 from tests.hostile.pickles import call, text
 
-__all__ = ["CONTAINERS", "HASHED_IN_PYTHON", "KEYS", "MODULUS", "container", "count_calls", "integer"]
-
 MODULUS = sys.hash_info.modulus
 HASHED_IN_PYTHON = (Fraction, PurePath, UUID)  # of what a skeleton may have as a key
 

@@ -17,18 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "COUNT",
-    "JPEG",
-    "MDS_COLUMNS",
-    "PNG",
-    "WRITTEN",
-    "litdata_sample",
-    "mds_sample",
-    "write_litdata",
-    "write_mds",
-]
-
 WRITTEN = Path(__file__).parent / "written"
 COUNT = 3
 JPEG, PNG = b"\xff\xd8\xff not a picture", b"\x89PNG\r\n\x1a\n neither"

@@ -10,8 +10,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.formats import choose_format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["count_errors", "load_damaged"]
-
 
 def count_errors(folder: Path, name: str) -> tuple[int, int]:
     """Load all samples with the format `name`; return how many there are, and how many are bad or in bad files."""

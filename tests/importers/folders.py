@@ -15,8 +15,6 @@ from tests.same import tensor_bytes
 from wds_tensorcache.integrations.importers.import_cache import import_cache
 from wds_tensorcache.integrations.importers.report import ImportReport
 
-__all__ = ["assert_complete", "imported"]
-
 
 def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], ImportReport]:
     """Return the imported samples by their original names, and the report; the cache is intact."""

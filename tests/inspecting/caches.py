@@ -10,8 +10,6 @@ import torch
 
 import wds_tensorcache as tc
 
-__all__ = ["EVIL", "FLOATS", "write_hostile", "write_photos"]
-
 EVIL = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'`&{{report}}{{script}}"
     "\0\x1b[31m\r\u202e\u2066\u2028\ud800<!--<script>"

@@ -13,8 +13,6 @@ import torch
 import wds_tensorcache as tc
 from tests.same import assert_same, tensor_bytes
 
-__all__ = ["COUNT", "LARGE", "SMALL", "assert_all_same", "assert_batch", "assert_tensor", "nested", "write"]
-
 COUNT = 23
 
 

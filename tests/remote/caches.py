@@ -11,8 +11,6 @@ import torch
 
 import wds_tensorcache as tc
 
-__all__ = ["big", "listing", "small", "total_nbytes", "write_cache"]
-
 
 def small(i: int) -> dict[str, Any]:
     """A sample whose tensors have every dtype that batches treat in its own way, and ragged and plain values."""

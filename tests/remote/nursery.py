@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Nursery"]
-
 _ROOT = Path(__file__).parent.parent.parent
 
 

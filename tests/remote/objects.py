@@ -13,8 +13,6 @@ import numpy as np
 from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache
 from wds_tensorcache.storage.node_cache.fill import Range
 
-__all__ = ["Added", "Objects", "cached"]
-
 Added = tuple[str, int, str]  # url, length and tag of an object
 
 

@@ -9,8 +9,6 @@ import torch
 
 import wds_tensorcache as tc
 
-__all__ = ["read_folder", "sample", "write"]
-
 
 def sample(i: int) -> dict[str, Any]:
     """A small sample; small enough for one thread, because those of OpenMP hang in a forked child."""

@@ -10,8 +10,6 @@ import torch
 import wds_tensorcache as tc
 from tests.shards.tars import BLOCK, by_tarfile_in
 
-__all__ = ["faults", "flip", "member", "members", "sample", "write"]
-
 
 def sample(index: int) -> dict[str, Any]:
     """A sample of 30 halves, ragged floats and small values."""

@@ -13,8 +13,6 @@ import torch
 from tests.same import assert_same
 from wds_tensorcache.sharing.dataset import SharedDataset
 
-__all__ = ["Counted", "read_all", "wait_until_empty"]
-
 
 class Counted:
     """Nested samples of 3 to 118 KB, with differing shapes. Each load appends its index to a file, and takes `seconds`."""

@@ -15,8 +15,6 @@ from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.tar import BLOCK, Scanner, is_extended, is_header, padding, parse_number, parse_records
 
-__all__ = ["Break", "End", "Member", "Salvage"]
-
 _MIN_CHUNK_NBYTES, _MAX_CHUNK_NBYTES = 1 << 13, 1 << 20
 _MAGIC, _MAGIC_BEGIN = np.frombuffer(b"ustar", np.uint8), 257
 _TYPE_BEGIN = 156

@@ -18,8 +18,6 @@ from wds_tensorcache.shards.load_index import open_sidecar
 from wds_tensorcache.shards.names import TENSORS, split_member
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["check_indexes"]
-
 _CHUNK_NBYTES = 1 << 20
 _Places = dict[tuple[str, str], tuple[Any, ...]]  # begin, length and other fields of each member, by key and suffix
 

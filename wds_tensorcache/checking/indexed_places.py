@@ -19,8 +19,6 @@ from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.tar import BLOCK, is_header, is_meta_name, names_of, padding, parse_number
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["Place", "Places", "find_places"]
-
 _CHUNK_NBYTES = 1 << 20
 _MAX_FIELD_NBYTES = 100  # longer names are in extended headers
 _MAX_OCTAL_NBYTES = 1 << 33  # larger sizes may be in extended headers

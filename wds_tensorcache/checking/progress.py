@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from wds_tensorcache.progress import Progress, ProgressOption
 
-__all__ = ["ByteProgress"]
-
 
 class ByteProgress:
     """The progress of a call that goes over all shards once, or several times.

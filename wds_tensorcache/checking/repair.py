@@ -21,8 +21,6 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.writing.copy_shards import write_shard
 from wds_tensorcache.writing.new_folder import check_new, new_folder
 
-__all__ = ["repair"]
-
 
 def repair(
     source: Any,

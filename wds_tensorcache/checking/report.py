@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, fields
 
 from wds_tensorcache.errors import Kind
 
-__all__ = ["Fault", "RepairReport", "Report"]
-
 _MAX_SHOWN = 20
 
 

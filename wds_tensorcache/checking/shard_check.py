@@ -28,8 +28,6 @@ from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
 from wds_tensorcache.writing.copy_shards import MemberRange, append_range
 
-__all__ = ["Checked", "check_shard"]
-
 _NOWHERE = MemorySource(b"")
 _MAX_WAITING = 32  # samples
 _HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter

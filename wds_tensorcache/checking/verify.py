@@ -33,8 +33,6 @@ from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
 from wds_tensorcache.storage.threads import Threads, run_in_order
 
-__all__ = ["check_all", "verify"]
-
 
 def verify(
     source: Any, *, num_threads: int | None = None, allow: Iterable[type] = (), progress: ProgressOption = None

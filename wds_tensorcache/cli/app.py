@@ -19,8 +19,6 @@ from wds_tensorcache.cli.completing.quick import complete_quickly
 from wds_tensorcache.cli.output import plain
 from wds_tensorcache.errors import TensorCacheError, unknown_name
 
-__all__ = ["COMPLETE_VARIABLE", "app", "run"]
-
 
 class _Command(NamedTuple):
     place: str  # module of `wds_tensorcache.cli`, and the click command in it

@@ -15,8 +15,6 @@ from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.bench import BenchReport, measure_rates, plot_rates
 from wds_tensorcache.storage.atomic import write_atomically
 
-__all__ = ["bench"]
-
 _WIDTH = 30  # of the longest bar
 _PLOTS = (".png", ".svg", ".pdf")
 

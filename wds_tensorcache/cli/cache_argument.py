@@ -18,17 +18,6 @@ from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.storage.urls import is_url, shown
 
-__all__ = [
-    "LocalPath",
-    "cache_argument",
-    "cache_option",
-    "find_tensor",
-    "key_argument",
-    "open_cache",
-    "sample_key",
-    "tensor_names",
-]
-
 
 class LocalPath(click.Path):
     """The path of an existing file or folder; a url is refused by name, or accepted as it is if `urls` is True."""

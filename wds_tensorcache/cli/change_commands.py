@@ -23,8 +23,6 @@ from wds_tensorcache.writing.merge import reshard as reshard_cache
 from wds_tensorcache.writing.versions import OldCache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
-__all__ = ["drop", "merge", "reshard"]
-
 _MAX_LINE_NBYTES = 1 << 16
 _MAX_KEYS_NBYTES = 1 << 27
 

@@ -15,8 +15,6 @@ from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.writing.index_shard import index_folder, index_shard
 
-__all__ = ["index", "repair", "verify"]
-
 _threads_option = click.option(
     "--threads", type=click.IntRange(1, 1024), help="Number of threads; by default the number of cores."
 )

@@ -12,8 +12,6 @@ from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.diff import diff_caches
 from wds_tensorcache.storage.urls import shown
 
-__all__ = ["diff_command"]
-
 
 @click.command("diff")
 @click.argument("first", type=click.Path())

@@ -12,8 +12,6 @@ from wds_tensorcache.errors import list_names
 from wds_tensorcache.integrations.exporting.export_cache import KINDS, export_cache
 from wds_tensorcache.reading.find_shards import find_shards
 
-__all__ = ["export"]
-
 
 @click.command()
 @cache_argument

@@ -17,8 +17,6 @@ from wds_tensorcache.integrations.importers.formats import FORMATS
 from wds_tensorcache.integrations.importers.import_cache import import_cache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
-__all__ = ["import_command"]
-
 
 def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
     found = {}

@@ -18,8 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Output", "json_option", "plain", "to_json"]
-
 _PAUSE_S = 0.05  # between two changes of a progress bar
 _WIDEST = 100_000  # of a table in a file, in columns
 

@@ -20,8 +20,6 @@ from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.urls import is_url, name_of
 from wds_tensorcache.storage.urls import shown as shown_url
 
-__all__ = ["view_command"]
-
 _DOCTYPE = b"<!doctype html>"
 _NUM_NAMED = 10  # marked samples, in the text
 _NUM_SURVEYED = 256  # samples that the server examines before it starts

@@ -16,17 +16,6 @@ from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, FORMAT_VERSIO
 from wds_tensorcache.codec.skeleton.opcodes import POP, PROTO, SHORT_BINBYTES
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = [
-    "PREAMBLE_NBYTES",
-    "build_preamble",
-    "had_preamble",
-    "is_damaged",
-    "is_preamble",
-    "parse_preamble",
-    "sign_header",
-    "tensors_digest",
-]
-
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
 # Unpicklers ignore the preamble: it pushes one byte string, and the POP at its end removes that string.

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-__all__ = ["STORED", "TORCH_TRUE", "TrueDtype", "dtype_name", "numpy_true_dtype", "true_dtype"]
-
 # safetensors name -> (bytes per element, torch name, numpy name); older torch releases lack some of these dtypes
 STORED: dict[str, tuple[int, str, str | None]] = {
     "BOOL": (1, "bool", "bool"),

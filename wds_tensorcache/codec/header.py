@@ -21,28 +21,6 @@ from typing import Any, NoReturn, TypeAlias
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.errors import FormatError
 
-__all__ = [
-    "DIGITS_BEGIN",
-    "DIGITS_END",
-    "FORMAT_VERSION",
-    "MAX_HEADER_NBYTES",
-    "MAX_NDIM",
-    "Form",
-    "Further",
-    "Layout",
-    "StoredTensor",
-    "build_safetensors_header",
-    "check_version",
-    "form_of",
-    "is_bound",
-    "is_possible",
-    "make_layout",
-    "parse_header",
-    "parse_json",
-    "plan_member",
-    "plan_small_member",
-]
-
 FORMAT_VERSION = 1
 _PREFIX = b'{"__metadata__":{"tensorcache":"1 '
 DIGITS_BEGIN = 8 + len(_PREFIX)

@@ -19,8 +19,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from wds_tensorcache.codec.reference import ByteSource, Reference
 from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
 
-__all__ = ["Lazy", "LazyArray", "LazyTensor", "PendingLoads", "check_device"]
-
 _FIRST = itemgetter(0)
 _MAX_GAP = 1 << 14  # bytes between two tensors that cost less than another read
 _SCRATCH = memoryview(bytearray(_MAX_GAP))  # these bytes go here, from all threads at once; never read

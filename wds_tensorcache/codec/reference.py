@@ -20,17 +20,6 @@ from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
 
-__all__ = [
-    "ByteSource",
-    "MemorySource",
-    "Reference",
-    "check_named",
-    "named_by",
-    "parse_reference",
-    "reference_text",
-    "resolve",
-]
-
 
 class ByteSource(Protocol):
     """The bytes of a `.safetensors` member in memory or in a file; offsets count from the member's first byte."""

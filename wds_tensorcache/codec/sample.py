@@ -32,20 +32,6 @@ from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.tree import further_names
 from wds_tensorcache.errors import EncodeError, FormatError
 
-__all__ = [
-    "EncodedSample",
-    "check_binding",
-    "decode_body",
-    "decode_members",
-    "decode_plain_pickle",
-    "decode_sample",
-    "encode_sample",
-    "encode_views",
-    "list_references",
-    "match_body",
-]
-
-
 _WIDTH = attrgetter("true.itemsize")
 _MANY_TENSORS = 64  # headers with more tensors are not cached
 _DAMAGED_SKELETON = "the skeleton is damaged: its digest does not match its bytes"

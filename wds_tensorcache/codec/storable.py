@@ -13,8 +13,6 @@ from wds_tensorcache.codec.header import MAX_NDIM, is_possible
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.views import NUMPY_NDIM, SHARED, check_array
 
-__all__ = ["PLAIN", "StorableTensor", "describe_tensor", "view_plain"]
-
 Array = np.ndarray[Any, Any]
 # Dtypes that `view_plain` takes. Bools need a check, and complex numbers may be stored with another shape.
 PLAIN = frozenset(dtype for dtype in SHARED if dtype is not torch.bool and not dtype.is_complex)

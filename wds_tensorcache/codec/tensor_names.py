@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["RESERVED", "component", "join_path", "place", "short_component"]
-
 RESERVED = "__metadata__"  # safetensors reserves this name
 _ESCAPED = re.compile("[%.?:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 

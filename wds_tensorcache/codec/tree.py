@@ -20,29 +20,6 @@ import torch
 from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor, PendingLoads, check_device
 from wds_tensorcache.codec.tensor_names import RESERVED, component
 
-__all__ = [
-    "ATOMS",
-    "CONTAINERS",
-    "DICTS",
-    "SEQUENCES",
-    "Holding",
-    "Path",
-    "Wanted",
-    "children",
-    "empty_like",
-    "flatten",
-    "further_names",
-    "is_shared",
-    "map_leaves",
-    "names_of",
-    "project",
-    "realize",
-    "rebuild",
-    "separate",
-    "shown",
-    "walk",
-]
-
 Path = tuple[Any, ...]
 Wanted: TypeAlias = Callable[[str], bool]  # tells whether the tensor with a name is selected
 ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})

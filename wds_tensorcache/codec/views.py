@@ -11,18 +11,6 @@ import torch
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = [
-    "ARRAY_NDIM",
-    "NUMPY_NDIM",
-    "SHARED",
-    "check_array",
-    "check_tensor",
-    "view_address",
-    "view_array",
-    "view_bytes",
-    "view_tensor",
-]
-
 _MAX_CODE_POINT = 0x10FFFF
 Array = np.ndarray[Any, Any]
 

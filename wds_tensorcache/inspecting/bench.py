@@ -33,8 +33,6 @@ from wds_tensorcache.storage.system import memory_nbytes, num_cores
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.training.loader import Loader
 
-__all__ = ["BATCH", "COPY", "LOADER", "RAW", "BenchReport", "Rate", "describe_limit", "measure_rates", "plot_rates"]
-
 COPY, RAW, BATCH, LOADER = "copies in memory", "raw reads", "read_batch", "Loader"
 _ROUNDS = 3
 _COPY_NBYTES = 1 << 26  # more than a processor's caches hold

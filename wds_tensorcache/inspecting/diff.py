@@ -19,8 +19,6 @@ from wds_tensorcache.inspecting.tree import short_dtype
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.description import shown_value
 
-__all__ = ["CacheDiff", "Change", "diff_caches"]
-
 _PART_NBYTES = 1 << 22
 _NUM_AT_ONCE = 1 << 20  # elements in the widest dtype at a time
 _WHOLE = "the sample"  # in place of an empty path

@@ -10,8 +10,6 @@ from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.inspecting.values import as_numbers
 
-__all__ = ["NOT_FINITE", "colors_of", "levels_of", "num_planes", "read_plane", "shrink"]
-
 Array = np.ndarray[Any, Any]
 _MAX_ROWS, _MAX_NUMBERS = 512, 1 << 22
 NOT_FINITE = (255, 0, 90)  # red, which the other colors do not have

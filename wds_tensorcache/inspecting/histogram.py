@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Bins", "Histogram"]
-
 Array = np.ndarray[Any, Any]
 _NUM_FINE = 8192  # bins while counting, so that outliers at 100 times the rest leave dozens of bins to the rest
 _NUM_SHOWN = 64

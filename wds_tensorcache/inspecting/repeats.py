@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Repeat", "RepeatCounter", "Repeats"]
-
 _MAX_KNOWN = 1 << 18  # distinct tensors to remember
 _NUM_LISTED = 20
 

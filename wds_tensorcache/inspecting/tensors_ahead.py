@@ -15,8 +15,6 @@ from wds_tensorcache.reading.batches_ahead import NUM_THREADS, remote_url
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.storage.threads import Threads, run_in_order
 
-__all__ = ["NUM_AHEAD", "pool_for", "tensors_ahead"]
-
 NUM_AHEAD = NUM_THREADS // 2  # `run_in_order` submits twice as many samples ahead
 _MAX_NBYTES = 1 << 22  # of one sample; the tensors of a larger one are read when they are used
 _Found = tuple[int, dict[str, Lazy], Exception | None]

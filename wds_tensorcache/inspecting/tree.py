@@ -15,8 +15,6 @@ from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import CONTAINERS
 from wds_tensorcache.reading.description import shown_value
 
-__all__ = ["Node", "sample_tree", "short_dtype", "tensor_text"]
-
 _MAX_ITEMS = 100  # of one container
 _MAX_NODES = 2000
 _MAX_DEPTH = 40

@@ -14,8 +14,6 @@ from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.inspecting.histogram import Bins, Histogram
 
-__all__ = ["Moments", "ValueStatistics", "as_numbers", "measure", "read_parts"]
-
 Array = np.ndarray[Any, Any]
 _PART_NBYTES = 1 << 22
 

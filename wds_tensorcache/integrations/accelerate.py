@@ -11,8 +11,6 @@ from torch.utils.data import Dataset
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.plan import Position
 
-__all__ = ["SkippableLoader"]
-
 
 class SkippableLoader:
     """A `tc.Loader` whose batches a trainer can skip without reading them.

@@ -9,8 +9,6 @@ from typing import Any
 
 from wds_tensorcache.training.loader import BaseLoader
 
-__all__ = ["ResumeLoaders"]
-
 # the package that the script has imported, because their classes do not mix
 _IMPORTED = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
 _INSTALLED = "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning"

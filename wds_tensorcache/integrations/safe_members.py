@@ -20,8 +20,6 @@ from webdataset.autodecode import Continue, Decoder
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.expansion import check_objects, max_expanded
 
-__all__ = ["MemberDecoder"]
-
 _PIECE_NBYTES = 1 << 20
 _MAX_EXTENSION = 100
 _JPEGS = ("JPEG", "MPO", "BLP")

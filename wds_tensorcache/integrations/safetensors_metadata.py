@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-__all__ = ["METADATA", "dump_metadata", "parse_metadata"]
-
 METADATA = "metadata.json"  # suffix of the member
 
 

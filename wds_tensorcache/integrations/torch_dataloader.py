@@ -24,8 +24,6 @@ from wds_tensorcache.training.step_reader import Transform, apply_transforms, as
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["StepDataset", "TorchLoader", "torch_loader"]
-
 _REMEDIES = {  # by names of arguments of torch's DataLoader and of tc.Loader
     "drop_last": "last_batch='drop'",
     "num_threads": "num_workers=, or tc.Loader",

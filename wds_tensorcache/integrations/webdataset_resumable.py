@@ -30,8 +30,6 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.urls import reveal
 from wds_tensorcache.training.order import EpochOrder
 
-__all__ = ["ResumablePipeline", "SharedEpochs"]
-
 POSITION = "__position__"
 VERSION = 2  # 1 divided the shards among ranks differently
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"

@@ -21,8 +21,6 @@ from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.tar_stream import TarStream
 from wds_tensorcache.storage.remote.stream import RemoteStream
 
-__all__ = ["FIRST", "Start", "Stopped", "TarSamples", "tarfile_to_samples"]
-
 _RESERVED = frozenset({"__key__", "__url__", "__local_path__"})
 _BAD = "__bad__"  # webdataset, too, drops samples in which this is set
 Handler = Callable[[Exception], bool]

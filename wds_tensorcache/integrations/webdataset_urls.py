@@ -20,8 +20,6 @@ from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.stream import RemoteStream
 from wds_tensorcache.storage.urls import conceal, is_url, is_web, shown
 
-__all__ = ["find_urls", "is_remote", "open_url", "shown_url"]
-
 Url: TypeAlias = "tuple[str, FoundShard | None]"
 _IS_URL = re.compile(r"(pipe|file):|[A-Za-z][A-Za-z0-9+.-]*://").match
 _MAX_SUBSTITUTIONS = 10  # webdataset's own limit

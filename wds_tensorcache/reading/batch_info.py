@@ -13,8 +13,6 @@ from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.batch.collate import Pad, as_collate
 from wds_tensorcache.reading.choose import Choices, Randomness
 
-__all__ = ["BatchInfo"]
-
 Array = np.ndarray[Any, Any]
 _NOT_SENT: Any = (), {}, Choices({}, {}), {}
 _NUM_INDICES = 8  # indices that the repr shows

@@ -9,8 +9,6 @@ from typing import Any
 from wds_tensorcache.storage.remote.fetch import measured_pace
 from wds_tensorcache.storage.urls import is_url
 
-__all__ = ["NUM_THREADS", "BatchesAhead", "remote_url"]
-
 NUM_THREADS = 16  # each waits for the requests of one batch; a process has at most 128 requests in flight
 _LEAST, _FIRST, _MOST = 2, 4, 32
 _NUM_LOCAL = 8  # not one: a mix may have a local cache, too

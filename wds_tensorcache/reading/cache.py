@@ -65,8 +65,6 @@ else:
 
     _Sample = TypeVar("_Sample", covariant=True)
 
-__all__ = ["Cache", "TensorCache"]
-
 Array = np.ndarray[Any, Any]
 _NUM_NEIGHBORS = 4  # keys before and after the place of an unknown one that an error compares with it
 _NUM_KEYS = 16  # keys, spread over the cache, that an error compares with an unknown one

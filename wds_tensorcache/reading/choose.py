@@ -31,22 +31,6 @@ from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matc
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
 from wds_tensorcache.reading.structure import put
 
-__all__ = [
-    "Alternatives",
-    "Choices",
-    "Choose",
-    "Chooser",
-    "ChosenRequest",
-    "ChosenValue",
-    "Group",
-    "Randomness",
-    "choices_of_values",
-    "choose_tensors",
-    "place_in_samples",
-    "place_values",
-    "split",
-]
-
 Array = np.ndarray[Any, Any]
 # alternatives by name, or by a tuple of names that are chosen together
 Choose: TypeAlias = "Mapping[Any, Any]"

@@ -16,8 +16,6 @@ from wds_tensorcache.errors import format_count
 from wds_tensorcache.reading.schema import Tensor, TensorSchema, format_tensor, merge_schema, merge_shapes, printable
 from wds_tensorcache.reading.structure import value_at
 
-__all__ = ["NUM_EXAMINED", "Contents", "Description", "TensorDescription", "ValueDescription", "shown_value"]
-
 Array = np.ndarray[Any, Any]
 NUM_EXAMINED = 64  # samples whose small values are examined
 _MAX_SHAPES = 20  # shapes of a tensor with their counts

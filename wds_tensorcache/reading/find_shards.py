@@ -18,16 +18,6 @@ from wds_tensorcache.shards.manifest import MANIFEST, FoundShard, locate_shards,
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import check_not_url, is_url, is_web, shown, split_url
 
-__all__ = [
-    "CachePaths",
-    "Found",
-    "existing_folder",
-    "expand_braces",
-    "file_identity",
-    "find_shards",
-    "shard_names",
-]
-
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
 _Listed: TypeAlias = "Callable[[str], list[FoundShard] | None]"
 _NUM_SHOWN = 3

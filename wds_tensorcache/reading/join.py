@@ -35,8 +35,6 @@ from wds_tensorcache.reading.schema import (
 from wds_tensorcache.shards.fingerprint import common_fields
 from wds_tensorcache.storage.urls import shown as shown_url
 
-__all__ = ["JoinedCache", "join"]
-
 Array = np.ndarray[Any, Any]
 _MAX_ALTERNATIVES = 16
 _NUM_SHOWN = 5  # number of missing keys in a message

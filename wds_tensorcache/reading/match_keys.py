@@ -11,8 +11,6 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.positions import by_shard, in_order
 from wds_tensorcache.shards.key_table import match_unique_keys
 
-__all__ = ["KeyMap", "match", "match_some"]
-
 Array = np.ndarray[Any, Any]
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.shards.remote_indexes import RemoteIndexes
     from wds_tensorcache.storage.node_cache.cache import NodeCache
 
-__all__ = ["open"]
-
 
 def open(
     source: CachePaths,

@@ -14,20 +14,6 @@ from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = [
-    "Inverse",
-    "KeysView",
-    "Positions",
-    "as_array",
-    "by_shard",
-    "in_order",
-    "numbers_of",
-    "respell",
-    "shard_runs",
-    "spread",
-    "take",
-]
-
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
 _CHUNK = 4096

@@ -16,8 +16,6 @@ from wds_tensorcache.storage.gather import Ranges, gather, runs
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, Evicted
 from wds_tensorcache.storage.node_cache.cache import CachedFile, read_remote
 
-__all__ = ["fetch", "read_remote_rows"]
-
 _Extent = tuple[int, int, int]  # shard number, and the range of bytes `[begin, end)`
 
 

@@ -21,27 +21,6 @@ from wds_tensorcache.reading.positions import Positions, by_shard, in_order
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = [
-    "Entry",
-    "Tensor",
-    "TensorSchema",
-    "as_patterns",
-    "entries",
-    "find_unknown",
-    "format_tensor",
-    "make_entry",
-    "members_of",
-    "merge_schema",
-    "merge_shapes",
-    "name_matcher",
-    "printable",
-    "schema_of",
-    "shapes_of",
-    "stored_shapes",
-    "whole_schema",
-    "with_trees",
-]
-
 Array = np.ndarray[Any, Any]
 DType: TypeAlias = "torch.dtype | np.dtype[np.generic]"
 # a tensor's name, its reference in a sample, distinct shapes, int64 `[n, ndim]`, and the number of samples of each

@@ -13,19 +13,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-__all__ = [
-    "GOLDEN",
-    "MIX",
-    "finalize",
-    "fractions_of",
-    "purpose_of",
-    "random_bits",
-    "round_keys",
-    "salt",
-    "sample_seeds",
-    "stream_seed",
-]
-
 Array = np.ndarray[Any, Any]
 MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 GOLDEN = 0x9E3779B97F4A7C15

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.shards.key_table import KeyTable
     from wds_tensorcache.storage.node_cache.block_file import BlockFile
 
-__all__ = ["Store", "load_indexes"]
-
 Array = np.ndarray[Any, Any]
 _PIECE = 1 << 16
 _MAX_VALUES_NBYTES = 1 << 26  # of a cache

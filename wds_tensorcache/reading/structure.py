@@ -33,8 +33,6 @@ from wds_tensorcache.codec.tree import (
 )
 from wds_tensorcache.errors import BatchError
 
-__all__ = ["difference", "drop_none", "insert", "nest", "put", "value_at"]
-
 _NOTHING: Any = object()  # takes the place of a dict's item that only one of two samples has
 _END: Any = object()  # takes the place of a sequence's item that only one of two samples has
 

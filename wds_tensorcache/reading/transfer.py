@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wds_tensorcache.codec.tree import ATOMS, children
 
-__all__ = ["Transfer", "copying_stream", "current_stream", "move", "tensors_in"]
-
 
 class _Local(threading.local):
     transfer: Transfer | None = None  # the transfer whose `copying` block this thread executes

@@ -11,8 +11,6 @@ from braceexpand import braceexpand
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import conceal, is_web, shown, split_url
 
-__all__ = ["expand_url"]
-
 _WILDCARDS, _WEB_WILDCARDS = frozenset("*?["), frozenset("*[")  # in a web server's url, `?` begins a query
 
 

@@ -19,8 +19,6 @@ from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
 from wds_tensorcache.shards.tar import BLOCK, HIDDEN_REMEDY, find_header, hidden_members
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["check_end", "find_unseen", "load_whole"]
-
 _CHUNK_NBYTES = 1 << 20
 # a lost header and the end-of-archive marker; an undamaged index begins within this distance
 _MIN_LOST_NBYTES = 3 * BLOCK

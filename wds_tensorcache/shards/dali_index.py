@@ -17,17 +17,6 @@ from wds_tensorcache.shards.names import TENSORS, member_suffix
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder
 
-__all__ = [
-    "ListedMember",
-    "build_dali_index",
-    "list_members",
-    "listed_after",
-    "seems_current",
-    "split_line",
-    "split_lines",
-    "write_dali_index",
-]
-
 # a member: its extension, the offset and length of its content in bytes, and its name ("" in version 1.1)
 ListedMember = tuple[str, int, int, str]
 _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member

@@ -6,8 +6,6 @@ import operator
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["MAX_EXPANDED_NBYTES", "check_objects", "check_option", "max_expanded"]
-
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
 # The objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), those of JSON and MessagePack up

@@ -8,8 +8,6 @@ from typing import Any
 
 from wds_tensorcache.errors import StaleCacheError
 
-__all__ = ["SOURCE", "as_fingerprint", "check_fingerprint", "check_same", "common_fields"]
-
 SOURCE = "source"  # field of imports: the folder of the files, or a list of folders
 _NONE: Any = object()
 

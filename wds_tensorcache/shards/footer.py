@@ -21,8 +21,6 @@ from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import is_cache_name
 from wds_tensorcache.shards.tar import padding
 
-__all__ = ["TRAILER_NBYTES", "Trailer", "build_footer", "parse_index", "read_footer", "read_index", "read_trailer"]
-
 MAGIC = b"tcindex1"
 # length of the index, offset of the end-of-archive marker, length of the whole shard, digest of index and lengths, MAGIC
 _TRAILER = Struct("<QQQQ8s")

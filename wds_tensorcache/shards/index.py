@@ -21,8 +21,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import SKELETON, TENSORS, NamedKey, member_suffix
 
-__all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "MemberTable", "Origins", "ShardIndex", "narrow"]
-
 Array = np.ndarray[Any, Any]
 _PART = 1 << 20  # dimensions that are multiplied at once
 _LIMIT = 1 << 62  # offsets, dimensions and sizes must be smaller, so that the sum of two does not overflow

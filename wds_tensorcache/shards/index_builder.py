@@ -18,8 +18,6 @@ from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import APART, find_half, split_member
 from wds_tensorcache.shards.tar import Scanner, find_header
 
-__all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
-
 
 @dataclass(slots=True)
 class CacheEntry:

@@ -7,8 +7,6 @@ import os
 from wds_tensorcache.shards.tar import BLOCK, is_header
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["DALI_SUFFIX", "SIDECAR_SUFFIX", "check_replaceable", "dali_index_path", "sidecar_path"]
-
 SIDECAR_SUFFIX = ".index"
 DALI_SUFFIX = ".idx"
 

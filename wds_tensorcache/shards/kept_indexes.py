@@ -28,8 +28,6 @@ from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.node_cache.identity import digest_of, unsigned
 from wds_tensorcache.storage.remote.client import ObjectInfo
 
-__all__ = ["KeptIndexes", "default_folder"]
-
 _VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
 _MAX_NBYTES = 1 << 30
 _MAX_LINE_NBYTES = 1 << 16

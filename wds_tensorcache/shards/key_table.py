@@ -16,8 +16,6 @@ import numpy as np
 
 from wds_tensorcache.shards.names import older_key
 
-__all__ = ["KeyRows", "KeyTable", "Keys", "match_unique_keys"]
-
 Array = np.ndarray[Any, Any]
 _SECRET = secrets.randbits(128)
 _WORD_NBYTES = 4

@@ -14,8 +14,6 @@ from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.names import TENSORS, member_suffix
 from wds_tensorcache.storage.files import File, ShardFile
 
-__all__ = ["check_sidecar", "find_index", "load_index", "open_sidecar", "parse_both", "scan"]
-
 _NAME_NBYTES = 100  # the width of a tar header's name field
 _SIZE = slice(124, 136)  # a tar header's size field
 _Parsed = TypeVar("_Parsed")

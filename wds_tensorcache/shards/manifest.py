@@ -21,25 +21,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.shards.index import ShardIndex
     from wds_tensorcache.storage.folder import Folder
 
-__all__ = [
-    "MANIFEST",
-    "MAX_NBYTES",
-    "FoundShard",
-    "Manifest",
-    "ShardEntry",
-    "are_counts",
-    "change_manifest",
-    "check_inside",
-    "check_listed",
-    "entry_of",
-    "locate_shards",
-    "other_count",
-    "read_manifest",
-    "shard_url",
-    "stored_digest",
-    "write_manifest",
-]
-
 MANIFEST = "manifest.json"
 MAX_NBYTES = 1 << 28  # lists about two million shards
 _KIND = "wids-shard-index-v1"

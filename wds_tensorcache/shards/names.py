@@ -12,31 +12,6 @@ from urllib.parse import unquote_to_bytes
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 
-__all__ = [
-    "APART",
-    "FIELD",
-    "SKELETON",
-    "TENSORS",
-    "Half",
-    "NamedKey",
-    "cache_name",
-    "cache_of_field",
-    "check_key",
-    "check_suffixes",
-    "find_half",
-    "half_of",
-    "hashed_key",
-    "is_cache_name",
-    "is_plain_key",
-    "is_reserved",
-    "is_safe_key",
-    "member_suffix",
-    "older_key",
-    "original_name",
-    "safe_key",
-    "split_member",
-]
-
 FIELD = "tensorcache"  # the field of a sample that holds the unnamed cache
 APART = "; the members of a sample must follow each other, as `tar --sort=name` puts them"
 SKELETON = "skel.pyd"

@@ -11,8 +11,6 @@ from wds_tensorcache.shards.index_builder import CacheEntry
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.tar import BLOCK, build_tar_header
 
-__all__ = ["PackedSample", "pack"]
-
 _ZEROS = bytes(BLOCK)
 
 

@@ -18,8 +18,6 @@ from wds_tensorcache.storage.remote.fetch import run
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.urls import keep_secrets, name_of
 
-__all__ = ["RemoteIndexes"]
-
 _TAIL_NBYTES = 1 << 16  # of a shard whose number of samples is unknown
 _BASE_NBYTES = 1 << 14
 _SAMPLE_NBYTES = 64  # an index takes 30 to 60 bytes a sample; a tail that is too short costs a second request

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.shards.index import CacheColumns, ShardIndex
     from wds_tensorcache.shards.remote_indexes import RemoteIndexes
 
-__all__ = ["FileRange", "Shard"]
-
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 _MAX_TEMPLATES = 255

@@ -11,28 +11,6 @@ from zlib import adler32
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
 
-__all__ = [
-    "BLOCK",
-    "END_OF_ARCHIVE",
-    "HIDDEN_REMEDY",
-    "Header",
-    "Headers",
-    "Scanner",
-    "build_tar_header",
-    "check_length",
-    "find_header",
-    "find_header_in",
-    "hidden_members",
-    "is_extended",
-    "is_header",
-    "is_meta_name",
-    "names_of",
-    "padding",
-    "parse_number",
-    "parse_records",
-    "rebuild_header",
-]
-
 HIDDEN_REMEDY = (
     "if tars were concatenated, keep each as a shard, or join caches with `tensorcache merge` (tc.merge); if a header was "
     "lost, `tensorcache repair` (tc.repair) saves all other samples"

@@ -24,8 +24,6 @@ from wds_tensorcache.shards.tar import (
     padding,
 )
 
-__all__ = ["TarStream"]
-
 _UNKNOWN = 1 << 62  # stands for the length of the tar, which is unknown in a stream
 _MAX_SKIP_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 26

@@ -14,8 +14,6 @@ from wds_tensorcache.errors import UnsafeSkeletonError
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.sharing.samples import ParsedSample, Samples
 
-__all__ = ["rows_of"]
-
 Array = np.ndarray[Any, Any]
 
 

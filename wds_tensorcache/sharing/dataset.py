@@ -46,8 +46,6 @@ from wds_tensorcache.storage.system import num_cores
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SharedDataset"]
-
 Array = np.ndarray[Any, Any]
 Selections = tuple[tuple[str, ...], ...]  # the patterns of each `select`
 _NUM_COUNTED = 1000  # samples that `describe` looks at

@@ -21,17 +21,6 @@ from wds_tensorcache.storage.atomic import replace
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import boot_id
 
-__all__ = [
-    "SharedFolder",
-    "base_folder",
-    "find_folders",
-    "folder_holders",
-    "named_folder",
-    "open_folder",
-    "read_head",
-    "remove_if_abandoned",
-]
-
 _SHARED_MEMORY = "/dev/shm"
 _NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
 _MAX_NAME_NBYTES = 128  # in UTF-8

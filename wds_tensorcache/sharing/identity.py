@@ -10,8 +10,6 @@ import numpy as np
 import torch.utils.data
 import xxhash
 
-__all__ = ["fingerprint_of"]
-
 _NAMES = ("Subset", "ConcatDataset", "StackDataset")  # the last one is missing in older releases of torch
 _WRAPPERS = tuple(getattr(torch.utils.data, name) for name in _NAMES if hasattr(torch.utils.data, name))
 

@@ -18,8 +18,6 @@ from wds_tensorcache.sharing.folder import (
 from wds_tensorcache.sharing.reaper import IS_PERSISTENT
 from wds_tensorcache.sharing.table import TABLE, Table
 
-__all__ = ["SharedInfo", "shared_clear", "shared_list"]
-
 _MAX_WAIT_S = 2.0  # for a process that is removing the folder, or checking whether it may
 
 

@@ -8,8 +8,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 
-__all__ = ["check_owner", "explained_no_space", "write_file"]
-
 _OTHER_USERS = 0o077  # permissions of all users but the owner
 
 

@@ -16,8 +16,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HEAD", "HOLDERS", "IS_PERSISTENT", "NUM_HOLDER_BYTES", "REAPER_BYTE", "remove_folder"]
-
 HEAD = "head.json"  # name, fingerprint and boot id
 HOLDERS = "holders"  # each process that holds the folder has a shared lock on byte `pid` of this file
 IS_PERSISTENT = "persistent"  # the folder is kept if a file with this name exists

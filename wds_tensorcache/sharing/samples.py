@@ -24,8 +24,6 @@ from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 
-__all__ = ["LOCKS", "ParsedSample", "Samples", "SharedStats"]
-
 Array = np.ndarray[Any, Any]
 _MAX_KEPT_NBYTES = 1 << 12  # of the skeletons of samples that are kept
 LOCKS = "locks"  # name of the file; byte i is the lock of sample i

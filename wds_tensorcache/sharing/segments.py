@@ -25,8 +25,6 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 
-__all__ = ["LARGE_NBYTES", "Full", "Members", "SegmentSource", "Segments", "members_in_memory"]
-
 # Bytes of the file `locks`. Byte `i` is the lock of sample `i`; these follow.
 _SPACE = 1 << 60  # the lock for adding and removing segments, and for reserving bytes in them
 _WRITING = 1 << 61  # plus its serial number: the lock of a segment, held while a record is appended to it

@@ -12,8 +12,6 @@ from wds_tensorcache.sharing import reaper
 from wds_tensorcache.sharing.reaper import HOLDERS, REAPER_BYTE
 from wds_tensorcache.storage.range_locks import RangeLocks
 
-__all__ = ["reaper_started"]
-
 
 @contextlib.contextmanager
 def reaper_started(action: str, folder: str, renamed: str) -> Iterator[None]:

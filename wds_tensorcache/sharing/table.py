@@ -19,8 +19,6 @@ import numpy as np
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.sharing.owned_files import check_owner, write_file
 
-__all__ = ["ALIGN", "MAX_SEGMENT_NBYTES", "TABLE", "Segment", "Table", "create_table"]
-
 Array = np.ndarray[Any, Any]
 TABLE = "table"  # name of the file
 ALIGN = 16  # the offset of each record is a multiple of this number of bytes

@@ -9,16 +9,6 @@ import secrets
 import stat
 from collections.abc import Iterable
 
-__all__ = [
-    "find_temporary",
-    "fsync_folder",
-    "publish",
-    "remove_stray",
-    "replace",
-    "temporary_path",
-    "write_atomically",
-]
-
 
 def temporary_path(path: str) -> str:
     """Return a path `.NAME.TOKEN.tmp` in the folder of `path`, for a file that will later be renamed to `path`."""

@@ -28,8 +28,6 @@ from wds_tensorcache.storage.urls import is_url
 if TYPE_CHECKING:
     from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
 
-__all__ = ["Descriptor", "File", "Files", "Identity", "ShardFile", "announce", "are_resident", "default_max_open"]
-
 Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
 _COPIED_NBYTES = 1 << 16  # from this size on, a copy out of a map takes as little as half the time of a read
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)

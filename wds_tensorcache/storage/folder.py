@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.storage.output import Output
     from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
-__all__ = ["Folder", "LocalFolder", "folder_of"]
-
 _MAX_NBYTES = 1 << 28
 
 

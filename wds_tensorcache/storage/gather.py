@@ -19,8 +19,6 @@ import numpy as np
 from wds_tensorcache.codec.views import view_address
 from wds_tensorcache.storage.files import announce, are_resident
 
-__all__ = ["RangeFile", "Ranges", "gather", "runs"]
-
 Array = np.ndarray[Any, Any]
 # Rows of up to this size are copied by numpy, if several have one size. A call of `memmove` takes 0.5 us; numpy takes 0.03 us,
 # but copies twice. Measured for 32 to 1,024 rows, numpy and `memmove`, us a row: 0.5 and 0.9 for 4 KiB, 1.0 and 1.2 for 8 KiB,

@@ -13,8 +13,6 @@ import time
 import weakref
 from collections.abc import Iterator
 
-__all__ = ["Flock", "OwnedFile", "is_being_written", "is_held", "locked_folder"]
-
 # names of files that a writer, and a write by Ray, lock in their folder
 _LOCK = re.compile(r"\..+\.lock|\.ray-[0-9a-f]{8}\.writing", re.DOTALL).fullmatch
 _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an instant

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Pool"]
-
 _MIN_NBYTES = 1 << 16
 _HUGE_NBYTES = 1 << 22  # at least two huge pages
 

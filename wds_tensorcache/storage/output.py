@@ -16,8 +16,6 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes, start_writeback
 from wds_tensorcache.storage.threads import Threads
 
-__all__ = ["Output"]
-
 _STAGE_NBYTES = 1 << 22  # a stage is recycled memory that collects pieces
 _LARGE_NBYTES = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
 # The parts of a piece below this size are joined first: one more copy takes less time than many short ones.

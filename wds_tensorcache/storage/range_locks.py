@@ -12,8 +12,6 @@ from struct import Struct
 
 from wds_tensorcache.storage.locks import OwnedFile
 
-__all__ = ["CAN_LOCK_RANGES", "RangeLocks"]
-
 CAN_LOCK_RANGES = sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK")
 _FLOCK = Struct("@hhqqi0q")  # type, whence, first byte, length (0 for all bytes after it), pid
 _BUSY = frozenset({errno.EAGAIN, errno.EACCES})

@@ -14,8 +14,6 @@ import xxhash
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.threads import run_in_order
 
-__all__ = ["Digest", "ReadAhead", "Readable", "Readers"]
-
 _PIECE_NBYTES = 1 << 21
 _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
 

@@ -10,19 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "MAX_BUFFERS",
-    "MEMORY",
-    "SHORTAGES",
-    "boot_id",
-    "device_kind",
-    "file_system",
-    "memory_nbytes",
-    "num_cores",
-    "skip_bytes",
-    "start_writeback",
-]
-
 MAX_BUFFERS = 1024  # IOV_MAX, the most buffers that one system call reads or writes
 MEMORY = frozenset({"tmpfs", "ramfs"})
 # Errors of a process or system that has no more descriptors or memory. They say nothing about the file at hand.

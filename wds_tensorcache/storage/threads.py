@@ -9,8 +9,6 @@ from concurrent.futures import Executor, Future, TimeoutError
 from concurrent.futures.thread import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-__all__ = ["Threads", "per_process", "run_in_order"]
-
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _MEANWHILE_S = 0.1  # how long to wait between two calls of `meanwhile`

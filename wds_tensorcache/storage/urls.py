@@ -18,25 +18,6 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from wds_tensorcache.errors import RemoteError
 
-__all__ = [
-    "SCHEMES",
-    "SecretUrl",
-    "bucket_and_key",
-    "check_not_url",
-    "conceal",
-    "credentials_of",
-    "is_url",
-    "is_web",
-    "join_url",
-    "keep_secrets",
-    "name_of",
-    "origin_of",
-    "reveal",
-    "shown",
-    "split_url",
-    "web_url",
-]
-
 SCHEMES = frozenset({"s3", "gs", "az", "http", "https", "hf"})
 _WEB = frozenset({"http", "https"})
 _IN_PATH = "/:@!$&'()*+,;=-._~"  # RFC 3986, 3.3

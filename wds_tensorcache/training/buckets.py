@@ -18,8 +18,6 @@ from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.positions import shard_runs, take
 from wds_tensorcache.reading.schema import Entry, shapes_of
 
-__all__ = ["ByLength", "block_sizes", "buckets_of", "by_length"]
-
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 

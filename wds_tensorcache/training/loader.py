@@ -38,8 +38,6 @@ from wds_tensorcache.training.step_reader import StepReader, Transform, apply_tr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["BaseLoader", "Loader", "Read"]
-
 _NUM_THREADS = _PREFETCH_BATCHES = 2
 _THREAD_NAME = "tensorcache-loader"
 _LEFT_WAITS_S = 1.0  # how long an abandoned loop waits for its threads: a server may not answer for minutes

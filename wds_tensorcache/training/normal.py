@@ -22,8 +22,6 @@ from wds_tensorcache.reading.batch.batch_memory import to_device
 from wds_tensorcache.reading.seeds import GOLDEN, MIX, salt
 from wds_tensorcache.reading.transfer import current_stream
 
-__all__ = ["normal"]
-
 _PIECE_BITS = 7  # 2^7 pieces for each power of two
 _INSIDE_BITS = 23 - _PIECE_BITS  # the other bits of a float32's fraction: the place in a piece
 _UNIT = 1 << 26  # quantiles are rounded to multiples of 1 / _UNIT

@@ -14,8 +14,6 @@ from wds_tensorcache.training.order import BlockOrder, EpochOrder
 from wds_tensorcache.training.plan import MAX_BATCH, MAX_STEP, Plan, Stream
 from wds_tensorcache.training.weights import Weights
 
-__all__ = ["MAX_REPEATS", "StepOptions", "make_plan"]
-
 LAST_BATCH = ("short", "pad", "wrap", "drop")
 MAX_REPEATS = 1 << 30
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from wds_tensorcache.reading.seeds import finalize, random_bits, round_keys, stream_seed
 
-__all__ = ["BlockOrder", "EpochOrder", "uniform"]
-
 Array = np.ndarray[Any, Any]
 _ROUNDS = 8  # of `round_keys`
 _TABLE_BITS = 12  # of a half; up to 2^24 samples, the round function is read from tables of at most 256 KB in all

@@ -14,8 +14,6 @@ import xxhash
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.weights import Drawn, Weights
 
-__all__ = ["MAX_BATCH", "MAX_EPOCHS", "MAX_STEP", "Plan", "Position", "RowCounts", "Step", "Stream"]
-
 Array = np.ndarray[Any, Any]
 # with these limits and MAX_REPEATS, no position and no number of a pass over a dataset is beyond int64
 MAX_EPOCHS = 1 << 31  # for `set_epoch`; training may continue up to twice as many

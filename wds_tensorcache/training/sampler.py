@@ -19,8 +19,6 @@ from wds_tensorcache.training.plan import MAX_EPOCHS, Position, RowCounts, Step
 from wds_tensorcache.training.state import build_state, load_state
 from wds_tensorcache.training.step_reader import StepReader
 
-__all__ = ["StepSampler"]
-
 _NUM_SHOWN = 8  # caches of `mix` that a repr shows
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from wds_tensorcache.training.plan import MAX_EPOCHS, Plan, Position
 
-__all__ = ["build_state", "load_state"]
-
 VERSION = 2  # version 1 had other orders, seeds and weights
 
 

@@ -6,8 +6,6 @@ from dataclasses import astuple, dataclass
 from time import perf_counter
 from typing import NamedTuple
 
-__all__ = ["LoaderStats", "Timing"]
-
 
 class Timing(NamedTuple):
     """The times in seconds of the stages of one batch, its bytes and requests, and the time at which it was ready."""

@@ -15,8 +15,6 @@ from wds_tensorcache.reading.schema import TensorSchema, merge_schema
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.plan import Step
 
-__all__ = ["StepReader", "Transform", "apply_transforms", "as_transforms"]
-
 Transform: TypeAlias = "Callable[[Any, BatchInfo], Any]"
 
 

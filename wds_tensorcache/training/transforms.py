@@ -19,8 +19,6 @@ from wds_tensorcache.reading.seeds import fractions_of, purpose_of
 from wds_tensorcache.reading.transfer import current_stream
 from wds_tensorcache.training.normal import normal
 
-__all__ = ["DropText", "SampleMoments", "drop_text", "sample_moments"]
-
 _LOGVAR_LIMITS = -30.0, 20.0  # as in the `DiagonalGaussianDistribution` of diffusers
 
 

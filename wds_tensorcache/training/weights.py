@@ -15,8 +15,6 @@ from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.order import uniform
 
-__all__ = ["Drawn", "SampleWeights", "Weights"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -29,8 +29,6 @@ from wds_tensorcache.writing.resume import FinishedShards, list_new
 from wds_tensorcache.writing.versions import OldCache, build_version, remove_abandoned
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
-__all__ = ["build"]
-
 _Function = Callable[[list[Any]], Any]
 
 

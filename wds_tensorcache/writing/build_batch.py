@@ -28,8 +28,6 @@ from wds_tensorcache.writing.build_compare import DIGEST
 from wds_tensorcache.writing.build_items import Item
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = ["Batch", "SampleProgress", "Target", "compute"]
-
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
 

@@ -15,8 +15,6 @@ from wds_tensorcache.writing.build_items import NUM_COMPARED, Item, Items, numbe
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
 
-__all__ = ["DIGEST", "Comparison", "refuse_shared"]
-
 DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
 
 

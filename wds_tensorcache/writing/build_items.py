@@ -20,8 +20,6 @@ from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.names import check_key
 from wds_tensorcache.writing.item_digest import digest_item
 
-__all__ = ["NO_ITEMS", "NUM_COMPARED", "Item", "Items", "each_once", "number_in", "number_text"]
-
 NO_ITEMS = "the source has no items"
 NUM_COMPARED = 64
 

@@ -35,8 +35,6 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.output import Output
 from wds_tensorcache.writing.new_folder import new_folder
 
-__all__ = ["CopyReport", "MemberRange", "NewShard", "OldShard", "Run", "append_range", "write_cache", "write_shard"]
-
 Array = np.ndarray[Any, Any]
 _CHUNK_NBYTES = 1 << 22
 

@@ -28,8 +28,6 @@ from wds_tensorcache.storage.locks import is_being_written, locked_folder
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.urls import is_url, is_web, name_of, shown
 
-__all__ = ["FolderReport", "index_folder", "index_shard", "write_index"]
-
 
 def write_index(
     path: str | os.PathLike[str],

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from xxhash import xxh3_64
 
-__all__ = ["digest_item"]
-
 _COUNT, _FLOAT = Struct("<cQ").pack, Struct("<cd").pack
 _CONSTANTS = {None: b"N", True: b"T", False: b"F"}
 _ARRAYS, _TENSORS = (np.ndarray, np.memmap), (torch.Tensor, torch.nn.Parameter)

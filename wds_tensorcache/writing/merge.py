@@ -25,8 +25,6 @@ from wds_tensorcache.writing.pattern import DEFAULT_NAME
 from wds_tensorcache.writing.resume import load_finished
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
-__all__ = ["merge", "reshard"]
-
 _NUM_SHOWN = 3  # of repeated keys, in an error
 
 

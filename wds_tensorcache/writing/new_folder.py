@@ -13,8 +13,6 @@ from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace
 from wds_tensorcache.storage.locks import Flock
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
-__all__ = ["check_local", "check_new", "has_entries", "new_folder"]
-
 # matches names of files in a cache
 _WRITTEN = re.compile(r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL).fullmatch
 

@@ -12,8 +12,6 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.remote.object_writer import WRITABLE, check_writable
 from wds_tensorcache.storage.urls import check_not_url, is_url, join_url
 
-__all__ = ["DEFAULT_NAME", "ShardPattern"]
-
 DEFAULT_NAME = "%06d.tar"
 _SIDECARS = (DALI_SUFFIX, SIDECAR_SUFFIX)
 _NUMBER = re.compile(r"%(?:0\d+)?d")

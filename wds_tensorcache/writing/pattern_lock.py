@@ -10,8 +10,6 @@ import weakref
 from wds_tensorcache.storage.locks import Flock, is_held
 from wds_tensorcache.writing.pattern import ShardPattern
 
-__all__ = ["WriterLock"]
-
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _WAIT_S = 0.2  # a process that looks whether the file is locked holds it for an instant
 

@@ -36,8 +36,6 @@ from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.urls import is_url, name_of, shown
 from wds_tensorcache.writing.pattern import ShardPattern
 
-__all__ = ["FinishedShards", "list_new", "load_finished", "take_over"]
-
 
 class FinishedShards:
     """Indexes of finished shards by path, in the order of their samples.

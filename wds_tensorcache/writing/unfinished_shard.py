@@ -16,8 +16,6 @@ from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.shards.tar import END_OF_ARCHIVE
 from wds_tensorcache.storage.output import Output
 
-__all__ = ["UnfinishedShard"]
-
 
 class UnfinishedShard:
     """A shard that is being written into an output, which gets the shard's name by `finish`.

@@ -32,8 +32,6 @@ from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, list_new, load_finished
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = ["OldCache", "build_version", "drop", "remove_abandoned"]
-
 _NUM_KEYS = 100  # keys that an error compares with an unknown one
 # samples of the old cache, by path and row, that a version leaves out (None), or the keys whose new samples replace them
 _Changes = dict[tuple[str, int], "str | None"]

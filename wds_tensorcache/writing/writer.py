@@ -39,9 +39,6 @@ from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, take_over
 from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
 
-__all__ = ["MAX_SAMPLES", "ShardWriter"]
-
-
 MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
 _MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next one is written
 # the last sample and the index may make a shard longer, and stores accept 5 GB in one request

@@ -16,8 +16,6 @@ from benchmarks.context import Context, Skipped
 from benchmarks.peers import LOADED
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["READ_BATCH", "loader"]
-
 READ_BATCH = "tensorcache, read_batch on 2 threads"
 _PREFETCHED = 2  # batches that our loader reads ahead; the comparison keeps as many alive
 

@@ -20,8 +20,6 @@ from benchmarks.context import CEILING, Context
 from benchmarks.peers import NAME
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["ARITHMETIC", "CHOSEN", "MOMENTS", "SAME_BYTES", "SAMPLED", "random_draws"]
-
 _WORKLOAD = "diffusion"  # the samples are this scenario's own, so one run is enough
 SAME_BYTES = f"{NAME}, Loader, one latent and one text"
 CHOSEN = f"{NAME}, Loader, chosen of two latents and two texts"

@@ -15,8 +15,6 @@ from benchmarks.context import Context
 from benchmarks.peers.base import by_sample, unstack
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["COLLATED", "DEFAULT_COLLATED", "LAZY", "TENSORS", "TORCH_LOADER", "worker_handoff"]
-
 LAZY = "lazy samples, read in the main process"
 TENSORS = "samples of tensors"
 COLLATED = "batches by read_batch"

@@ -6,8 +6,6 @@ import contextlib
 import socket
 import threading
 
-__all__ = ["CuttingProxy"]
-
 
 class CuttingProxy:
     """Forwards connections to a server on 127.0.0.1; threads of this process do it.

@@ -42,8 +42,6 @@ from urllib.parse import quote, unquote
 
 from tests.remote.servers.process import ServerProcess
 
-__all__ = ["HttpServer", "Request"]
-
 _PIECE = 64 * 1024
 
 

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["ServerProcess"]
-
 _ROOT = Path(__file__).parent.parent.parent.parent
 _Server = TypeVar("_Server", bound="ServerProcess")
 

@@ -17,8 +17,6 @@ from urllib.parse import quote
 
 from tests.remote.servers.process import ServerProcess
 
-__all__ = ["ACCESS_KEY", "SECRET_KEY", "S3Server"]
-
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key"
 _SCRIPT = """
 import sys

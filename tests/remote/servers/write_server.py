@@ -39,8 +39,6 @@ from typing import Any
 
 from tests.remote.servers.process import ServerProcess
 
-__all__ = ["BUCKET", "SECRET", "WriteServer"]
-
 BUCKET = "bucket"
 SECRET = "v3ry-s3cret-k3y"
 

@@ -13,8 +13,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.names import SKELETON, split_member
 from wds_tensorcache.shards.tar import Scanner
 
-__all__ = ["MAX_COMPLETIONS", "complete_quickly"]
-
 MAX_COMPLETIONS = 200
 _MAX_SECONDS = 1.0  # of scanning shards; then their indexes, which need torch, take less time
 _ABOUT_A_SAMPLE = ("show", "cat")  # commands with the arguments CACHE and KEY

@@ -7,9 +7,6 @@ from click.shell_completion import BashComplete, get_completion_class
 
 from wds_tensorcache.cli.output import Output, json_option
 
-__all__ = ["completion_command"]
-
-
 # Keys and names of tensors may be any text. The script of click inserts them as they are, and bash would run `$(…)` in
 # them after Enter; here each is quoted.
 _BASH = """\

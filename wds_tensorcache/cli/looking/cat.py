@@ -29,9 +29,6 @@ from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.inspecting.values import as_numbers, read_parts
 
-__all__ = ["cat_command"]
-
-
 _MAX_JSON = 1 << 27  # elements
 
 

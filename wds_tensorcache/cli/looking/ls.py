@@ -15,8 +15,6 @@ from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, ope
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.reading.schema import Entry
 
-__all__ = ["ls_command"]
-
 
 @click.command("ls")
 @cache_argument

@@ -13,8 +13,6 @@ from wds_tensorcache.inspecting.heat_map import colors_of, levels_of, shrink
 from wds_tensorcache.inspecting.histogram import Histogram
 from wds_tensorcache.inspecting.values import ValueStatistics
 
-__all__ = ["has_colors", "heat_map", "is_unicode", "merge_bins", "number", "sparkline", "values_text"]
-
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES, _ASCII_SHADES = " ░▒▓█", " .:-=+*#%@"
 _NOT_FINITE = "!"

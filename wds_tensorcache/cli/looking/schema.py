@@ -13,8 +13,6 @@ from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.tree import short_dtype
 from wds_tensorcache.reading.description import TensorDescription
 
-__all__ = ["schema_command", "shape_text"]
-
 
 @click.command("schema")
 @cache_argument

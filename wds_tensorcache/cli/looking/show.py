@@ -32,8 +32,6 @@ from wds_tensorcache.inspecting.histogram import Histogram
 from wds_tensorcache.inspecting.tree import Node, sample_tree, tensor_text
 from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure
 
-__all__ = ["show_command"]
-
 _NUM_MEASURED = 200  # tensors of a sample
 _NUM_MAPS = 8
 _FEW_NUMBERS = 8  # numbers of a tensor that are shown instead of their statistics

@@ -13,8 +13,6 @@ from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.statistics import CacheStatistics, TensorStatistics, collect_statistics
 from wds_tensorcache.inspecting.tree import short_dtype
 
-__all__ = ["stats_command"]
-
 _NUM_SHAPES = 5
 _NUM_REPEATS = 5
 

@@ -20,8 +20,6 @@ from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.template import MAX_PARTS, Template, item_getter, learn
 from wds_tensorcache.codec.storable import PLAIN, StorableTensor, describe_tensor, view_plain
 
-__all__ = ["Family", "Written", "family_of"]
-
 _MAX_FAMILIES = 256
 _MAX_MISSES = 32  # after more misses in a row, the template is given up
 

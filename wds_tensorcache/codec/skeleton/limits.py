@@ -19,18 +19,6 @@ from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.tree import CONTAINERS, walk
 from wds_tensorcache.errors import FormatError
 
-__all__ = [
-    "LONG_TEXT",
-    "MAX_BITS",
-    "MAX_DEPTH",
-    "MAX_DEQUES",
-    "TEXTS",
-    "add_key_parts",
-    "call_budget",
-    "call_cost",
-    "check_depth",
-]
-
 MAX_DEPTH = 200  # of containers in containers
 MAX_DEQUES = 1000  # of one skeleton
 # For longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.

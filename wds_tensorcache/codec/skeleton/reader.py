@@ -40,8 +40,6 @@ from wds_tensorcache.codec.skeleton.types import (
 from wds_tensorcache.codec.tree import shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
-__all__ = ["unpickle"]
-
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
 _UINT32 = Struct("<I").unpack_from

@@ -33,8 +33,6 @@ from wds_tensorcache.codec.skeleton.opcodes import ATOM_WRITERS, CODE
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.storable import StorableTensor
 
-__all__ = ["MAX_ATTEMPTS", "MAX_PARTS", "MISS", "Template", "assemble", "item_getter", "learn"]
-
 MISS: Any = object()  # the result for a skeleton that does not match a template
 MAX_ATTEMPTS = 8  # after this many samples of a form without a template, none is sought any longer
 MAX_PARTS = 100  # the interpreter is as fast for a larger body

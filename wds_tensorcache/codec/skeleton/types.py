@@ -31,24 +31,6 @@ from wds_tensorcache.codec.skeleton.opcodes import BUILD, NEWOBJ, NEWOBJ_EX, RED
 from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = [
-    "ALLOW_ONLY",
-    "BUILDERS",
-    "FACTORIES",
-    "LISTED",
-    "NUMPY_DTYPE",
-    "REFERENCE",
-    "Allowed",
-    "Builder",
-    "Listed",
-    "Operation",
-    "allow_table",
-    "find_global",
-    "reduction",
-    "refuse_callables",
-    "refuse_reference",
-]
-
 _DECIMALS = Context(capitals=1)  # str(Decimal) depends on the thread's context
 
 Allowed = Mapping[tuple[str, str], type]

@@ -46,8 +46,6 @@ from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
 from wds_tensorcache.codec.tensor_names import RESERVED, component, join_path, place, short_component
 from wds_tensorcache.errors import EncodeError, FormatError
 
-__all__ = ["SkeletonWriter"]
-
 _FIRST = itemgetter(0)
 _write_key = lru_cache(4096)(op.write_text)  # samples of one cache have the same keys
 

@@ -19,8 +19,6 @@ from wds_tensorcache.inspecting.report.texts import cut, num_stored, number, vis
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.structure import value_at
 
-__all__ = ["Limits", "make_card", "statistics", "text_of_sample"]
-
 _TEXT_NAMES = [re.compile(pattern, re.IGNORECASE) for pattern in ("prompt", "caption", "text|txt", "label|class|title")]
 _TEXT_MEMBERS = "txt", "caption", "cls", "json"
 _PICTURE_NAMES = re.compile(r"latent|sample|image|video|moment", re.IGNORECASE)

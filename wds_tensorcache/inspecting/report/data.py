@@ -22,8 +22,6 @@ from wds_tensorcache.reading.description import TensorDescription
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.storage.threads import run_in_order
 
-__all__ = ["cards_of", "file_limits", "overview"]
-
 _NUM_STRUCTURES = 64  # samples whose structures are merged
 _NUM_SIZES, _NUM_BARS = 20_000, 48  # samples whose sizes are counted, and bars that show them
 _NUM_SHARDS = 24

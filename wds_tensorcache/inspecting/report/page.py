@@ -10,8 +10,6 @@ import re
 from importlib import resources
 from typing import Any
 
-__all__ = ["as_json", "build_page", "policy_of"]
-
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 # "<" so that no text ends the script element; the separators for scripts that are older than JSON

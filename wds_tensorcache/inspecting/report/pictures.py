@@ -14,8 +14,6 @@ import torch
 
 from wds_tensorcache.inspecting.values import as_numbers
 
-__all__ = ["Colors", "Planes", "encode_png", "fit_colors", "fit_png", "paint", "planes_of", "shrink"]
-
 Array = np.ndarray[Any, Any]
 _MOMENTS = re.compile(r"moment|mean.?(?:std|var|logvar)|posterior|latent.?dist", re.IGNORECASE)
 _MASK = re.compile(r"mask|alpha|image|depth|canny|pixel|digit", re.IGNORECASE)

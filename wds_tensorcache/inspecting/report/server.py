@@ -16,8 +16,6 @@ from wds_tensorcache.inspecting.report.cards import Limits, make_card, text_of_s
 from wds_tensorcache.inspecting.report.page import as_json, build_page
 from wds_tensorcache.inspecting.report.survey import Survey
 
-__all__ = ["PageServer"]
-
 _HOST = "127.0.0.1"
 _NAMES = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d{1,5})?", re.ASCII)
 _CARD = Limits(text_nbytes=4000, num_pictures=1, picture_side=128, picture_nbytes=30_000, num_tensors=0)

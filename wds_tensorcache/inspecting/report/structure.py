@@ -11,8 +11,6 @@ from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding
 from wds_tensorcache.inspecting.report.texts import visible, words
 
-__all__ = ["structure_of"]
-
 _MAX_NODES = 800  # nodes of the tree in all
 _MAX_DEPTH = 24
 _MAX_ITEMS = 8  # items of a list or tuple that are shown each

@@ -19,8 +19,6 @@ from wds_tensorcache.inspecting.values import Moments, ValueStatistics, as_numbe
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.description import Description
 
-__all__ = ["MAX_TENSORS", "READ_ERRORS", "Mark", "Survey", "Values", "load_planes"]
-
 Array = np.ndarray[Any, Any]
 # statistics of the tensors of one sample, by name; None for tensors of text or dates
 Values = Mapping[str, ValueStatistics | None]

@@ -10,8 +10,6 @@ from typing import Any
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import CONTAINERS
 
-__all__ = ["cut", "num_stored", "number", "visible", "words"]
-
 # controls but tab and line feed, embeddings and overrides of the direction of text, isolates, and halves of characters
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MAX_DEPTH = 4

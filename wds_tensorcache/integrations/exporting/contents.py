@@ -30,8 +30,6 @@ from wds_tensorcache.integrations.exporting.structure import STRUCTURE, build_st
 from wds_tensorcache.integrations.exporting.widening import WIDENED, widen
 from wds_tensorcache.reading.description import shown_value
 
-__all__ = ["ExportNotes", "encode_files", "encode_torch"]
-
 _MAX_VALUES = 1 << 18  # of a sample in an npz or safetensors file; a small one may contain one list any number of times
 _MAX_NAME = 10_000
 

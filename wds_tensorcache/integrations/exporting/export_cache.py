@@ -29,8 +29,6 @@ from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
-__all__ = ["KINDS", "TAR", "ExportReport", "export_cache"]
-
 TAR = "samples.tar"
 KINDS = ("pt", "npz", "safetensors", "webdataset")
 

@@ -21,8 +21,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.storage.atomic import write_atomically
 
-__all__ = ["LIST", "ExportList", "ExportedSample", "identify", "parse_list", "write_list"]
-
 LIST = "tensorcache-export.jsonl"
 _FORMAT, _VERSION = "tensorcache-export", 1
 

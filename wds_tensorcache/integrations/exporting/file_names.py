@@ -10,8 +10,6 @@ from itertools import chain, count
 
 from wds_tensorcache.errors import EncodeError
 
-__all__ = ["FileNames", "is_safe"]
-
 _MAX_PART_NBYTES = 200  # of a part of a path; file systems allow 255 bytes, with suffix and temporary name
 _MAX_SUFFIX_NBYTES = 30
 _MAX_PATH_NBYTES = 1000

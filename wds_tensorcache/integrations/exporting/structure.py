@@ -27,8 +27,6 @@ from wds_tensorcache.codec.tensor_names import RESERVED
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.exporting.widening import WIDENED, narrow_again
 
-__all__ = ["STRUCTURE", "build_structure", "file_names", "rebuild_sample"]
-
 STRUCTURE = "structure"
 _ROOT = "value"  # in place of an empty name
 

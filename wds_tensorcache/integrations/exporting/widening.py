@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["WIDENED", "narrow_again", "widen"]
-
 Array = np.ndarray[Any, Any]
 WIDENED = frozenset({"BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})  # names of safetensors
 _QUIET_NAN = 0x7FC0_0000

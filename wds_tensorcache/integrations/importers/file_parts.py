@@ -21,8 +21,6 @@ from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pickles.pth_index import TensorPart, index_pth
 from wds_tensorcache.shards.expansion import max_expanded
 
-__all__ = ["index_torch", "list_zip", "read_parts", "read_row", "read_tensor", "view_zip_file"]
-
 _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
 

@@ -28,8 +28,6 @@ from wds_tensorcache.integrations.importers.trainers import (
 )
 from wds_tensorcache.integrations.importers.trainers.kohya import npz_files, safetensors_files
 
-__all__ = ["FORMATS", "choose_format"]
-
 FORMATS: tuple[Format, ...] = (
     ai_toolkit.FORMAT,
     comfyui.FORMAT,

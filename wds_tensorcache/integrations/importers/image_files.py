@@ -10,8 +10,6 @@ from functools import partial
 
 from wds_tensorcache.integrations.importers.source import Loaded, SourceSample
 
-__all__ = ["ImageFile", "join_files", "note_resolutions"]
-
 _NUM_SHOWN = 4  # resolutions of a file in a note
 
 

@@ -25,8 +25,6 @@ from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
-__all__ = ["import_cache"]
-
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["narrow"]
-
 _PROBE = 4096  # elements to test first, since most tensors that cannot be narrowed differ early
 
 

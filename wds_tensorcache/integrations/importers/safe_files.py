@@ -30,24 +30,6 @@ from wds_tensorcache.integrations.pickles.pth_plans import view_pth
 from wds_tensorcache.integrations.pickles.zip_list import ZippedFile, list_zipped
 from wds_tensorcache.shards.expansion import max_expanded
 
-__all__ = [
-    "REMEDY",
-    "as_tensor",
-    "dtype_of",
-    "list_npz",
-    "load_npy",
-    "load_npz",
-    "load_pickle",
-    "load_safetensors",
-    "load_torch",
-    "parse_npy",
-    "parse_pickle",
-    "parse_torch",
-    "read_safetensors_header",
-    "read_safetensors_tensors",
-    "tensors_of",
-]
-
 _GZIP, _ZIP, _PICKLE = b"\x1f\x8b", b"PK\x03\x04", b"\x80"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1

@@ -8,8 +8,6 @@ from typing import Any
 
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["Format", "Loaded", "Source", "SourceSample", "one_or_all"]
-
 
 @dataclass(frozen=True, slots=True)
 class Loaded:

@@ -16,8 +16,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import SHORTAGES, memory_nbytes
 
-__all__ = ["ALIGNMENT", "POOL", "SourceFolder", "check_fits"]
-
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 _RECYCLED = 1 << 16  # smaller contents get ordinary memory
 _HEAD_NBYTES = 512

@@ -14,8 +14,6 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.integrations.importers.safe_files import read_safetensors_header
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["CommonMetadata", "SuffixedKey", "as_numbers", "parse_key", "peek_header", "probe_headers", "short_names"]
-
 _DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE = re.compile(rf"(.+)_({'|'.join(map(re.escape, sorted(_DTYPES, key=len, reverse=True)))})", re.DOTALL)

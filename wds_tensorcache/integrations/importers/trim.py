@@ -12,8 +12,6 @@ from wds_tensorcache.codec.tensor_names import component, join_path
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, unknown_name
 
-__all__ = ["trim"]
-
 
 def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, int]:
     """Cut tensors after the last row that their masks mark; return the sample and the number of bytes that this saves.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
-__all__ = ["advising"]
-
 
 @contextlib.contextmanager
 def advising(remedy: str) -> Iterator[None]:

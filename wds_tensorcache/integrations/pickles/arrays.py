@@ -23,8 +23,6 @@ from wds_tensorcache.integrations.pickles.storages import Storage
 from wds_tensorcache.integrations.pickles.tensor_reader import TensorReader
 from wds_tensorcache.integrations.pickles.translate import translate
 
-__all__ = ["ArrayReader", "decode_pickle"]
-
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _MAX_NDIM = 32
 _plain_dtype: Any = BUILDERS["numpy", "dtype"]

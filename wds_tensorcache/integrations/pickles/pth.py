@@ -12,8 +12,6 @@ from wds_tensorcache.integrations.pickles.pth_file import ZIP, read_pth_file
 from wds_tensorcache.integrations.pickles.tensor_reader import TensorReader, unpickle_without_tensors
 from wds_tensorcache.integrations.pickles.translate import translate
 
-__all__ = ["load_pth", "peek_pth"]
-
 _REMEDY = "; if you trust the file, call torch.load in a handler: tc.decode(wds.handle_extension('pth', …))"
 _LIMIT_REMEDY = "; if you trust the file, use tc.decode(max_expanded_nbytes=…)"
 

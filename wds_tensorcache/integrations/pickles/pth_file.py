@@ -16,8 +16,6 @@ from wds_tensorcache.integrations.pickles.tensor_reader import TensorReader
 from wds_tensorcache.integrations.pickles.translate import translate
 from wds_tensorcache.integrations.pickles.zip_list import list_zipped
 
-__all__ = ["ZIP", "PthFile", "read_pth_file"]
-
 ZIP = b"PK\x03\x04"  # the first bytes
 _IS_ENCRYPTED = 1
 _TWO_LENGTHS = struct.Struct("<HH").unpack

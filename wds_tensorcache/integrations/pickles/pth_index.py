@@ -12,8 +12,6 @@ from wds_tensorcache.integrations.pickles.pth_file import read_pth_file
 from wds_tensorcache.integrations.pickles.storages import Storage
 from wds_tensorcache.integrations.pickles.tensor_reader import TensorReader
 
-__all__ = ["TensorPart", "index_pth"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorPart:

@@ -27,8 +27,6 @@ from wds_tensorcache.integrations.pickles.storages import Storage, load_storage,
 from wds_tensorcache.integrations.pickles.tensor_reader import TensorReader
 from wds_tensorcache.integrations.pickles.translate import BINPERSID, MAX_SHORT, find_fields, translate
 
-__all__ = ["view_pth"]
-
 _MAX_PLANS, _MAX_KINDS = 64, 64
 _MAX_FIELDS = 128
 _CREDIT = 16.0  # number of plans that may be made before one is used

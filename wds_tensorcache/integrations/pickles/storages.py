@@ -11,8 +11,6 @@ import torch
 from wds_tensorcache.codec.views import check_tensor
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["File", "Storage", "load_storage", "view_storage"]
-
 File: TypeAlias = "BinaryIO | memoryview"  # an open file, or its content
 _ALIGNMENT = 16  # of memory in bytes, enough for every dtype
 

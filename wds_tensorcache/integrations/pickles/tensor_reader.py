@@ -26,8 +26,6 @@ from wds_tensorcache.integrations.pickles.storages import File, Storage, load_st
 from wds_tensorcache.integrations.pickles.translate import BINPERSID
 from wds_tensorcache.integrations.pickles.types import PICKLED_TYPES, UuidReader
 
-__all__ = ["TensorReader", "unpickle_without_tensors"]
-
 _MAX_NDIM = 64
 _MAX_SIZE = 1 << 59
 _STORAGES = {

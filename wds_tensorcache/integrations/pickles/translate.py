@@ -11,8 +11,6 @@ from typing import Any
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["BINPERSID", "MAX_SHORT", "find_fields", "translate"]
-
 BINPERSID = b"Q"[0]
 _MAX_OPERATIONS = 1 << 22  # each may take some hundred bytes of memory
 MAX_SHORT = 1 << 13  # the memory of 64 longer pickles would be worth more than the time

@@ -12,8 +12,6 @@ from wds_tensorcache.codec.skeleton.types import ALLOW_ONLY, BUILDERS, FACTORIES
 from wds_tensorcache.codec.tree import shown
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["PICKLED_TYPES", "UuidReader"]
-
 _PYTHON_2 = {"int": "long", "str": "unicode"}  # the names in protocol 2
 _BITS = 128
 _as_factory: Any = BUILDERS["builtins", "list"]

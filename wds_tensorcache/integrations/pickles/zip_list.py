@@ -7,8 +7,6 @@ import zipfile
 from struct import Struct
 from typing import Any, BinaryIO, NamedTuple
 
-__all__ = ["ZippedFile", "list_zipped", "parse_zip_list"]
-
 _END = Struct("<4s4H2LH")  # magic, disks, numbers of files, length and offset of the list, length of a comment
 # the same with longer fields, and a locator of 20 bytes, of which one field is the offset of the end
 _LONG_END = Struct("<4sQ2H2L4Q4sLQL")

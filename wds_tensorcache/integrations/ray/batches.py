@@ -19,8 +19,6 @@ from wds_tensorcache.shards.names import NamedKey
 if TYPE_CHECKING:
     from wds_tensorcache.integrations.ray.rows.columns import Kind
 
-__all__ = ["ray_collate", "ray_from_torch", "ray_sample", "ray_table", "ray_to_torch"]
-
 
 def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     """Return the nested sample of one row of a dataset that `read_ray` made.

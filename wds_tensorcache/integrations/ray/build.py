@@ -19,8 +19,6 @@ from wds_tensorcache.shards.fingerprint import as_fingerprint
 from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
-__all__ = ["build_ray"]
-
 
 def build_ray(
     ds: Any,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["need_ray"]
-
 
 def need_ray() -> Any:
     """Return the module `ray`, with `ray.data` imported.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.codec.header import Layout
     from wds_tensorcache.integrations.ray.rows.columns import Kind
 
-__all__ = ["read_ray"]
-
 Array = np.ndarray[Any, Any]
 _NUM_EXAMINED = 64  # samples whose small values determine the types of columns
 

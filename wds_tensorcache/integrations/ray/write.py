@@ -22,8 +22,6 @@ from wds_tensorcache.storage.urls import is_url, join_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
-__all__ = ["WRITER_OPTIONS", "folder_of", "open_written", "write_ray"]
-
 _OWN = ("pattern", "manifest", "footer", "overwrite", "resume", "allow", "fingerprint", "max_samples")
 WRITER_OPTIONS = [name for name in inspect.signature(ShardWriter).parameters if name not in _OWN]
 

@@ -26,8 +26,6 @@ from wds_tensorcache.reading.batch.request import NewNames, Request, columns_of
 from wds_tensorcache.reading.batch.values import Decoded
 from wds_tensorcache.reading.structure import put
 
-__all__ = ["nest_tensors", "read_batch", "read_tensors"]
-
 Array = np.ndarray[Any, Any]
 
 

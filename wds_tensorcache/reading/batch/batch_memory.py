@@ -16,8 +16,6 @@ from wds_tensorcache.reading.batch.placement import nbytes_of, no_memory
 from wds_tensorcache.reading.transfer import move
 from wds_tensorcache.storage.memory_pool import Pool
 
-__all__ = ["SPENT", "Memory", "to_device"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 
 from wds_tensorcache.errors import BatchError, unknown_name
 
-__all__ = ["Collate", "Pad", "PadValue", "as_collate", "collate_for", "pad"]
-
 PadValue: TypeAlias = "complex | Mapping[str, complex]"
 WAYS = ("stack", "list", "pad")  # accepted by read_batch
 TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors

@@ -19,8 +19,6 @@ from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 if TYPE_CHECKING:
     from wds_tensorcache.reading.schema import TensorSchema
 
-__all__ = ["Columns", "Layouts", "check_stackable", "lacks_any", "layouts_of", "with_chosen"]
-
 Array = np.ndarray[Any, Any]
 _Item = TypeVar("_Item")
 _ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a layout lacks

@@ -13,8 +13,6 @@ from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import Path, shown
 from wds_tensorcache.errors import BatchError
 
-__all__ = ["Column", "Leaves"]
-
 _NUMBERS = (bool, int, float, complex)
 _INT64 = range(-(1 << 63), 1 << 63)
 

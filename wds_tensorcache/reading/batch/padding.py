@@ -16,8 +16,6 @@ from wds_tensorcache.reading.batch.collate import Pad
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_stackable, is_paddable, remedy_of_shapes
 from wds_tensorcache.reading.batch.placement import Placement
 
-__all__ = ["Padding", "fill_paddings", "filler_of", "padded_shape"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -14,8 +14,6 @@ import numpy as np
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.errors import BatchError
 
-__all__ = ["Placement", "nbytes_of", "no_memory", "place_equal", "place_in_turn"]
-
 Array = np.ndarray[Any, Any]
 _ALIGN = 64
 

@@ -13,8 +13,6 @@ from wds_tensorcache.reading.batch.placement import Placement
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.storage.gather import Ranges, gather
 
-__all__ = ["read_rows"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -19,8 +19,6 @@ from wds_tensorcache.reading.store import Store
 from wds_tensorcache.reading.structure import drop_none, insert
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["NewNames", "Request", "Structure", "Structures", "check_names", "columns_of", "keep_known"]
-
 _MAX_KNOWN = 64
 _NUM_WITH_VALUES = 16
 _MAX_LAYOUTS = 8  # batches of more layouts rarely have the same ones again

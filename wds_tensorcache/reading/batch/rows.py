@@ -14,8 +14,6 @@ from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["NO_SAMPLES", "RowSource", "Rows", "locate"]
-
 NO_SAMPLES = "no indices: a batch has at least one sample"
 
 Array = np.ndarray[Any, Any]

@@ -17,8 +17,6 @@ from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
 
-__all__ = ["Decoded"]
-
 Array = np.ndarray[Any, Any]
 
 

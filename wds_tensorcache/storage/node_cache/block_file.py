@@ -15,19 +15,6 @@ import stat
 from wds_tensorcache.storage.files import Descriptor, ShardFile
 from wds_tensorcache.storage.system import SHORTAGES, boot_id
 
-__all__ = [
-    "BLOCK",
-    "OTHERS_MAY_WRITE",
-    "SUFFIX",
-    "SYNC_BYTE",
-    "BlockFile",
-    "BlockRuns",
-    "Evicted",
-    "is_own_file",
-    "open_block_file",
-    "write_layout",
-]
-
 # bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes
 BLOCK = 4096
 SUFFIX = ".blocks"

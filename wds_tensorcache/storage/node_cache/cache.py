@@ -20,8 +20,6 @@ from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_al
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.threads import Threads, per_process
 
-__all__ = ["CachedFile", "NodeCache", "open_node_cache", "read_remote"]
-
 _SYNC_S = 60.0
 
 

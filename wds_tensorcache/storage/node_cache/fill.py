@@ -13,8 +13,6 @@ from wds_tensorcache.storage.node_cache.unusable import Stopped, errors_of_disk
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
-__all__ = ["Fetch", "Range", "Wanted", "block_runs", "fill"]
-
 _WAIT_S = 60.0  # a process that fetches a block for longer was probably stopped
 _MAX_REQUEST_NBYTES = 1 << 23
 _MAX_WAVE_NBYTES = 1 << 26  # bytes in memory at a time

@@ -29,8 +29,6 @@ from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import file_system
 from wds_tensorcache.storage.urls import is_url
 
-__all__ = ["CacheFolder", "lock_within", "open_folder"]
-
 # file with the number of bytes in use; its first byte is the lock for adding and removing files and blocks
 _SPACE = "space"
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}").fullmatch

@@ -9,8 +9,6 @@ from urllib.parse import urlsplit, urlunsplit
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.urls import conceal, credentials_of, is_web, reveal
 
-__all__ = ["digest_of", "unsigned"]
-
 # Parameters of signed urls, which change while the object stays the same. All other parameters may select the object.
 _SIGNATURES = re.compile(
     r"(?:x-(?:amz|goog|oss|cos)-.*|awsaccesskeyid|googleaccessid|signature|expires|policy|key-pair-id|token|access_token"

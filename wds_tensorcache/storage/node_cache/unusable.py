@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Busy", "CacheUnusable", "NoRoom", "Stopped", "errors_of_disk"]
-
 
 class CacheUnusable(Exception):
     """The folder or its disk cannot be used.

@@ -10,8 +10,6 @@ from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.threads import per_process
 from wds_tensorcache.storage.urls import SCHEMES, credentials_of, origin_of, shown
 
-__all__ = ["MeasuredClient", "client_for", "forget_clients"]
-
 
 class MeasuredClient(Client, Protocol):
     """A client that measures its server."""

@@ -18,8 +18,6 @@ from typing import TypeVar
 
 from wds_tensorcache.storage.remote.retry import Target, cancel_at_exit, check_cancelled
 
-__all__ = ["check_not_forked", "run_async", "was_forked"]
-
 _TICK_S = 0.25
 _LEAVE_S = 3.0
 _NUM_QUIET, _QUIET_S = 4, 0.01  # a thread of obstore may release the memory of a cancelled request a little later

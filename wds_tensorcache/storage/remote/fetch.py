@@ -15,8 +15,6 @@ from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.threads import Threads, per_process
 
-__all__ = ["MADE", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured_pace", "run", "run_all"]
-
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
 _LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
 _COST = 2  # measured: how long one of many requests takes, in multiples of its part of the latency

@@ -21,8 +21,6 @@ from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.remote.retry import Target
 from wds_tensorcache.storage.urls import conceal, join_url, name_of, shown
 
-__all__ = ["ObjectFolder"]
-
 _MAX_NBYTES = 1 << 28
 _LONGEST_S = 600.0  # a thousand writers that finish at once have changed the manifest by then
 # Google refuses more than about one change of an object each second with status 429

@@ -18,8 +18,6 @@ from wds_tensorcache.storage.remote.retry import Attempts, Cancel, Target, Trans
 from wds_tensorcache.storage.remote.stores import SETTINGS, check_endpoint
 from wds_tensorcache.storage.urls import bucket_and_key, join_url, shown
 
-__all__ = ["WRITABLE", "ObjectWriter", "Version", "check_writable"]
-
 _Result = TypeVar("_Result")
 
 WRITABLE = frozenset({"s3", "gs", "az"})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["Clock", "Pace"]
-
 _LATENCY_S, _RATE = 0.03, 50e6  # assumed until something is measured
 _WEIGHT = 0.1  # of a new measurement in a running mean
 _LARGE = 256 * 1024  # bodies of fewer bytes arrive with the head, and tell no rate

@@ -16,8 +16,6 @@ from wds_tensorcache.storage.remote.retry import Target
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
 
-__all__ = ["RemoteFile", "RemoteIdentity"]
-
 RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None is not known yet
 _NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
 

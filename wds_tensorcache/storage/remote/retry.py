@@ -24,22 +24,6 @@ from wds_tensorcache.errors import FormatError, RemoteError
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.urls import shown
 
-__all__ = [
-    "TRANSIENT_STATUSES",
-    "Attempts",
-    "Cancel",
-    "CancelledError",
-    "Target",
-    "TransientError",
-    "cancel_at_exit",
-    "cancellable",
-    "check_cancelled",
-    "parse_retry_after",
-    "timeout_s",
-    "warn",
-    "warn_of_delay",
-]
-
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _TIMEOUT_VARIABLE = "TENSORCACHE_REMOTE_TIMEOUT_S"
 _TIMEOUT_S = 60.0

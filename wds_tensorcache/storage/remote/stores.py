@@ -26,8 +26,6 @@ from wds_tensorcache.storage.remote.retry import (
 )
 from wds_tensorcache.storage.urls import bucket_and_key, shown
 
-__all__ = ["SETTINGS", "StoreClient", "check_endpoint"]
-
 _CONNECT_S, _STALL_S = 10.0, 20.0
 _PART = 4 << 20  # longer objects are read in parts, each with its own time limit
 # by scheme, the variables of the environment that obstore reads

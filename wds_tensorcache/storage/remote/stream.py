@@ -15,8 +15,6 @@ from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.storage.urls import conceal
 
-__all__ = ["AHEAD_NBYTES", "RemoteStream", "num_requests"]
-
 _MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each is twice as long as the one before
 _NUM_REQUESTS = 4
 AHEAD_NBYTES = (_NUM_REQUESTS + 1) * _MAX_NBYTES  # the most bytes in memory: those in flight, and the piece being read

@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection
 
 import torch
 
-__all__ = ["Child", "may_fork"]
-
 _IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}

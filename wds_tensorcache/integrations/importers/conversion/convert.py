@@ -18,8 +18,6 @@ from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, hashed_key, o
 from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.system import SHORTAGES
 
-__all__ = ["BAD_SAMPLE", "Conversion", "Converted", "Item", "LoadError"]
-
 Item = tuple[int, bool]  # index of a sample in the source, and whether to test which tensors could be narrowed
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from wds_tensorcache.codec.header import Layout, form_of, make_layout
 from wds_tensorcache.integrations.importers.conversion.convert import Converted, Item
 
-__all__ = ["Place", "Places", "Report", "Target", "Todo", "receive", "send"]
-
 Place = tuple[int, int]  # number of a shard, and offset in its file
 
 

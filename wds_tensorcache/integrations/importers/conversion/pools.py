@@ -26,8 +26,6 @@ from wds_tensorcache.storage.threads import Threads, run_in_order
 from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = ["Pool", "open_pool"]
-
 _CHUNK = 8  # samples that a worker process gets at a time
 _MIN_SAMPLES = 4 * _CHUNK  # starting processes takes longer than converting fewer samples
 

@@ -16,8 +16,6 @@ from wds_tensorcache.integrations.importers.conversion.convert import BAD_SAMPLE
 from wds_tensorcache.integrations.importers.conversion.messages import Places, Report, Target, Todo, receive, send
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes, start_writeback
 
-__all__ = ["work"]
-
 # a report has at most so many samples, and at most one sample beyond so many bytes
 _REPORT_SAMPLES, _REPORT_NBYTES = 8, 1 << 22
 _MAX_SAMPLES, _MAX_NBYTES = 256, 1 << 25  # a worker that has so much in memory waits until it may write

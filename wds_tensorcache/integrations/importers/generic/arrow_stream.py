@@ -14,8 +14,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.generic.arrow_values import import_pyarrow
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["StoredBatch", "find_batches", "open_for_arrow"]
-
 _SCHEMA, _RECORD_BATCH = "schema", "record batch"  # types of messages
 _HEADER, _BODY_NBYTES, _COMPRESSION = 2, 3, 3  # numbers of fields: two in a message, and one in a record batch
 _CONTINUATION = b"\xff\xff\xff\xff"  # before the length of a message, since Arrow 0.15

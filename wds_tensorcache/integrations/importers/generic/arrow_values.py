@@ -11,8 +11,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.generic.media import Media, extension_of
 from wds_tensorcache.integrations.importers.safe_files import as_tensor
 
-__all__ = ["Lists", "import_pyarrow", "lists_of", "value_of"]
-
 # extensions of media that neither their names nor their first bytes tell
 _MEDIA = {
     "Image": "png",

@@ -13,8 +13,6 @@ import numpy as np
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["ChunkReader", "Recent", "expand", "find_indexes", "read_json"]
-
 _Item = TypeVar("_Item")
 _INDEX = "index.json"
 _MAX_INDEX_NBYTES = 1 << 28

@@ -28,8 +28,6 @@ from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_metadata
 from wds_tensorcache.shards.tar import Scanner
 
-__all__ = ["FORMAT"]
-
 _LOST = "is missing: the export was interrupted, or the file was deleted"
 
 

@@ -30,8 +30,6 @@ from wds_tensorcache.integrations.importers.source import Format, Loaded, Source
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_metadata
 
-__all__ = ["FORMAT"]
-
 _LOADERS: dict[str, Any] = {
     ".npy": load_npy,
     ".npz": load_npz,

@@ -35,8 +35,6 @@ from wds_tensorcache.integrations.importers.generic.media import separate_media
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _STATE, _INFO = "state.json", "dataset_info.json"
 _MAX_KEPT = 2  # batches, which have a thousand rows by default
 

@@ -35,8 +35,6 @@ from wds_tensorcache.integrations.importers.generic.media import separate_media
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _CHUNK = re.compile(r"chunk-[^/]*\.bin", re.ASCII)
 _FRAMED = struct.Struct("<8sHHIII")  # magic, version, flags, samples, samples of a frame, frames
 _FRAME = struct.Struct("<IIQII")  # first sample, samples, offset, compressed length, expanded length

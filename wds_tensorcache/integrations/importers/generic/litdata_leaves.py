@@ -16,8 +16,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.generic.media import Media, decode_list, decode_pil, extension_of
 from wds_tensorcache.integrations.importers.safe_files import as_tensor, parse_pickle
 
-__all__ = ["decode_leaf"]
-
 _TORCH_DTYPES = tuple(
     getattr(torch, name)
     for name in (

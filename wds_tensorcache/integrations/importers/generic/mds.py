@@ -37,8 +37,6 @@ from wds_tensorcache.integrations.importers.safe_files import as_tensor, parse_p
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _SHARD = re.compile(r"[^/]*\.mds(?:\.[a-z0-9]+)?", re.ASCII)
 _DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",

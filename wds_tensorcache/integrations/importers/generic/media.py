@@ -15,8 +15,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.safe_files import as_tensor
 from wds_tensorcache.integrations.importers.source import Loaded
 
-__all__ = ["Media", "decode_list", "decode_pil", "extension_of", "separate_media"]
-
 _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",

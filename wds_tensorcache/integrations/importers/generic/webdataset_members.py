@@ -36,8 +36,6 @@ from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
 
-__all__ = ["FORMAT", "find_shard"]
-
 _DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "npy", "npz", "ten", "tb"})
 _PICKLES = frozenset({"pyd", "pickle", "pkl"})
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors

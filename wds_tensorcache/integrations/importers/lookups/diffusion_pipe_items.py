@@ -17,8 +17,6 @@ from wds_tensorcache.integrations.importers.safe_files import parse_torch
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pickles.pth import peek_pth
 
-__all__ = ["DATABASE", "SHARD", "Item", "Spec", "read_database"]
-
 DATABASE = "metadata.db"
 SHARD = re.compile(r"shard_(0|[1-9]\d{0,8})", re.ASCII)
 Spec = tuple[Any, ...]  # `image_spec`, the tar (or None) and the name of the media file

@@ -6,8 +6,6 @@ import os.path
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-__all__ = ["name_media", "number_repeats"]
-
 
 def name_media(paths: Sequence[str]) -> list[str]:
     """Return distinct names: paths relative to the folder that contains all files, without suffix if that is unique.

@@ -14,8 +14,6 @@ from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["Backend", "Image", "best_image", "images_by_hash", "read_backends", "text_hashes"]
-
 _FILE = re.compile(r"aspect_ratio_bucket_(indices|metadata)(?:_(.+))?\.json", re.ASCII | re.DOTALL)
 _MAX_NBYTES = 1 << 30
 

@@ -54,8 +54,6 @@ from wds_tensorcache.integrations.importers.safe_files import load_safetensors, 
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _FILE = re.compile(
     r"((?:.*/)?)_(latent|t_e|clip_vision)_cache/(.+)_([A-Za-z0-9_-]{22})(?:_\d+)?\.safetensors", re.DOTALL | re.ASCII
 )

@@ -40,8 +40,6 @@ from wds_tensorcache.integrations.importers.source import Format, Loaded, Source
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.suffixed_keys import peek_header
 
-__all__ = ["FORMAT"]
-
 _SHARD = re.compile(r"(?:.*/)?shard_[^/]*\.pkl", re.DOTALL)
 _TENSOR = re.compile(r"(latents?|conditionings?|conds?)[./:\[_]+(\d{1,9})(?=[./:\[\]_]|$)_?(.*)", re.DOTALL | re.ASCII)
 _METADATA = "metadata.json"

@@ -50,8 +50,6 @@ from wds_tensorcache.integrations.importers.lookups.media_names import name_medi
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _TEXT = re.compile(r"(uncond_)?text_embeddings_\d+", re.ASCII)
 _LATENTS = "latents"
 _SIZE = re.compile(r"(.*/)?cache_(?:([\d.]+)x)?\d+x\d+x(\d+)", re.ASCII)

@@ -38,8 +38,6 @@ from wds_tensorcache.integrations.importers.safe_files import as_tensor, parse_n
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _MOMENTS = re.compile(r"((?:.*/)?)(\d{5}/img-mean-std-\d{8}\.npy)", re.DOTALL | re.ASCII)
 _IMAGES, _FEATURES = "images/", "vae-sd/"
 _PICTURE = re.compile(r".+/img\d{8}\.(png|jpe?g|webp)", re.DOTALL | re.ASCII | re.IGNORECASE)

@@ -29,8 +29,6 @@ from wds_tensorcache.integrations.importers.generic.chunk_files import Recent
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _NUM_PROBED = 8  # files
 _MAX_FOOTER = 1 << 24
 _MAX_ID = 4096  # characters of an id that becomes a name

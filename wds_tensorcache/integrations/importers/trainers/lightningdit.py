@@ -35,8 +35,6 @@ from wds_tensorcache.integrations.importers.safe_files import load_torch, read_s
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _FILE = re.compile(r"(?:.*/)?latents_rank\d+_shard\d+\.safetensors", re.DOTALL | re.ASCII)
 _STATS = "latents_stats.pt"
 

@@ -31,8 +31,6 @@ from wds_tensorcache.integrations.importers.safe_files import load_torch
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _PRECOMPUTED = ".precomputed"
 _LATENTS, _CONDITIONS = "latents", "conditions"
 

@@ -55,8 +55,6 @@ from wds_tensorcache.integrations.importers.suffixed_keys import (
     short_names,
 )
 
-__all__ = ["FORMAT"]
-
 _LATENTS = re.compile(r"(.+)_(\d{4,}x\d{4,})_([a-z][a-z0-9]*)\.safetensors", re.DOTALL)
 _TEXT = re.compile(r"(.+)_([a-z][a-z0-9]*)_te\.safetensors", re.DOTALL)
 _TEXT_OF_KOHYA = re.compile(r".+_\d+(_m)?_te\.safetensors", re.DOTALL)

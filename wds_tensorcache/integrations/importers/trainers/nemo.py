@@ -36,8 +36,6 @@ from wds_tensorcache.integrations.importers.safe_files import load_torch
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _METADATA = "metadata.json"
 _FILE = re.compile(r"(?:.*/)?(?:\d+x\d+(?:x\d+)?/[^/]+\.pt|[^/]+\.meta)", re.ASCII | re.DOTALL)
 _COUNTS = ("shards", "num_shards", "shard_size", "total_items")

@@ -44,8 +44,6 @@ from wds_tensorcache.integrations.importers.safe_files import load_torch
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _FILE = re.compile(r"(?:(.*)/)?variation-(0|[1-9]\d{0,8})/(0|[1-9]\d{0,8}|aggregate)\.pt", re.ASCII | re.DOTALL)
 
 

@@ -50,8 +50,6 @@ from wds_tensorcache.integrations.importers.safe_files import load_torch
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _VAE = re.compile(r"[0-9a-f]{64}\.pt", re.ASCII)
 _TEXT = re.compile(r"([0-9a-f]{32})-([\w.-]+)\.pt", re.ASCII)
 

@@ -12,8 +12,6 @@ from wds_tensorcache.codec.dtypes import STORED, TORCH_TRUE, TrueDtype, dtype_na
 from wds_tensorcache.codec.storable import describe_tensor
 from wds_tensorcache.codec.views import view_array, view_bytes, view_tensor
 
-__all__ = ["dtype_text", "from_bits", "from_column", "parse_dtype", "to_bits"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -14,8 +14,6 @@ from wds_tensorcache.integrations.ray.rows.restore import members_of_row, plain_
 from wds_tensorcache.integrations.ray.rows.structure import KEY, STRUCTURE, parse_structure
 from wds_tensorcache.shards.names import hashed_key
 
-__all__ = ["encoded_table", "samples_of_block"]
-
 SKELETON, TENSORS = "__skeleton__", "__tensors__"  # columns of encoded samples
 
 

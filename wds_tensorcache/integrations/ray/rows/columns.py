@@ -14,8 +14,6 @@ from ray.data.extensions import (
     ArrowVariableShapedTensorArray,
 )
 
-__all__ = ["Kind", "column_values", "object_column", "tensor_column", "value_column", "value_kind", "values_by_column"]
-
 Array = np.ndarray[Any, Any]
 Kind = Literal["fixed", "ragged", "optional", "object"]
 _INT64 = range(-(1 << 63), 1 << 63)

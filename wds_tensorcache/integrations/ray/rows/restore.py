@@ -23,8 +23,6 @@ from wds_tensorcache.integrations.ray.rows.structure import (
 )
 from wds_tensorcache.integrations.ray.rows.values import as_value, is_nothing, is_same
 
-__all__ = ["members_of_row", "plain_sample", "restore_sample"]
-
 _NOTHING: Any = object()
 
 

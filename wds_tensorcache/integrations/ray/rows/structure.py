@@ -33,8 +33,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.ray.rows.bits import dtype_text, parse_dtype
 from wds_tensorcache.reading.structure import value_at
 
-__all__ = ["KEY", "MEMBER", "STRUCTURE", "Structure", "encode_structure", "parse_structure", "value_columns"]
-
 KEY = "__key__"
 STRUCTURE = "__tensorcache__"
 MEMBER = "."  # first character of the columns of members

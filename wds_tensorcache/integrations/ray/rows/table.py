@@ -13,8 +13,6 @@ from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.integrations.ray.rows.columns import Kind, tensor_column, value_column
 from wds_tensorcache.integrations.ray.rows.structure import KEY, STRUCTURE, encode_structure, value_columns
 
-__all__ = ["make_table", "tensor_kind", "values_of"]
-
 
 def make_table(
     keys: Sequence[str],

@@ -13,8 +13,6 @@ from wds_tensorcache.integrations.ray.rows.columns import values_by_column
 from wds_tensorcache.integrations.ray.rows.structure import STRUCTURE, parse_structure
 from wds_tensorcache.integrations.ray.rows.values import as_value, is_nothing
 
-__all__ = ["to_torch"]
-
 
 def to_torch(batch: Any, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
     """Return the columns of a batch; see `ray_to_torch`."""

@@ -11,8 +11,6 @@ import numpy as np
 
 from wds_tensorcache.integrations.ray.rows.bits import from_bits, parse_dtype
 
-__all__ = ["as_value", "is_nothing", "is_same"]
-
 
 def as_value(value: Any) -> Any:
     """Return a value of a column for a sample: a torch.Tensor of an array if torch has the dtype, and Python's numbers."""

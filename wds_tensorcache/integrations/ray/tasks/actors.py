@@ -16,8 +16,6 @@ from wds_tensorcache.integrations.ray.tasks.jobs import key_digest
 from wds_tensorcache.integrations.ray.tasks.parts import as_key
 from wds_tensorcache.writing.build_batch import Batch
 
-__all__ = ["Compute", "Missing", "key_column", "sorted_digests"]
-
 Array = np.ndarray[Any, Any]
 
 

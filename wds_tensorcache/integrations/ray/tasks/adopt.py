@@ -11,8 +11,6 @@ from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.urls import shown
 
-__all__ = ["adopt"]
-
 
 def adopt(folder: WriteFolder, manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
     """Add unlisted shards to the content of a manifest, as long as no key occurs twice.

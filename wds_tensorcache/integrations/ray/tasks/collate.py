@@ -10,8 +10,6 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 
 from wds_tensorcache.integrations.ray.rows.torch_columns import to_torch
 
-__all__ = ["TorchCollate"]
-
 
 class TorchCollate(ArrowBatchCollateFn):  # type: ignore[misc]
     """Batches of torch tensors, with the dtypes that the cache has; see `tc.ray.ray_collate`.

@@ -17,8 +17,6 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest
 from wds_tensorcache.storage.urls import shown
 
-__all__ = ["Mode", "commit", "writing"]
-
 Mode = Literal["create", "append", "overwrite", "build"]
 
 

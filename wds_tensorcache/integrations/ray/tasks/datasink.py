@@ -10,8 +10,6 @@ from ray.data import Datasink
 from wds_tensorcache.integrations.ray.tasks.jobs import Part, WriteJob
 from wds_tensorcache.integrations.ray.tasks.parts import write_part
 
-__all__ = ["CacheDatasink"]
-
 
 class CacheDatasink(Datasink[Part]):  # type: ignore[misc]
     """A datasink that writes shards into the folder of a job.

@@ -23,8 +23,6 @@ from wds_tensorcache.integrations.ray.rows.table import make_table, values_of
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.choose import Randomness, place_in_samples
 
-__all__ = ["CacheDatasource", "Plan"]
-
 Array = np.ndarray[Any, Any]
 _MAX_CACHES = 4  # caches that a worker process keeps open
 _MAX_ROWS = 4096

@@ -13,8 +13,6 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.locks import Flock, is_held
 from wds_tensorcache.writing.resume import load_finished
 
-__all__ = ["WriteFolder", "index_names"]
-
 
 def index_names(names: Iterable[str]) -> list[str]:
     """Return the names of shards and of all their indexes."""

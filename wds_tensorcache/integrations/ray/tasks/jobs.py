@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-__all__ = ["Part", "PartFile", "WriteJob", "key_digest", "part_of", "writing_id", "writing_name"]
-
 # files of shards, and the lock on their pattern
 _PART = re.compile(r"\.?(part-([0-9]{3,})-[0-9]{6,}-([0-9a-f]{8})[0-9a-f]{6}-([0-9]{6,}|%06d))\..*", re.DOTALL)
 

@@ -17,8 +17,6 @@ from wds_tensorcache.shards.names import NamedKey
 from wds_tensorcache.storage.urls import is_url, join_url, shown
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = ["as_key", "write_part"]
-
 
 def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> Part:
     """Write the samples of blocks into new shards.

@@ -20,8 +20,6 @@ from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import Target, check_cancelled
 from wds_tensorcache.storage.threads import per_process
 
-__all__ = ["ForkedClient"]
-
 _TICK_S = 0.25
 _END_S = 5.0
 

@@ -25,8 +25,6 @@ from wds_tensorcache.storage.remote.retry import Attempts, Target, TransientErro
 from wds_tensorcache.storage.system import skip_bytes
 from wds_tensorcache.storage.urls import reveal, web_url
 
-__all__ = ["HttpClient"]
-
 _NO_SUFFIX = frozenset({400, 405, 416, 501})
 _NO_HEAD = frozenset({400, 403, 405, 501})
 _PIECE = 256 * 1024

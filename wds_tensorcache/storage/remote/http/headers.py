@@ -9,19 +9,6 @@ from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.http.transport import Response
 from wds_tensorcache.storage.remote.retry import Target
 
-__all__ = [
-    "check_body",
-    "check_encoding",
-    "conditions",
-    "content_range",
-    "is_strong",
-    "refusal",
-    "show_range",
-    "state_of",
-    "tag_of",
-    "total_of",
-]
-
 _CONTENT_RANGE = re.compile(r"bytes\s+(?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)", re.IGNORECASE | re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 

@@ -32,8 +32,6 @@ try:
 except ImportError as missing:
     raise ImportError("reading https:// needs urllib3: pip install 'wds-tensorcache[remote]'") from missing
 
-__all__ = ["Response", "Transport"]
-
 _CONNECT_S, _STALL_S = 10.0, 20.0  # longest waits for a connection, and for the head or the next bytes of a body
 _TICK_S = 0.25  # how often a wait looks whether the request was cancelled
 _MAX_REDIRECTS = 5

@@ -17,8 +17,6 @@ from wds_tensorcache.storage.remote.http.transport import Response
 from wds_tensorcache.storage.remote.retry import Attempts, Target, check_cancelled
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 
-__all__ = ["Opened", "WholeCopies"]
-
 _MAX_COPIES = 32
 _TICK_S = 0.1
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -12,8 +12,6 @@ from wds_tensorcache.storage.remote.client import ObjectInfo, fill_buffers, read
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Attempts, Target, TransientError, check_cancelled
 
-__all__ = ["HubClient"]
-
 _PART = 4 << 20
 _Result = TypeVar("_Result")
 

@@ -46,8 +46,6 @@ from wds_tensorcache.integrations.importers.safe_files import list_npz, load_npz
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, one_or_all
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["FORMAT"]
-
 _LATENTS = re.compile(r"(.+)_(\d{4,}x\d{4,})_(sd|sdxl|sd3|flux|lumina|anima|hi)\.npz", re.DOTALL)
 _TEXT = re.compile(r"(.+)_(?:(te_outputs)|(sd3|flux|lumina|anima|hi)_te)\.npz", re.DOTALL)
 _RESOLUTION = re.compile(r"(.+?)(_\d+x\d+)?", re.DOTALL)
