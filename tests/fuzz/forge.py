@@ -8,7 +8,7 @@ import xxhash
 
 from tests.hostile.colliding import CONTAINERS, KEYS, container
 from wds_tensorcache.codec.binding import MAGIC as PREAMBLE_MAGIC
-from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, sign_header, tensors_digest
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, sign_header
 from wds_tensorcache.codec.header import build_safetensors_header, is_bound
 from wds_tensorcache.shards.footer import MAGIC as FOOTER_MAGIC
 from wds_tensorcache.shards.footer import TRAILER_NBYTES
@@ -32,8 +32,8 @@ def bound(data: bytes) -> tuple[bytes, bytes, bool]:
         return skeleton, tensors, False
     if skeleton[4:].startswith(PREAMBLE_MAGIC):
         skeleton = skeleton[PREAMBLE_NBYTES:]
-    digest = tensors_digest(tensors)
-    return build_preamble(len(tensors), digest, skeleton) + skeleton, sign_header(tensors, digest), True
+    tensors, digest = sign_header(tensors, ())
+    return build_preamble(len(tensors), digest, skeleton) + skeleton, tensors, True
 
 
 def footer_of(data: bytes, end: int = 1 << 14) -> tuple[bytes, int]:
@@ -67,7 +67,7 @@ def _of_records(records: bytes) -> bytes:
     wide_first = sorted(arrays.items(), key=lambda item: item[1][0] == "U8" or -int(item[1][0][1:]))
     entries = [(name, dtype, (8 * len(raw) // int(dtype[1:]),), len(raw)) for name, (dtype, raw) in wide_first]
     header, buffers = build_safetensors_header(entries, 64), [raw for _, (_, raw) in wide_first]
-    return b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
+    return b"".join([sign_header(header, buffers)[0], *buffers])
 
 
 def tar_of(data: bytes) -> bytes:

@@ -13,7 +13,7 @@ import xxhash
 from wds_tensorcache.checking.damaged_tar import Break, Member, Salvage
 from wds_tensorcache.checking.indexed_places import find_places
 from wds_tensorcache.checking.report import Fault, Report
-from wds_tensorcache.codec.binding import had_preamble, parse_preamble
+from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Further, Layout, is_bound, parse_header
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
@@ -324,8 +324,6 @@ def _check_cache(
         sample.fault(begin, "the safetensors member is damaged: its digest does not match its bytes", "damaged")
     elif digest is None and found == declared:
         sample.fault(begin, "the safetensors member is damaged where it declares its digest", "damaged")
-    if body_digest is None and digest is not None and had_preamble(text, nbytes, digest):
-        sample.fault(skeleton.begin, "the skeleton is damaged where its preamble begins", "damaged")
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
         what = "the skeleton is damaged: its digest does not match its bytes"
         sample.fault(skeleton.begin, what, "damaged")

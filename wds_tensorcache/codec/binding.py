@@ -28,17 +28,17 @@ PREAMBLE_NBYTES = len(_PREAMBLE_BEGIN) + _FIELDS.size + 1
 Preamble = tuple[int, int | None, int | None, int | None]
 
 
-def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> int:
-    """Return the XXH3-64 of what follows the 16 stored digits: the rest of `header` (or of a whole member), then `buffers`."""
-    digest = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
+def tensors_digest(member: bytes | memoryview) -> int:
+    """Return the XXH3-64 of what follows the 16 stored digits of a `.safetensors` member."""
+    return xxhash.xxh3_64_intdigest(memoryview(member)[DIGITS_END:])
+
+
+def sign_header(header: bytes, buffers: Iterable[Any]) -> tuple[bytes, int]:
+    """Return `header` with the digest of the member in place of its zeros, and the digest; `buffers` follow the header."""
+    state = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
     for buffer in buffers:
-        digest.update(buffer)
-    return int(digest.intdigest())
-
-
-def sign_header(header: bytes, digest: int) -> bytes:
-    """Return `header` with `digest` in place of the zeros that `build_safetensors_header` wrote."""
-    return b"%b%016x%b" % (header[:DIGITS_BEGIN], digest, header[DIGITS_END:])
+        state.update(buffer)
+    return b"%b%b%b" % (header[:DIGITS_BEGIN], state.hexdigest().encode(), header[DIGITS_END:]), state.intdigest()
 
 
 def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> bytes:
@@ -62,12 +62,11 @@ def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> b
     return skeleton[len(_PREAMBLE_BEGIN) :].startswith(fields)
 
 
-def is_damaged(skeleton: bytes) -> bool:
-    """Return whether a skeleton has a preamble whose digest does not match the body."""
-    if not skeleton.startswith(_FIXED) or len(skeleton) <= PREAMBLE_NBYTES:
-        return False
-    *_, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
-    return bool(xxhash.xxh3_64_intdigest(memoryview(skeleton)[PREAMBLE_NBYTES:]) != body)
+def check_body(skeleton: bytes) -> None:
+    """Raise FormatError if a skeleton has a preamble whose digest does not match the body."""
+    begin, *_, digest = parse_preamble(skeleton)
+    if digest is not None and xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != digest:
+        raise FormatError("the skeleton is damaged: its digest does not match its bytes", kind="damaged")
 
 
 def parse_preamble(skeleton: bytes | memoryview) -> Preamble:

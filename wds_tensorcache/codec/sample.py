@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import xxhash
-
 from wds_tensorcache.codec.binding import (
     build_preamble,
+    check_body,
     had_preamble,
-    is_damaged,
     parse_preamble,
     sign_header,
     tensors_digest,
@@ -34,7 +32,6 @@ from wds_tensorcache.errors import EncodeError, FormatError
 
 _WIDTH = attrgetter("true.itemsize")
 _MANY_TENSORS = 64  # headers with more tensors are not cached
-_DAMAGED_SKELETON = "the skeleton is damaged: its digest does not match its bytes"
 
 
 @dataclass(slots=True)
@@ -65,44 +62,33 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
     Memory: `buffers` alias the tensors of `sample` that are contiguous and on the CPU.
     """
     family = None if allow else family_of(sample)
+    further: Further = ()
     try:
         written = None if family is None else family.write(sample, align)
-    except RecursionError:
-        written = None  # `_walk` raises the error
-    further: Further = ()
-    if written is None:
-        writer = _walk(sample, allow)
-        written = _plan(writer, align)
-        if writer.shares_tensors and not writer.needs_allow:
-            further = further_names(sample, writer.name_of)
-        if family is not None:
-            family.miss(sample, written[0], list(writer.tensors.values()))
-    body, header, layout, buffers, references = written
-    digest = tensors_digest(header, buffers)
-    skeleton = build_preamble(layout.nbytes, digest, body) + body
-    return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references, further)
-
-
-def _walk(sample: Any, allow: Allowed) -> SkeletonWriter:
-    writer = SkeletonWriter(allow)
-    try:
-        writer.save(sample)
+        if written is None:
+            writer = SkeletonWriter(allow)
+            writer.save(sample)
+            written = _plan(writer, align)
+            if writer.shares_tensors and not writer.needs_allow:
+                further = further_names(sample, writer.name_of)
+            if family is not None:
+                family.miss(sample, written[0], list(writer.tensors.values()))
     except RecursionError as exc:
         raise EncodeError(
             "the sample is nested too deeply for what is left of the recursion limit; flatten it, or raise the limit with "
             "sys.setrecursionlimit"
         ) from exc
-    return writer
+    body, header, layout, buffers, references = written
+    header, digest = sign_header(header, buffers)
+    skeleton = build_preamble(layout.nbytes, digest, body) + body
+    return EncodedSample(skeleton, header, buffers, layout, digest, references, further)
 
 
 def _plan(writer: SkeletonWriter, align: int) -> Written:
     # Wide elements first, so that each tensor is aligned to its element without padding, which safetensors forbids.
     tensors = sorted(writer.tensors.values(), key=_WIDTH, reverse=True)
     entries = tuple([(t.name, t.true.stored, t.shape, len(t.flat)) for t in tensors])
-    if len(tensors) <= _MANY_TENSORS:
-        header, layout = plan_small_member(entries, align)
-    else:
-        header, layout = plan_member(entries, align)
+    header, layout = (plan_small_member if len(tensors) <= _MANY_TENSORS else plan_member)(entries, align)
     references = None if writer.needs_allow else tuple([tensor.reference for tensor in tensors])
     return writer.body(), header, layout, [tensor.flat for tensor in tensors if len(tensor.flat)], references
 
@@ -182,8 +168,7 @@ def decode_members(
             raise FormatError("the sample cannot be verified: a member that another tool wrote has no digest")
         if tensors_digest(tensors) != digest:
             raise FormatError("the safetensors member is damaged: its digest does not match its bytes", kind="damaged")
-        if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != body_digest:
-            raise FormatError(_DAMAGED_SKELETON, kind="damaged")
+        check_body(skeleton)
     return decode_body(skeleton, begin, layout, MemorySource(tensors), lazy, allow)
 
 
@@ -228,7 +213,6 @@ def match_body(
     """Return a template, and the list from which its `build` makes the sample; None if no template matches.
 
     `build` changes the list, so pass it a copy to build several samples. With `lazy`, these share only immutable objects.
-    The arguments are those of `decode_body`.
     """
     template = layout.form.template
     if template is None:
@@ -236,7 +220,7 @@ def match_body(
     parts = template.match(skeleton, begin)
     if parts is MISS:
         return None
-    for reference in resolve_template(layout, template):
+    for reference in _resolve_template(layout, template):
         parts.append(open_tensor(reference, source, lazy))
     return template, parts
 
@@ -255,9 +239,8 @@ def _interpret(
 
     try:
         sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
-    except FormatError as exc:
-        if is_damaged(skeleton):  # the names in it may be damaged, so `allow=` would be no remedy
-            raise FormatError(_DAMAGED_SKELETON, offset=exc.offset, kind="damaged") from exc
+    except FormatError:
+        check_body(skeleton)  # the names in a damaged skeleton may be damaged, so `allow=` would be no remedy
         raise
     check_named(layout, tensors)
     form = layout.form
@@ -276,16 +259,19 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[
     Raises:
         UnsafeSkeletonError, FormatError: The skeleton needs `allow=`, or is damaged.
     """
-    template = layout.form.template
-    if template is not None and template.match(skeleton, begin) is not MISS:
-        resolve_template(layout, template)  # raises for impossible shapes
-        if layout.form.names[0] is not template:
-            values = [None] * (len(template.segments) - 1)
-            tensors = [open_tensor(reference, _NOWHERE, True) for reference in layout.resolved[1]]
-            layout.form.names = template, further_names(template.build([*values, *tensors]))
-        return layout.resolved[2], layout.form.names[1]
-    sample, texts = _interpret(skeleton, begin, layout, _NOWHERE, True, {})
-    return _in_order(layout, texts), further_names(sample)
+    template, form = layout.form.template, layout.form
+    values = MISS if template is None else template.match(skeleton, begin)
+    if values is MISS:
+        sample, texts = _interpret(skeleton, begin, layout, _NOWHERE, True, {})
+        return _in_order(layout, texts), further_names(sample)
+    references = _resolve_template(layout, template)
+    if form.names[0] is not template:
+        tensors = [open_tensor(reference, _NOWHERE, True) for reference in references]
+        form.names = template, further_names(template.build([*values, *tensors]))
+    return layout.resolved[2], form.names[1]
+
+
+_NOWHERE = MemorySource(b"")
 
 
 def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
@@ -293,11 +279,8 @@ def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(by_name[name] for name in layout.tensors)
 
 
-_NOWHERE = MemorySource(b"")
-
-
-def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:
-    """Resolve the references of a template in this layout; the template may come from a sample with a different layout."""
+def _resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:
+    # The template may come from a sample with a different layout.
     resolved, references, _ = layout.resolved
     if resolved is not template:
         references = tuple(resolve(layout, text) for text in template.references)

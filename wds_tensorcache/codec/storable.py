@@ -87,18 +87,11 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
             or tensor.storage_offset() * tensor.itemsize + nbytes > tensor.untyped_storage().nbytes()
         ):
             return None
-        return memoryview(_view_memory(tensor)).cast("B")  # type: ignore[arg-type]
+        array = tensor.numpy()
+        # For a tensor without memory, as inside `torch.func.functionalize`, torch returns an array of random bytes.
+        return None if array.flags.owndata else memoryview(array).cast("B")  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return None  # on a GPU, needs a gradient, not contiguous, sparse, a pending conjugation, inside torch.func, …
-
-
-def _view_memory(tensor: torch.Tensor) -> Array:
-    """Return a tensor's memory as an array; raise RuntimeError or TypeError if numpy cannot use it."""
-    array: Array = tensor.numpy()
-    # For a tensor without memory, as inside `torch.func.functionalize`, torch returns an array of random bytes.
-    if array.flags.owndata and array.size:
-        raise RuntimeError("it has no memory here")
-    return array
+        return None  # on a GPU, needs a gradient, sparse, a pending conjugation, inside torch.func, …
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
@@ -117,15 +110,17 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
         plain = tensor.detach() if tensor.requires_grad else tensor
         if not plain.is_cpu or plain.is_conj() or plain.is_neg() or not is_contiguous:
             plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
-        if plain.dtype in SHARED and plain.ndim <= NUMPY_NDIM:
-            flat: Array = _view_memory(plain).reshape(-1).view(np.uint8)
-        else:
+        if plain.dtype not in SHARED or plain.ndim > NUMPY_NDIM:
             line = plain.reshape(-1)
             # a tensor of one element may be contiguous with any stride, which a view as bytes refuses
             line = line if line.stride(0) == 1 else line.as_strided(line.shape, (1,))
-            flat = _view_memory(line.view(torch.uint8))
+            plain = line.view(torch.uint8)
+        array: Array = plain.numpy()
+        if array.flags.owndata and array.size:  # see `view_plain`
+            raise RuntimeError("it has no memory here")
     except (RuntimeError, NotImplementedError) as exc:  # inside torch.func, or on a device that torch cannot read
         raise ValueError(f"the tensor's bytes cannot be read: {exc}") from exc
+    flat: Array = array.reshape(-1).view(np.uint8)
     if tensor.dtype is torch.bool:
         check_array(flat.view(np.bool_))
     return flat

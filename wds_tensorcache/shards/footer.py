@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from wds_tensorcache.codec.binding import sign_header, tensors_digest
+from wds_tensorcache.codec.binding import sign_header
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import Form, Further, build_safetensors_header, form_of, parse_header, parse_json
 from wds_tensorcache.codec.reference import parse_reference
@@ -67,7 +67,7 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     arrays = sorted(((k, v) for k, v in named.items() if v is not None), key=lambda item: -item[1].itemsize)
     header = build_safetensors_header([(k, _STORED[v.dtype.str[1:]], (len(v),), v.nbytes) for k, v in arrays], align=64)
     buffers = [v.tobytes() for _, v in arrays]
-    body = b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
+    body = b"".join([sign_header(header, buffers)[0], *buffers])
     zeros = b""
     if shard_nbytes is None:
         # `tar -r` appends at a wrong offset unless the length of the shard is a multiple of 512 bytes.

@@ -26,8 +26,6 @@ _MAX_MISSES = 32  # after more misses in a row, the template is given up
 # Body of the skeleton; header without its digest, layout and buffers of the `.safetensors` member; strings of the references
 # in the order of the tensors' bytes, None if readers of the skeleton need `allow=`.
 Written = tuple[bytes, bytes, Layout, list[Any], "tuple[str, ...] | None"]
-# Type of a tensor, its name, its stored dtype, and its torch dtype if `view_plain` accepts it, otherwise None.
-_Tensor = tuple[Any, str, TrueDtype, "torch.dtype | None"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,41 +35,15 @@ class _Form:
     Attributes:
         template: Template of an earlier sample.
         select_tensors: Function that selects the tensors from the parts, in the order of their bytes in the member.
-        tensors, references: One entry for each tensor, in the same order.
+        tensors: For each tensor in this order: its type, its name, its stored dtype, and its torch dtype if `view_plain`
+            accepts it, otherwise None.
+        references: Strings of the references to the tensors, in the same order.
     """
 
     template: Template
     select_tensors: Callable[[list[Any]], Iterable[Any]]
-    tensors: tuple[_Tensor, ...]
+    tensors: tuple[tuple[Any, str, TrueDtype, torch.dtype | None], ...]
     references: tuple[str, ...]
-
-    def write(self, sample: Any, align: int) -> Written | None:
-        """Return the content of both members, which aliases the sample's tensors; None if the sample does not match."""
-        parts = self.template.take_apart(sample)
-        body = None if parts is None else self.template.fill(parts)
-        if parts is None or body is None:
-            return None
-        buffers: list[Any] = []
-        shapes: list[Any] = []
-        for value, (cls, _, true, plain) in zip(self.select_tensors(parts), self.tensors, strict=True):
-            if type(value) is not cls:
-                return None
-            flat: Any = view_plain(value) if value.dtype is plain else None
-            if flat is not None:
-                shapes.append(value.shape)
-            else:
-                try:
-                    stored = describe_tensor(value)
-                except Exception:
-                    return None  # `SkeletonWriter` raises the error
-                if stored.true != true:
-                    return None
-                flat = stored.flat
-                shapes.append(stored.shape)
-            if len(flat):
-                buffers.append(flat)
-        header, layout = _plan(self, align, *shapes)
-        return body, header, layout, buffers, self.references
 
 
 @lru_cache(1024)
@@ -96,11 +68,34 @@ class Family:
     num_misses: int = 0
 
     def write(self, sample: Any, align: int) -> Written | None:
-        """Return the content of both members, as `_Form.write` does; None if no form matches."""
-        written = None if self.form is None else self.form.write(sample, align)
-        if written is not None:
-            self.num_misses = 0
-        return written
+        """Return the content of both members, which aliases the sample's tensors; None if the sample does not match."""
+        form = self.form
+        written = None if form is None else form.template.write(sample)
+        if form is None or written is None:
+            return None
+        body, parts = written
+        buffers: list[Any] = []
+        shapes: list[Any] = []
+        for value, (cls, _, true, plain) in zip(form.select_tensors(parts), form.tensors, strict=True):
+            if type(value) is not cls:
+                return None
+            flat: Any = view_plain(value) if value.dtype is plain else None
+            if flat is not None:
+                shapes.append(value.shape)
+            else:
+                try:
+                    stored = describe_tensor(value)
+                except Exception:
+                    return None  # `SkeletonWriter` raises the error
+                if stored.true != true:
+                    return None
+                flat = stored.flat
+                shapes.append(stored.shape)
+            if len(flat):
+                buffers.append(flat)
+        header, layout = _plan(form, align, *shapes)
+        self.num_misses = 0
+        return body, header, layout, buffers, form.references
 
     def miss(self, sample: Any, body: bytes, tensors: list[StorableTensor]) -> None:
         """Count a sample that did not match, and sometimes learn from it.
@@ -143,13 +138,13 @@ def family_of(sample: Any) -> Family | None:
 
 def _learn_form(sample: Any, body: bytes, tensors: list[StorableTensor]) -> _Form | None:
     template = learn(sample, body)
-    parts = None if template is None else template.take_apart(sample)
+    written = None if template is None else template.write(sample)
     # Another thread may have changed the sample after `body` was written.
-    if template is None or parts is None or template.fill(parts) != body:
+    if template is None or written is None or written[0] != body:
         return None
-    wide_first = sorted(
-        zip(template.tensors, tensors, strict=True), key=lambda pair: pair[1].true.itemsize, reverse=True
-    )
+    parts = written[1]
+    pairs = zip(template.tensors, tensors, strict=True)
+    wide_first = sorted(pairs, key=lambda pair: pair[1].true.itemsize, reverse=True)
     return _Form(
         template=template,
         select_tensors=item_getter([position for position, _ in wide_first]),

@@ -124,8 +124,8 @@ class Template:
         """Return the object built from `parts`, all of its values followed by all of its tensors. Changes the list."""
         return assemble(self.containers, parts)
 
-    def take_apart(self, sample: Any) -> list[Any] | None:
-        """Return the parts of a sample; None if their containers do not match."""
+    def write(self, sample: Any) -> tuple[bytes, list[Any]] | None:
+        """Return the body of the skeleton of a sample, and the parts of the sample; None if the sample does not match."""
         if self.outline is None:
             return None
         parts: list[Any] = [sample]
@@ -147,10 +147,8 @@ class Template:
         if not TEXTS.issuperset(map(type, keys)) or keys != self.keys:
             return None
         # A writer fetches a container or tensor that occurs again from the memo.
-        return parts if len(set(map(id, self.select_unique(parts)))) == self.num_unique else None
-
-    def fill(self, parts: list[Any]) -> bytes | None:
-        """Return the body of the skeleton of a sample with these parts; None if a value does not match."""
+        if len(set(map(id, self.select_unique(parts)))) < self.num_unique:
+            return None
         written: list[bytes] = []
         texts, segments = self.texts.copy(), iter(self.segments)
         # one step per value
@@ -166,7 +164,7 @@ class Template:
                 texts.add(text)
             written += next(segments), write(value)
         written += segments
-        return b"".join(written)
+        return b"".join(written), parts
 
 
 def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> Any:
