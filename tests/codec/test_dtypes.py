@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,8 +136,8 @@ REFUSED = [
     (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "nested|subclass"),
     (lambda: torch.empty(4, dtype=torch.uint8).view(torch.bits8), r"bits8.*view\(torch.uint8\)"),
     (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked.*mask"),
-    (lambda: np.array([object()]), "objects.*tolist"),
-    (lambda: np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]), "structured.*fields"),
+    (lambda: np.array([object()]), "array of object .*tolist"),
+    (lambda: np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]), "array of .*tolist"),
     (lambda: np.matrix([[1]]), "subclass matrix.*asarray"),
     (lambda: np.zeros(2, np.longdouble), "astype"),
     (lambda: np.zeros(2, "M8"), "astype"),
@@ -183,11 +182,3 @@ def test_text_beyond_unicode_is_an_error() -> None:
     skeleton, tensors = tc.encode_sample(np.array(["a"]))
     with pytest.raises(tc.FormatError, match="Unicode"):
         tc.decode_sample(skeleton, tensors[:-1] + b"\x01").load()
-
-
-def test_an_open_npz_is_told_to_be_a_dict(tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", a=np.ones(2))
-    with np.load(tmp_path / "x.npz") as arrays:
-        with pytest.raises(tc.EncodeError, match=r"NpzFile is not a dict; store dict\(x\)"):
-            tc.encode_sample(arrays)
-        assert tc.decode_sample(*tc.encode_sample(dict(arrays)))["a"].shape == (2,)

@@ -22,9 +22,8 @@ from wds_tensorcache.codec.binding import (
 from wds_tensorcache.codec.header import Further, Layout, parse_header, plan_member, plan_small_member
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, named_by, resolve
-from wds_tensorcache.codec.skeleton.families import Written, family_of
 from wds_tensorcache.codec.skeleton.reader import unpickle
-from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn
+from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, Written, family_of, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.tree import further_names
@@ -64,7 +63,8 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
     family = None if allow else family_of(sample)
     further: Further = ()
     try:
-        written = None if family is None else family.write(sample, align)
+        template = None if family is None else family.template
+        written = None if template is None else template.write(sample, align)
         if written is None:
             writer = SkeletonWriter(allow)
             writer.save(sample)
@@ -72,7 +72,9 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
             if writer.shares_tensors and not writer.needs_allow:
                 further = further_names(sample, writer.name_of)
             if family is not None:
-                family.miss(sample, written[0], list(writer.tensors.values()))
+                family.miss(sample, written[0])
+        elif family is not None:
+            family.num_misses = 0
     except RecursionError as exc:
         raise EncodeError(
             "the sample is nested too deeply for what is left of the recursion limit; flatten it, or raise the limit with "

@@ -159,10 +159,6 @@ def _why_not_array(array: Array) -> str | None:
         return "a masked array cannot be stored; store x.data and x.mask"
     if type(array) is not np.ndarray and type(array) is not np.memmap:
         return f"array subclass {type(array).__name__} cannot be stored; store np.asarray(x)"
-    if array.dtype.hasobject:
-        return "an array of objects cannot be stored; store x.tolist()"
-    if array.dtype.names is not None:
-        return "a structured array cannot be stored; store a dict of its fields"
     if numpy_true_dtype(array.dtype) is None:
         return f"an array of {array.dtype} cannot be stored; convert it with x.astype, or store x.tolist()"
     return None

@@ -14,8 +14,10 @@ that contain anything but dicts with string keys, lists, tuples, plain values an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
 from struct import Struct
@@ -25,17 +27,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.dtypes import TORCH_TRUE, numpy_true_dtype
+from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype, numpy_true_dtype
+from wds_tensorcache.codec.header import Layout, plan_member
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.opcodes import *
 from wds_tensorcache.codec.skeleton.opcodes import ATOM_WRITERS, CODE
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
-from wds_tensorcache.codec.storable import StorableTensor
+from wds_tensorcache.codec.storable import PLAIN, StorableTensor, describe_tensor, view_plain
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
 MAX_ATTEMPTS = 8  # after this many samples of a form without a template, none is sought any longer
-MAX_PARTS = 100  # the interpreter is as fast for a larger body
+_MAX_PARTS = 100  # the interpreter is as fast for a larger body
+_MAX_FAMILIES = 256
+_MAX_MISSES = 32  # after more misses in a row, a family gives up its template
 _TENSORS = (torch.Tensor, np.ndarray, LazyTensor, LazyArray)
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
@@ -45,6 +50,10 @@ SIZED: dict[int, Callable[[bytes], Any]] = {
     **dict.fromkeys((SHORT_BINBYTES, BINBYTES), bytes),
     LONG1: lambda raw: int.from_bytes(raw, "little", signed=True),
 }
+
+# Body of the skeleton; header without its digest, layout and buffers of the `.safetensors` member; strings of the references
+# in the order of the tensors' bytes, None if readers of the skeleton need `allow=`.
+Written = tuple[bytes, bytes, Layout, list[Any], "tuple[str, ...] | None"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +72,8 @@ class Template:
             to its last item. None if the body fetches a part again: the template is then for reading only.
         keys: Keys of all dicts, in the order of the parts.
         select_values: Function that selects the plain values from the parts, in the order of the body.
-        tensors: Positions of the tensors among the parts, in the order of the body.
+        select_tensors: Function that selects the tensors from the parts, in the order of their bytes in the member.
+        tensors: For each tensor in this order: its type, its stored form, and its torch dtype if `view_plain` takes it.
         select_unique: Function that selects the parts that must be different objects.
         num_unique: Number of these parts.
         texts: Keys and other constant strings of the body, from which a writer would fetch an equal value.
@@ -75,7 +85,8 @@ class Template:
     outline: tuple[tuple[int, Any, int], ...] | None
     keys: list[str]
     select_values: Callable[[list[Any]], Iterable[Any]]
-    tensors: tuple[int, ...]
+    select_tensors: Callable[[list[Any]], Iterable[Any]]
+    tensors: tuple[tuple[Any, StorableTensor, torch.dtype | None], ...]
     select_unique: Callable[[list[Any]], Iterable[Any]]
     num_unique: int
     texts: set[Any]
@@ -124,8 +135,8 @@ class Template:
         """Return the object built from `parts`, all of its values followed by all of its tensors. Changes the list."""
         return assemble(self.containers, parts)
 
-    def write(self, sample: Any) -> tuple[bytes, list[Any]] | None:
-        """Return the body of the skeleton of a sample, and the parts of the sample; None if the sample does not match."""
+    def write(self, sample: Any, align: int) -> Written | None:
+        """Return the content of both members, which aliases the sample's tensors; None if the sample does not match."""
         if self.outline is None:
             return None
         parts: list[Any] = [sample]
@@ -164,7 +175,37 @@ class Template:
                 texts.add(text)
             written += next(segments), write(value)
         written += segments
-        return b"".join(written), parts
+        buffers: list[Any] = []
+        shapes: list[Any] = []
+        for value, (cls, tensor, plain) in zip(self.select_tensors(parts), self.tensors, strict=True):
+            if type(value) is not cls:
+                return None
+            flat: Any = view_plain(value) if value.dtype is plain else None
+            if flat is not None:
+                shapes.append(value.shape)
+            else:
+                try:
+                    stored = describe_tensor(value)
+                except Exception:
+                    return None  # `SkeletonWriter` raises the error
+                if stored.true != tensor.true:
+                    return None
+                flat = stored.flat
+                shapes.append(stored.shape)
+            if len(flat):
+                buffers.append(flat)
+        header, layout, references = _plan(self, align, *shapes)
+        return b"".join(written), header, layout, buffers, references
+
+
+@lru_cache(1024)
+def _plan(template: Template, align: int, *shapes: tuple[int, ...]) -> tuple[bytes, Layout, tuple[str, ...]]:
+    tensors = [tensor for _, tensor, _ in template.tensors]
+    entries = [
+        (tensor.name, tensor.true.stored, tuple(shape), math.prod(shape) * tensor.true.itemsize)
+        for shape, tensor in zip(shapes, tensors, strict=True)
+    ]
+    return *plan_member(tuple(entries), align), tuple([tensor.reference for tensor in tensors])
 
 
 def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> Any:
@@ -232,7 +273,7 @@ def learn(sample: Any, body: bytes) -> Template | None:
             outline.append((position, type(part), len(parts)))
         elif type(part) not in ATOM_WRITERS and not isinstance(part, _TENSORS):
             return None
-        if len(parts) > 2 * MAX_PARTS:
+        if len(parts) > 2 * _MAX_PARTS:
             return None
     # CPython has one empty tuple, which is written wherever it occurs.
     unique = [position for position in items if type(parts[position]) is not tuple or items[position]]
@@ -264,11 +305,13 @@ def learn(sample: Any, body: bytes) -> Template | None:
             firsts[position] = values.setdefault(first, position)
         else:
             firsts[position] = tensors.setdefault(id(part), position)
-    if len(values) + len(items) > MAX_PARTS or len(tensors) != len(writer.tensors):
+    if len(values) + len(items) > _MAX_PARTS or len(tensors) != len(writer.tensors):
         return None
     inner_first = list(reversed(items))
     order = {position: at for at, position in enumerate((*values.values(), *tensors.values(), *inner_first))}
     references = tuple(tensor.reference for tensor in writer.tensors.values())
+    placed = zip(tensors.values(), writer.tensors.values(), strict=True)
+    wide_first = sorted(placed, key=lambda pair: pair[1].true.itemsize, reverse=True)
     return Template(
         segments=writer.segments(values),
         references=references,
@@ -283,8 +326,62 @@ def learn(sample: Any, body: bytes) -> Template | None:
         outline=tuple(outline) if len(firsts) == len(values) + len(tensors) else None,
         keys=keys,
         select_values=item_getter(list(values.values())),
-        tensors=tuple(tensors.values()),
+        select_tensors=item_getter([position for position, _ in wide_first]),
+        tensors=tuple((type(parts[at]), tensor, _plain_dtype(parts[at], tensor.true)) for at, tensor in wide_first),
         select_unique=item_getter([*tensors.values(), *unique]),
         num_unique=len(tensors) + len(unique),
         texts={*keys, *references, *(("builtins", "format") if references else ())},
     )
+
+
+def _plain_dtype(tensor: Any, true: TrueDtype) -> torch.dtype | None:
+    is_plain = type(tensor) is torch.Tensor and tensor.dtype in PLAIN and TORCH_TRUE[tensor.dtype] == true
+    return tensor.dtype if is_plain else None
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """Samples whose outermost containers have the same type, and the same keys or the same length.
+
+    Attributes:
+        template: Template of an earlier sample; None if there is none.
+        num_misses: Number of samples since the last one that matched the template.
+    """
+
+    template: Template | None = None
+    num_misses: int = 0
+
+    def miss(self, sample: Any, body: bytes) -> None:
+        """Count a sample that did not match and has this body, and sometimes learn from it."""
+        self.num_misses += 1
+        # Learning takes as long as writing three samples. So it skips the first sample, which may be the only one or an
+        # exception, and becomes rarer with each further miss.
+        if self.num_misses > 1 and self.num_misses.bit_count() == 1:
+            template = learn(sample, body)
+            written = None if template is None else template.write(sample, 64)
+            # Another thread may have changed the sample after `body` was written.
+            self.template = None if written is None or written[0] != body else template
+        elif self.num_misses > _MAX_MISSES:
+            self.template = None
+
+
+_FAMILIES: dict[tuple[Any, ...], Family] = {}
+
+
+def family_of(sample: Any) -> Family | None:
+    """Return the family of a sample; None if it cannot have a template."""
+    cls = type(sample)
+    if cls is dict:
+        key = tuple(sample)
+        if not TEXTS.issuperset(map(type, key)):
+            return None
+    elif cls is list or cls is tuple:
+        key = (cls, len(sample))
+    else:
+        return None
+    family = _FAMILIES.get(key)
+    if family is None and len(sample) < _MAX_PARTS:
+        if len(_FAMILIES) >= _MAX_FAMILIES:
+            _FAMILIES.clear()
+        family = _FAMILIES.setdefault(key, Family())
+    return family

@@ -10,7 +10,7 @@ import io
 import os
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import lru_cache
 from itertools import chain, count
@@ -69,8 +69,15 @@ class SkeletonWriter:
         self._call_cost = self._num_deques = self._num_key_parts = 0
 
     def body(self) -> bytes:
-        """Return the pickle that follows the preamble."""
-        body = self._join()
+        """Return the pickle that follows the preamble, with a MEMOIZE for each object that a GET fetches."""
+        parts, gets = self._parts, self._gets
+        memo = {}
+        for index, slot in enumerate(sorted(set(gets.values()))):
+            parts[slot] = CODE[op.MEMOIZE]
+            memo[slot] = op.GETS[index] if index < len(op.GETS) else op.write_get(index)
+        for index, slot in gets.items():
+            parts[index] = memo[slot]
+        body = b"".join(parts) + CODE[op.STOP]
         if self._call_cost > call_budget(len(body)):
             raise EncodeError(
                 f"the values take {self._call_cost} bytes to build, and most of them are shared; store their texts, or a tensor"
@@ -79,21 +86,6 @@ class SkeletonWriter:
             raise EncodeError(
                 f"the sample has {self._num_deques} deques, and at most {MAX_DEQUES} can be read; store list(x)"
             )
-        return body
-
-    def _join(self) -> bytes:
-        """Return the pickle, with a MEMOIZE for each object that a GET fetches."""
-        parts, gets = self._parts, self._gets
-        if gets:
-            memo = {}
-            for index, slot in enumerate(sorted(set(gets.values()))):
-                parts[slot] = CODE[op.MEMOIZE]
-                memo[slot] = op.GETS[index] if index < len(op.GETS) else op.write_get(index)
-            for index, slot in gets.items():
-                parts[index] = memo[slot]
-        parts.append(CODE[op.STOP])
-        body = b"".join(parts)
-        parts.pop()
         return body
 
     def save(self, value: Any, path: str = "", opaque: Iterator[int] | None = None, depth: int = 1) -> None:
@@ -112,8 +104,6 @@ class SkeletonWriter:
         container = _CONTAINERS.get(cls)
         if container is not None:
             container(self, value, path, opaque, depth)
-        elif cls in LISTED:
-            self._save_listed(value, path, opaque, depth)
         elif cls in self._classes:
             self._save_object(value, path, depth)
         elif isinstance(value, (torch.Tensor, np.ndarray, LazyTensor, LazyArray)):
@@ -154,7 +144,7 @@ class SkeletonWriter:
     _describe = staticmethod(describe_tensor)
 
     def _save_container(self, value: Any, path: str, opaque: Iterator[int] | None, depth: int) -> None:
-        """Write a container that may contain itself: first the empty container, then its contents."""
+        """Write an object of a type with an empty form or a call; a container may contain itself, so its contents follow."""
         cls = type(value)
         if cls in _EMPTY:
             self._parts.append(_EMPTY[cls])
@@ -166,9 +156,9 @@ class SkeletonWriter:
         self._remember(value)
         if isinstance(value, dict):
             self._save_pairs(value.items(), path, opaque, depth)
-        elif cls is not set:
+        elif cls is list or cls is deque:
             self._save_items(value, path, opaque, depth)
-        elif value:
+        elif cls is set and value:
             self._save_elements(value, path, depth)
             self._parts.append(CODE[op.ADDITEMS])
 
@@ -283,10 +273,6 @@ class SkeletonWriter:
         self._parts += CODE[op.BYTEARRAY8], len(value).to_bytes(8, "little"), bytes(value)
         self._remember(value)
 
-    def _save_listed(self, value: Any, path: str, opaque: Iterator[int] | None, depth: int) -> None:
-        self._save_call(LISTED[type(value)], value, path, depth)
-        self._remember(value)
-
     def _save_call(self, listed: Listed, value: Any, path: str, depth: int) -> None:
         try:
             arguments = listed.arguments(value)
@@ -295,13 +281,11 @@ class SkeletonWriter:
         self._global(listed.module, listed.name)
         if len(arguments) not in op.SHORT_TUPLES:
             self._parts.append(CODE[op.MARK])
-        self._save_arguments(arguments, path, count(), depth)
-        self._parts += CODE[op.SHORT_TUPLES.get(len(arguments), op.TUPLE)], CODE[op.REDUCE]
-
-    def _save_arguments(self, arguments: tuple[Any, ...], path: str, inside: Iterator[int], depth: int) -> None:
         self._call_cost += call_cost(arguments)
+        inside = count()
         for argument in arguments:
             self.save(argument, path, inside, depth)
+        self._parts += CODE[op.SHORT_TUPLES.get(len(arguments), op.TUPLE)], CODE[op.REDUCE]
 
     def _global(self, module: str, name: str) -> None:
         slot = self._globals.get((module, name))
@@ -347,11 +331,9 @@ class SkeletonWriter:
         inside = count()
         self._global(module, name)
         self._parts.append(CODE[op.MARK])
-        if opcode == op.REDUCE:
-            self._save_arguments(arguments, path, inside, depth + 1)
-        else:  # NEWOBJ copies no arguments, so they cost nothing
-            for argument in arguments:
-                self.save(argument, path, inside, depth + 1)
+        self._call_cost += call_cost(arguments) if opcode == op.REDUCE else 0  # NEWOBJ copies no arguments
+        for argument in arguments:
+            self.save(argument, path, inside, depth + 1)
         self._parts.append(CODE[op.TUPLE])
         if keywords is not None:
             self.save(keywords, path, inside, depth + 1)
@@ -366,38 +348,41 @@ class SkeletonWriter:
             self._parts.append(CODE[op.BUILD])
 
 
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
-_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_REMEDIES: tuple[tuple[Any, str], ...] = (
+    ((types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type), "its name"),
+    (io.IOBase, "its path or its bytes"),
+    (os.PathLike, "str(x), or PurePosixPath(x)"),
+    ((Iterator, type({}.keys()), type({}.values()), type({}.items())), "list(x)"),
+    (memoryview, "bytes(x)"),
+)
+_BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
 
 
 def _remedy(value: Any) -> str:
     cls = type(value)
     name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    if isinstance(value, _CODE):
-        return f"{value!r:.80} is code; store its name and look it up when reading"
-    if isinstance(value, io.IOBase):
-        return f"a {name} is an open file; store its path or its bytes"
-    if isinstance(value, os.PathLike):
-        return f"a {name} belongs to one operating system; store str(x), or PurePosixPath(x)"
-    if isinstance(value, (Iterator, *_VIEWS)):
-        return f"a {name} is an iterator or a view of a dict; store list(x)"
-    if isinstance(value, memoryview):
-        return "a memoryview refers to the memory of another object; store bytes(x)"
-    if cls.__module__.split(".")[0] == "PIL":
-        return f"a {name} is an image; write it as a separate member, for example 'png', or store np.asarray(x)"
-    for base in (dict, list, tuple, set, frozenset, str, bytes, int, float):
-        if isinstance(value, base):
-            return f"{name} is a subclass of {base.__name__}; store {base.__name__}(x), or pass allow=[{cls.__name__}]"
-    if isinstance(value, Mapping):  # for example NumPy's NpzFile
-        return f"{name} is not a dict; store dict(x)"
-    return f"{name} is not a type of the format; store plain values, or pass allow=[{cls.__name__}] when writing and reading"
+    for kinds, remedy in _REMEDIES:
+        if isinstance(value, kinds):
+            return f"a {name} cannot be stored; store {remedy}"
+    plain = next((f"{base.__name__}(x)" for base in _BASES if isinstance(value, base)), "plain values")
+    return f"{name} is not a type of the format; store {plain}, or pass allow=[{cls.__name__}] when writing and reading"
 
 
 _EMPTY: dict[type, bytes] = {list: CODE[op.EMPTY_LIST], dict: CODE[op.EMPTY_DICT], set: CODE[op.EMPTY_SET]}
 _CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Iterator[int] | None, int], None]] = {
-    **dict.fromkeys((list, dict, set, deque, OrderedDict, defaultdict), SkeletonWriter._save_container),
+    **dict.fromkeys((*LISTED, list, dict, set, defaultdict), SkeletonWriter._save_container),
     tuple: SkeletonWriter._save_tuple,
     frozenset: SkeletonWriter._save_frozenset,
     bytearray: SkeletonWriter._save_bytearray,
 }
-_NESTED = {*_CONTAINERS, torch.Size} - {bytearray}  # each is one level of nesting
+_NESTED = {
+    list,
+    dict,
+    set,
+    defaultdict,
+    OrderedDict,
+    deque,
+    tuple,
+    frozenset,
+    torch.Size,
+}  # each is one level of nesting
