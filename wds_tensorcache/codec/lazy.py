@@ -43,8 +43,8 @@ class Lazy:
     ndim = property(lambda self: len(self._reference.shape), doc="Number of dimensions.")
     nbytes = property(lambda self: self._reference.end - self._reference.begin, doc="Bytes of the elements.")
 
-    view_memory: Any  # returns a buffer as a tensor or array, whose values are not checked
-    check: Any  # returns a tensor or array; raises FormatError if torch or numpy would compute wrong results with its values
+    view_memory: Any  # `view_tensor` or `view_array`
+    check: Any  # `check_tensor` or `check_array`
 
     @classmethod
     def view_buffer(cls, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
@@ -54,8 +54,7 @@ class Lazy:
     def _renamed(self, name: str) -> Any:
         return type(self)(replace(self._reference, name=name), self._source)
 
-    def load(self) -> Any:
-        raise NotImplementedError
+    load: Any
 
     def view_bytes(self) -> np.ndarray[Any, Any]:
         """Return the bytes of the elements as a 1-D uint8 array, without a copy.
@@ -125,9 +124,8 @@ class Lazy:
         end = begin + r.end - r.begin
         return _rebuild, (type(self), source, r.name, r.kind, r.dtype, tuple(r.shape), begin, end, r.attribute)
 
-    def _reduce_for_torch_save(self, protocol: Any) -> Any:
-        """Return the result of `__reduce_ex__` for `torch.save`: `torch.load(weights_only=True)` refuses our classes."""
-        raise NotImplementedError
+    # Result of `__reduce_ex__` for `torch.save`: `torch.load(weights_only=True)` refuses our classes.
+    _reduce_for_torch_save: Any
 
     def __copy__(self) -> Any:
         return self
@@ -441,15 +439,10 @@ def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.T
     for item in batch:
         if item.shape != first.shape or item.dtype != first.dtype:
             raise RuntimeError(f"cannot stack {item!r} onto {first!r}: shapes and dtypes must be equal")
-    rows = torch.empty(0, dtype=first.dtype, device="cpu")
-    shape = (len(batch), *first.shape)
-    if get_worker_info() is None:
-        rows = rows.new_empty(shape)
-    else:
-        storage = rows._typed_storage()._new_shared(  # type: ignore[no-untyped-call]
-            len(batch) * first.numel(), device=rows.device
-        )
-        rows = rows.new(storage).resize_(*shape)
+    shape, is_worker = (len(batch), *first.shape), get_worker_info() is not None
+    rows = torch.empty(0 if is_worker else shape, dtype=first.dtype, device="cpu")
+    if is_worker:
+        rows.set_(torch.UntypedStorage._new_shared(len(batch) * first.nbytes, device="cpu"), 0, shape)  # type: ignore[no-untyped-call]
     for item, row in zip(batch, rows, strict=True):
         item.load(out=row) if isinstance(item, LazyTensor) else row.copy_(item)
     return rows
