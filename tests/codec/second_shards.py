@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 from collections import OrderedDict, defaultdict, deque
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tests.codec.second_implementation import (
-    WIDTH,
-    Refused,
     build_safetensors,
     check,
-    constant,
     digest_of,
     encode,
     escape,
@@ -25,8 +20,6 @@ from tests.codec.second_implementation import (
     parse_safetensors,
     resolve,
     run,
-    size,
-    unique,
 )
 
 Shard = list[tuple[str, list[tuple[str, Any]], list[tuple[str, bytes]]]]  # key, caches by name, other members by suffix
@@ -247,100 +240,6 @@ def build_trailer(
     return zeros + index + numbers + struct.pack("<Q", digest_of(numbers, digest_of(index))) + b"tcindex1"
 
 
-def read_index(shard: bytes, beside: bytes | None = None) -> tuple[dict[str, Any], dict[str, Any], int] | None:
-    """Return arrays, names and end from a footer, or from the file beside a shard; None if there is none."""
-    content = shard if beside is None else beside
-    if len(content) < 40 or content[-8:] != b"tcindex1":
-        return None
-    nbytes, end, shard_nbytes, digest = struct.unpack("<QQQQ", content[-40:-8])
-    begin = len(content) - 40 - nbytes
-    if shard_nbytes != len(shard) or begin < 0 or end + 512 > len(shard) or (beside is not None and begin):
-        return None
-    if beside is None and (begin < end + 1024 or shard[end : end + 1024] != bytes(1024)):
-        return None
-    index = content[begin:-40]
-    if digest_of(content[-40:-16], digest_of(index)) != digest:
-        return None
-    try:
-        return (*_parse_index(index, end), end)
-    except Refused:
-        raise
-    except Exception as exc:
-        raise Refused(repr(exc)) from exc
-
-
-def _parse_index(index: bytes, end: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    arrays = {}
-    for name, (dtype, shape, first, last) in parse_safetensors(index)[0].items():
-        check(dtype in ("U8", "U16", "U32", "U64") and len(shape) == 1, "4.3: dtype")
-        arrays[name] = np.frombuffer(index[first:last], f"<u{WIDTH[dtype]}").tolist()
-        check(dtype == "U8" or name not in ("keys.text", "originals.text", "names"), "4.3: bytes")
-        check(dtype == "U64" or name != "items.digest", "4.3: digests of items")
-    text = bytes(arrays["names"]).decode()
-    names = json.loads(text, parse_int=size, object_pairs_hook=unique, parse_constant=constant)
-    ends, layouts = arrays["keys.ends"], list(zip(arrays["layouts.form"], arrays["layouts.data_begin"], strict=True))
-    check(all(a < b for a, b in pairwise([0, *ends])), "4.3: keys")
-    check([0, *ends][-1] == len(arrays["keys.text"]), "4.3: keys")
-    check(len(arrays.get("items.digest", ends)) == len(ends), "4.3: digests of items")
-    if any(f"originals.{column}" in arrays for column in ("rows", "text", "ends")):
-        rows, text_ends = arrays["originals.rows"], arrays["originals.ends"]
-        check(len(rows) == len(text_ends), "4.3: original names")
-        check(all(a < b for a, b in pairwise(rows)) and all(r < len(ends) for r in rows), "4.3: original names")
-        check(all(a <= b for a, b in pairwise([0, *text_ends])), "4.3: original names")
-        check([0, *text_ends][-1] == len(arrays["originals.text"]), "4.3: original names")
-    lists = [names["caches"], names["members"], names["forms"], names["references"], *names["forms"]]
-    lists += [texts for texts in names["references"] if texts is not None]
-    check(all(type(each) is list for each in lists), "4.2: lists")
-    check(len(set(names["members"])) == len(names["members"]), "4.2: twice")
-    check(len(set(names["caches"])) == len(names["caches"]), "4.2: twice")
-    check(all(type(name) is str and name == name.lower() for name in names["members"]), "4.3: members")
-    "".join(names["members"]).encode("utf-8", "surrogateescape")
-    check(all(name == "" or _NAME.fullmatch(name) for name in names["caches"]), "4.3: caches")
-    check(type(names.get("fingerprint", {})) is dict, "4.3: fingerprint")
-    for form, texts in zip(names["forms"], names["references"], strict=True):
-        check(len({name for name, _, _ in form}) == len(form), "4.3: form")
-        for name, dtype, ndim in form:
-            check(type(name) is str and dtype in WIDTH and type(ndim) is int and 0 <= ndim <= 64, "4.3: form")
-        named = None if texts is None else [text.partition(":")[2].partition("?")[0] for text in texts]
-        check(named is None or named == [name for name, _, _ in form], "4.3: references")
-    check(len(names.get("further", names["forms"])) == len(names["forms"]), "4.3: further names")
-    for form, further in zip(names["forms"], names.get("further", ()), strict=False):
-        tensors = [name for name, _, _ in form]
-        check(type(further) is list and all(type(name) is str for name, _ in further), "4.3: further names")
-        check(all(tensor in tensors for _, tensor in further), "4.3: further names")
-        check(len({*tensors, *(name for name, _ in further)}) == len(tensors) + len(further), "4.3: further names")
-    sizes, at, dims = [], 0, arrays["layouts.dims"]
-    for form_number, data_begin in layouts:
-        check(form_number < len(names["forms"]), "4.3: form")
-        nbytes = bounded = data_begin
-        for _, dtype, ndim in names["forms"][form_number]:
-            shape, at = dims[at : at + ndim], at + ndim
-            check(at <= len(dims) and all(dim < 1 << 62 for dim in shape), "4.3: size")
-            nbytes += math.prod(shape) * WIDTH[dtype]
-            bounded += math.prod(filter(None, shape)) * WIDTH[dtype]
-        check(bounded < 1 << 62, "4.3: size")
-        sizes.append(nbytes)
-    check(at == len(dims), "4.3: dims")
-    total = 0
-    for what, many in (("cache", names["caches"]), ("member", names["members"])):
-        for number, _ in enumerate(many):
-            get = {k.rpartition(".")[2]: v for k, v in arrays.items() if k.startswith(f"{what}.{number}.")}
-            rows = get.get("rows", range(len(ends)))
-            check(all(a < b for a, b in pairwise(rows)) and all(r < len(ends) for r in rows), "4.3")
-            if what == "cache":
-                check(all(len(get[column]) == len(rows) for column in _COLUMNS), "4.3: columns")
-                check(all(layout < len(sizes) for layout in get["layout"]), "4.3: layout")
-                extents = list(zip(get["skeleton_begin"], get["skeleton_nbytes"], strict=True))
-                extents += zip(get["tensors_begin"], (sizes[layout] for layout in get["layout"]), strict=True)
-            else:
-                check(len(rows) == len(get["begin"]), "4.3: columns")
-                extents = list(zip(get["begin"], get["nbytes"], strict=True))
-            check(all(begin >= 512 and begin + nbytes <= end for begin, nbytes in extents), "4.3: outside")
-            total += sum(nbytes for _, nbytes in extents)
-    check(total <= end, "4.3: overlap")
-    return arrays, names
-
-
 # --- 4.5, 4.6 -------------------------------------------------------------------------------------------------------
 
 
@@ -352,54 +251,19 @@ def build_idx(shard: bytes) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def build_manifest(shards: dict[str, bytes]) -> bytes:
+def build_manifest(shards: dict[str, bytes], fingerprint: dict[str, Any] | None = None) -> bytes:
     lines, ours = [], {"version": 1, "caches": {}, "fingerprints": {}}  # type: ignore[var-annotated]
     for url, shard in sorted(shards.items()):
         arrays, names, _ = index_arrays(shard)
-        found = read_index(shard)
         count = len(arrays["keys.ends"])
         entry = {"url": url, "nsamples": count, "filesize": len(shard)}
-        if found:
-            entry["index"] = f"{int.from_bytes(shard[-16:-8], 'little'):016x}"
+        entry["index"] = f"{int.from_bytes(shard[-16:-8], 'little'):016x}"
         lines.append(json.dumps(entry))
         counts = {name: len(arrays[f"cache.{n}.layout"]) for n, name in enumerate(names["caches"])}
         ours["caches"][url] = counts  # type: ignore[index]
-        if found and "fingerprint" in found[1]:
-            ours["fingerprints"][url] = found[1]["fingerprint"]  # type: ignore[index]
-    if not ours["fingerprints"]:
+        if fingerprint is not None:
+            ours["fingerprints"][url] = json.loads(json.dumps(fingerprint, sort_keys=True))  # type: ignore[index]
+    if fingerprint is None:
         del ours["fingerprints"]
     head = '{\n"__kind__": "wids-shard-index-v1",\n"wids_version": 1,\n"shardlist": [\n'
     return (head + ",\n".join(lines) + f'\n],\n"tensorcache": {json.dumps(ours)}\n}}\n').encode("ascii")
-
-
-def read_manifest(content: bytes) -> list[tuple[str, int, int, str | None]]:
-    """Return url, number of samples and length of each shard, and the digest of its index."""
-    try:
-        document = json.loads(content.decode(), parse_int=size, object_pairs_hook=unique, parse_constant=constant)
-        check(
-            type(document) is dict and document.get("__kind__", "wids-shard-index-v1") == "wids-shard-index-v1", "4.6"
-        )
-        check(type(document["wids_version"]) is int and document["wids_version"] == 1, "4.6: version")
-        check(not document.get("base") and not document.get("datasets"), "4.6: base")
-        ours = document.get("tensorcache", {})
-        check(type(ours) is dict and type(document["shardlist"]) is list, "4.6")
-        check(type(ours.get("version", 1)) is int and ours.get("version", 1) == 1, "4.6: version")
-        found = []
-        for shard in document["shardlist"]:
-            numbers = shard["nsamples"], shard["filesize"]
-            url, digest = shard["url"], shard.get("index")
-            check(type(url) is str and url, "4.6: url")
-            check(url[0] != "/" and ".." not in re.split(r"[/\\]", url), "4.6: a file outside the folder")
-            check(digest is None or re.fullmatch("[0-9a-f]{16}", digest), "4.6: index")
-            check(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), "4.6: numbers")
-            found.append((url, *numbers, digest))
-        unique([(url, None) for url, *_ in found])
-        for name in ("caches", "fingerprints"):
-            table = ours.get(name)
-            listed = [table.get(url) for url, *_ in found] if type(table) is dict else []
-            check(all(value is None or type(value) is dict for value in listed), "4.6: object or null")
-            counts = [n for value in listed if name == "caches" and value for n in value.values()]
-            check(all(type(n) is int and 1 <= n < 1 << 63 for n in counts), "4.6: counts")
-        return found  # type: ignore[return-value]
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise Refused(repr(exc)) from exc

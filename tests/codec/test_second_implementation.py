@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import struct
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
@@ -48,16 +47,14 @@ def opened(path: Path) -> list[str]:
         return list(cache.keys())
 
 
-def decode_both(skeleton: bytes, tensors: bytes, verify: bool = False) -> Any:
-    """Return what both read, which must be the same; None if both refuse."""
-    one, other = outcomes(
-        lambda: tc.decode_sample(skeleton, tensors, lazy=False, verify=verify),
-        lambda: second.decode(skeleton, tensors, verify=verify),
-    )
-    if isinstance(one, second.Refused):
+def decode_both(skeleton: bytes, tensors: bytes) -> Any:
+    """Return what the package reads, which must be what the second implementation reads; None if the package refuses."""
+    try:
+        sample = tc.decode_sample(skeleton, tensors, lazy=False)
+    except tc.TensorCacheError:
         return None
-    assert_same(one, other)
-    return one
+    assert_same(sample, second.decode(skeleton, tensors))
+    return sample
 
 
 @given(samples())
@@ -98,17 +95,17 @@ def mutate(raw: bytes, begin: int, choose: random.Random) -> bytes:
 
 @settings(max_examples=30)
 @given(samples(), st.integers(0, 1 << 30))
-def test_mutated_members_are_refused_alike(sample: Any, seed: int) -> None:
+def test_mutated_members_are_refused_or_read_alike(sample: Any, seed: int) -> None:
     choose = random.Random(seed)
     skeleton, tensors = tc.encode_sample(sample)
     for _ in range(20):
-        decode_both(mutate(skeleton, 42, choose), tensors, verify=choose.random() < 0.1)
-        decode_both(skeleton, mutate(tensors, 58, choose), verify=choose.random() < 0.1)
+        decode_both(mutate(skeleton, 42, choose), tensors)
+        decode_both(skeleton, mutate(tensors, 58, choose))
 
 
 @pytest.mark.parametrize("name", MEMBERS := read_folder(Path(__file__).parent.parent / "golden" / "v1"))
 def test_members_of_version_1(name: str) -> None:
-    assert decode_both(*MEMBERS[name], verify=True) is not None
+    assert decode_both(*MEMBERS[name]) is not None
 
 
 def text(value: str) -> bytes:
@@ -245,14 +242,16 @@ KEYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("make", [dict.fromkeys, set])
 @pytest.mark.parametrize("case", KEYS)
-def test_parts_of_keys_are_counted_alike(case: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_refused = "more" in case or "longer" in case or case in ("513 bits", "1,000 digits")
+def test_parts_of_keys(case: str, make: Any) -> None:
     sample = make(KEYS[case])
-    written, expected = outcomes(lambda: tc.encode_sample(sample), lambda: second.encode(sample))
-    assert written == expected or is_refused
-    monkeypatch.setattr(second.Writer, "count_keys", lambda self, keys: None)
-    skeleton, tensors = second.encode(sample)
-    assert (decode_both(skeleton, tensors) is None) == is_refused
+    members = second.encode(sample)  # which has no limits
+    if "more" in case or "longer" in case or case in ("513 bits", "1,000 digits"):
+        with pytest.raises(tc.EncodeError):
+            tc.encode_sample(sample)
+        assert decode_both(*members) is None
+    else:
+        assert tc.encode_sample(sample) == members
+        assert decode_both(*members) is not None
 
 
 def test_a_bytearray_is_no_level_of_nesting() -> None:
@@ -294,7 +293,8 @@ def test_a_member_without_digits_may_have_another_length() -> None:
     skeleton, _ = tc.encode_sample({"a": torch.arange(3)})
     rewritten = safetensors.torch.save({"a": torch.arange(50)})
     assert len(decode_both(skeleton, rewritten)["a"]) == 50
-    assert decode_both(skeleton, rewritten, verify=True) is None
+    with pytest.raises(tc.FormatError, match="cannot be verified"):
+        tc.decode_sample(skeleton, rewritten, verify=True)
 
 
 def test_writers_refuse_alike() -> None:
@@ -394,61 +394,60 @@ def test_shards_and_what_is_beside_them_are_equal(fingerprint: Any, tmp_path: Pa
     for url, shard in theirs.items():
         assert (tmp_path / url).read_bytes() == shard
         assert (tmp_path / url).with_suffix(".idx").read_bytes() == second_shards.build_idx(shard)
-    assert (tmp_path / "manifest.json").read_bytes() == second_shards.build_manifest(theirs)
-    listed = second_shards.read_manifest(second_shards.build_manifest(theirs))
-    assert [(url, count) for url, count, *_ in listed] == [("a.tar", 5), ("b.tar", 7)]
+    assert (tmp_path / "manifest.json").read_bytes() == second_shards.build_manifest(theirs, fingerprint)
     assert opened(tmp_path) == [key for url in ("a.tar", "b.tar") for key, *_ in shards[url]]
 
 
-MANIFESTS = {  # what is replaced, by what, and whether it is accepted
-    "nothing": ("", "", True),
-    "a further key": ('"version": 1', '"version": 1, "new": 1', True),
-    "no version under tensorcache": ('"version": 1, ', "", True),
-    "another version under tensorcache": ('"version": 1,', '"version": 2,', False),
-    "a version that is not a int": ('"version": 1,', '"version": true,', False),
-    "no wids_version": ('"wids_version": 1,', "", False),
-    "a key twice": ('"version": 1', '"version": 1, "version": 1', False),
-    "a url twice in one entry": ('{"url"', '{"url": "a.tar", "url"', False),
-    "a number that is none": ('"version": 1', '"version": 1, "new": NaN', False),
-    "a number of samples of -0": ('"nsamples": 1', '"nsamples": -0', False),
-    "a number of samples of 1.0": ('"nsamples": 1', '"nsamples": 1.0', False),
-    "a number of samples of 1e0": ('"nsamples": 1', '"nsamples": 1e0', False),
-    "a wids_version of 1.0": ('"wids_version": 1', '"wids_version": 1.0', False),
-    "a version of 1e0": ('"version": 1', '"version": 1e0', False),
-    "a count of 0": ('{"": 1}', '{"": 0}', False),
-    "a count of 1.0": ('{"": 1}', '{"": 1.0}', False),
-    "a count of 2^63": ('{"": 1}', '{"": 9223372036854775808}', False),
-    "counts that are a list": ('{"": 1}', "[1]", False),
-    "an absolute url": ('"url": "a.tar"', '"url": "/a.tar"', False),
-    "a url that goes up": ('"url": "a.tar"', '"url": "../a.tar"', False),
-    "a url that goes up and back": ('"url": "a.tar"', '"url": "x/../a.tar"', False),
-    "a digest that is short": ('"index": "', '"index": "1", "x": "', False),
-    "a digest in capitals": ('"index": "', '"index": "ABCDEFABCDEFABCD", "x": "', False),
-    "a digest that is a number": ('"index": "', '"index": 1, "x": "', False),
-    "no digest": ('"index": "', '"index": null, "x": "', True),
-    "no counts for a shard": ('{"": 1}', "null", True),
-    "no counts": ('{"a.tar": {"": 1}}', "[]", True),
-    "a count of 0 for a url that is not listed": ('{"a.tar"', '{"b.tar": {"": 0}, "a.tar"', True),
-    "a count of 0 for another spelling of the url": ('{"a.tar"', '{"./a.tar": {"": 0}, "a.tar"', True),
-    "a fingerprint that is a text": ('"caches"', '"fingerprints": {"a.tar": "m"}, "caches"', False),
-    "a fingerprint of a url that is not listed": ('"caches"', '"fingerprints": {"b.tar": "m"}, "caches"', True),
-}
+# (what is replaced, by what)
+READ_MANIFESTS = [
+    ("", ""),
+    ('"version": 1', '"version": 1, "new": 1'),
+    ('"version": 1, ', ""),
+    ('"index": "', '"index": null, "x": "'),
+    ('{"": 1}', "null"),
+    ('{"a.tar": {"": 1}}', "[]"),
+    ('{"a.tar"', '{"b.tar": {"": 0}, "a.tar"'),
+    ('{"a.tar"', '{"./a.tar": {"": 0}, "a.tar"'),
+    ('"caches"', '"fingerprints": {"b.tar": "m"}, "caches"'),
+]
+REFUSED_MANIFESTS = [
+    ('"version": 1,', '"version": 2,'),
+    ('"version": 1,', '"version": true,'),
+    ('"wids_version": 1,', ""),
+    ('"version": 1', '"version": 1, "version": 1'),
+    ('{"url"', '{"url": "a.tar", "url"'),
+    ('"version": 1', '"version": 1, "new": NaN'),
+    ('"nsamples": 1', '"nsamples": -0'),
+    ('"nsamples": 1', '"nsamples": 1.0'),
+    ('"nsamples": 1', '"nsamples": 1e0'),
+    ('"wids_version": 1', '"wids_version": 1.0'),
+    ('"version": 1', '"version": 1e0'),
+    ('{"": 1}', '{"": 0}'),
+    ('{"": 1}', '{"": 1.0}'),
+    ('{"": 1}', '{"": 9223372036854775808}'),
+    ('{"": 1}', "[1]"),
+    ('"url": "a.tar"', '"url": "/a.tar"'),
+    ('"url": "a.tar"', '"url": "../a.tar"'),
+    ('"url": "a.tar"', '"url": "x/../a.tar"'),
+    ('"index": "', '"index": "1", "x": "'),
+    ('"index": "', '"index": "ABCDEFABCDEFABCD", "x": "'),
+    ('"index": "', '"index": 1, "x": "'),
+    ('"caches"', '"fingerprints": {"a.tar": "m"}, "caches"'),
+]
 
 
-@pytest.mark.parametrize("change", MANIFESTS)
-def test_manifests_are_refused_alike(change: str, tmp_path: Path) -> None:
-    before, after, is_accepted = MANIFESTS[change]
+@pytest.mark.parametrize(("before", "after"), [*READ_MANIFESTS, *REFUSED_MANIFESTS])
+def test_manifests(before: str, after: str, tmp_path: Path) -> None:
     shard = second_shards.write_shard(shard_samples(1))
     whole = second_shards.build_manifest({"a.tar": shard}).decode()
     assert before in whole
     (tmp_path / "a.tar").write_bytes(shard)
     (tmp_path / "manifest.json").write_text(whole.replace(before, after, 1))
-    ours, _ = outcomes(
-        lambda: opened(tmp_path),
-        lambda: second_shards.read_manifest((tmp_path / "manifest.json").read_bytes()),
-    )
-    assert isinstance(ours, second.Refused) != is_accepted
-    assert not is_accepted or ours == ["folder/k0"]
+    if (before, after) in READ_MANIFESTS:
+        assert opened(tmp_path) == ["folder/k0"]
+    else:
+        with pytest.raises(tc.FormatError):
+            opened(tmp_path)
 
 
 def test_a_manifest_that_is_changed(tmp_path: Path) -> None:
@@ -523,7 +522,6 @@ def test_an_index_beside_a_shard_is_equal(tmp_path: Path) -> None:
     shard = (tmp_path / "a.tar").read_bytes()
     expected = second_shards.build_trailer(*second_shards.index_arrays(shard), len(shard))
     assert (tmp_path / "a.tar.index").read_bytes() == expected
-    assert second_shards.read_index(shard, expected) is not None
 
 
 def test_samples_of_allowed_classes_have_no_references(tmp_path: Path) -> None:
@@ -594,7 +592,7 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "bytes that are not UTF-8": lambda arrays, names: json.dumps(names | {"new": "?"}).encode().replace(b"?", b"\xff"),
     "white space": lambda arrays, names: json.dumps(names, indent=1).encode(),
 }
-REFUSED = CHANGES.keys() - {
+ACCEPTED = {
     "nothing",
     "further arrays and keys",
     "digests of items and original names",
@@ -606,44 +604,14 @@ REFUSED = CHANGES.keys() - {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_indexes_are_refused_alike(change: str, tmp_path: Path) -> None:
+def test_indexes(change: str, tmp_path: Path) -> None:
     shard = second_shards.write_shard(shard_samples(7))
     arrays, names, end = second_shards.index_arrays(shard)
     text = CHANGES[change](arrays, names)
     footer = second_shards.build_trailer(arrays, text if isinstance(text, bytes) else names, end)
-    changed = shard[: end + 1024] + footer
-    (tmp_path / "a.tar").write_bytes(changed)
-    ours, _ = outcomes(lambda: opened(tmp_path / "a.tar"), lambda: second_shards.read_index(changed))
-    assert isinstance(ours, second.Refused) == (change in REFUSED)
-
-
-def test_an_index_of_no_samples_has_no_text(tmp_path: Path) -> None:
-    arrays: dict[str, Any] = {"keys.text": [65], "keys.ends": [], "layouts.form": [], "layouts.data_begin": []}
-    arrays["layouts.dims"] = []
-    names: dict[str, Any] = {"caches": [], "members": [], "forms": [], "references": []}
-    shard = bytes(1024) + second_shards.build_trailer(arrays, names, 0)
-    (tmp_path / "a.tar").write_bytes(shard)
-    ours, _ = outcomes(lambda: opened(tmp_path / "a.tar"), lambda: second_shards.read_index(shard))
-    assert isinstance(ours, second.Refused)
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 1 << 30))
-def test_damaged_indexes_are_ignored_alike(tmp_path: Path, seed: int) -> None:
-    shard = second_shards.write_shard(shard_samples(3))
-    choose = random.Random(seed)
-    end = second_shards.members_of(shard)[1]
-    for _ in range(10):
-        changed = mutate(shard, choose.choice([end, end + 1024, len(shard) - 40]), choose)
-        (tmp_path / "a.tar").write_bytes(changed)
-        try:
-            index = second_shards.read_index(changed)
-        except second.Refused:
-            with pytest.raises(tc.FormatError):
-                opened(tmp_path / "a.tar")
-            continue
-        if index is not None:
-            assert opened(tmp_path / "a.tar") == [key for key, *_ in shard_samples(3)]
-        else:  # a scan of the damaged shard, which may fail
-            with contextlib.suppress(tc.FormatError):
-                opened(tmp_path / "a.tar")
+    (tmp_path / "a.tar").write_bytes(shard[: end + 1024] + footer)
+    if change in ACCEPTED:
+        assert opened(tmp_path / "a.tar") == [key for key, *_ in shard_samples(7)]
+    else:
+        with pytest.raises(tc.FormatError):
+            opened(tmp_path / "a.tar")

@@ -442,7 +442,8 @@ def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.T
     shape, is_worker = (len(batch), *first.shape), get_worker_info() is not None
     rows = torch.empty(0 if is_worker else shape, dtype=first.dtype, device="cpu")
     if is_worker:
-        rows.set_(torch.UntypedStorage._new_shared(len(batch) * first.nbytes, device="cpu"), 0, shape)  # type: ignore[no-untyped-call]
+        shared: Any = torch.UntypedStorage._new_shared(len(batch) * first.nbytes, device="cpu")  # type: ignore[no-untyped-call]
+        rows.set_(shared, 0, shape)  # type: ignore[call-overload]
     for item, row in zip(batch, rows, strict=True):
         item.load(out=row) if isinstance(item, LazyTensor) else row.copy_(item)
     return rows
