@@ -24,6 +24,7 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
 from tests.strategies import NUMPY_DTYPES, TORCH_DTYPES, arrays, keys, plain, tensors
+from wds_tensorcache.codec.header import parse_header
 
 numbers = itertools.count()
 
@@ -317,21 +318,6 @@ def test_a_sample_that_another_thread_changes() -> None:
         assert decoded["l"][2:] in ([], [5])
 
 
-def test_shards_are_the_same(tmp_path: Path) -> None:
-    def write(folder: Path, **options: Any) -> list[bytes]:
-        with tc.ShardWriter(folder / "%03d.tar", max_samples=50, fsync=False, **options) as writer:
-            for index in range(180):
-                ragged = {"x": torch.ones(index % 7, 2), "words": ["ab"] * (index % 3), "n": index * 100}
-                members = {"other.tensorcache": ragged} if index % 5 else {}
-                writer.write(f"{index:06d}", diffusion_sample(index), json={"n": index}, **members)
-        return [path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix == ".tar"]
-
-    fast = write(tmp_path / "fast")
-    assert len(fast) == 4
-    assert fast == write(tmp_path / "slow", allow=[Unused])
-    assert is_written_fast(diffusion_sample(9))
-
-
 VALUES = [None, True, 7, 300, 70_000, -1, 1 << 70, -(1 << 300), 1.5, "é" * 300, b"x", b"y" * 300, "\ud800", [], {}, ()]
 VALUES += [[1], {"a": 1}, {1, 2}, 1j, "photo", ("latent", "latent"), torch.float32]
 
@@ -357,41 +343,39 @@ def test_results_share_nothing() -> None:
     [
         {"x": 5, "y": [1, (2, "three")], "z": None},
         {"long": "x" * 300, "n": -70_000, "f": 2.5, "b": b"raw"},
-        {"same": ["ab", "ab", {"ab": "cd", "ef": "cd"}]},
+        {"same": ["ab", "ab", {"gh": "cd", "ef": "cd"}]},
         {"e": [[], {}, ()]},
     ],
     ids=["small", "sizes", "memo", "empty"],
 )
 def test_damaged_skeletons(items: dict[str, Any]) -> None:
-    """The sample is damaged under a name that many samples had before, and under a new name, in the same way."""
-
-    def members_of(number: int) -> tuple[bytes, bytes]:
-        return tc.encode_sample({f"t{number:09}": torch.ones(1), **items})
-
-    def read(skeleton: bytes, tensors: bytes, number: int) -> str:
-        try:
-            return repr(tc.decode_sample(skeleton, tensors)).replace(f"t{number:09}", "NAME")
-        except tc.TensorCacheError:  # which one depends on the name, whose bytes may now be opcodes
-            return "refused"
-
-    known, new = 10**8 + next(numbers), itertools.count(10**6 * next(numbers))
-    skeleton, _ = members_of(known)
-    damages: list[Callable[[bytes], bytes]] = [
-        lambda body, i=i, flip=flip: body[:i] + bytes([body[i] ^ flip]) + body[i + 1 :]
+    """A template reads what the interpreter reads, and leaves the rest to it."""
+    skeleton, tensors = tc.encode_sample({f"new {next(numbers)}": torch.ones(1), **items})
+    damaged = [
+        skeleton[:i] + bytes([skeleton[i] ^ flip]) + skeleton[i + 1 :]
         for i in range(42, len(skeleton))
         for flip in (1, 8, 0xFF)
     ]
-    damages += [lambda body, i=i: body[:i] for i in range(42, len(skeleton))]
-    damages += [lambda body: body + b".", lambda body: body[:-1] + b"0."]
-    for _ in range(4):
-        tc.decode_sample(*members_of(known))
-    begin = skeleton.index(b"t%09d" % known)
-    for damage in damages:
-        number = next(new)
-        pairs = [(members_of(known), known), (members_of(number), number)]
-        first, second = (read(damage(skeleton), tensors, n) for (skeleton, tensors), n in pairs)
-        if damage(skeleton)[begin : begin + 10] == skeleton[begin : begin + 10]:  # the name itself is intact
-            assert first == second
+    damaged += [skeleton[:i] for i in range(42, len(skeleton))] + [skeleton + b".", skeleton[:-1] + b"0."]
+    form = parse_header(tensors)[0].form
+    for _ in range(3):
+        tc.decode_sample(skeleton, tensors)
+    template, form.num_interpreted = form.template, 99  # from now on, nothing more is learned
+    assert template is not None
+    for one in damaged:
+        form.template = template
+        read = outcome(lambda one=one: repr(tc.decode_sample(one, tensors)))
+        form.template = None
+        assert read == outcome(lambda one=one: repr(tc.decode_sample(one, tensors)))
+
+
+@pytest.mark.parametrize("inner", [lambda key: {key: 1}, lambda key: [{"ab": key}, {key: key}]])
+def test_keys_that_equal_an_earlier_value(inner: Callable[[str], Any]) -> None:
+    """A skeleton fetches such a key from the value, so samples with other keys have the same opcodes."""
+    name = f"new {next(numbers)}"
+    for key in ("first", "other", "third", "last"):
+        sample = {name: torch.ones(1), "value": key, "inner": inner(key)}
+        assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
 
 
 def test_many_tensors_are_read_again_and_again() -> None:

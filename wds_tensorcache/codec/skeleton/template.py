@@ -248,6 +248,11 @@ class _MarkingWriter(SkeletonWriter):
         """Return the mark of the value that a value is fetched from; its own mark if it is written in full."""
         return self._gets.get(mark, mark + 1) - 1
 
+    def has_constant_of(self, values: Iterable[int]) -> bool:
+        """Return whether a key, or another constant of the body, is fetched from one of the values at these marks."""
+        constants = {slot - 1 for index, slot in self._gets.items() if index not in self.marks}
+        return not constants.isdisjoint(values)
+
     def segments(self, marks: Iterable[int]) -> tuple[bytes, ...]:
         """Return the bytes between the values at these marks. Call `body` first, which completes the parts."""
         edges = [-1, *marks, len(self._parts)]
@@ -301,11 +306,11 @@ def learn(sample: Any, body: bytes) -> Template | None:
             mark = next(marks, -1)
             first = writer.first_mark(mark)
             if mark < 0 or (first != mark and first not in values):
-                return None  # another thread has changed the sample; or a string is both a key and a value
+                return None  # another thread has changed the sample; or a value is fetched from a key
             firsts[position] = values.setdefault(first, position)
         else:
             firsts[position] = tensors.setdefault(id(part), position)
-    if len(values) + len(items) > _MAX_PARTS or len(tensors) != len(writer.tensors):
+    if len(values) + len(items) > _MAX_PARTS or len(tensors) != len(writer.tensors) or writer.has_constant_of(values):
         return None
     inner_first = list(reversed(items))
     order = {position: at for at, position in enumerate((*values.values(), *tensors.values(), *inner_first))}
