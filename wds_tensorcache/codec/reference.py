@@ -105,12 +105,6 @@ def reference_text(kind: str, name: str, attribute: str | None) -> str:
     return f"{kind}:{name}" if attribute is None else f"{kind}:{name}?dtype={attribute}"
 
 
-def named_by(text: str) -> tuple[str, str]:
-    """Return the kind (`tensor` or `ndarray`) and the tensor's name in the string of a reference."""
-    kind, _, rest = text.partition(":")
-    return kind, rest.partition("?")[0]
-
-
 def parse_reference(text: str) -> tuple[str, str, str | None]:
     """Return the kind, the tensor's name and the attribute `dtype` in the string of a reference; None for a missing attribute.
 
@@ -159,7 +153,7 @@ def check_named(layout: Layout, texts: Iterable[str]) -> None:
     """Raise FormatError unless the resolved `texts` together name each tensor of `layout` exactly once."""
     names: set[str] = set()
     for text in texts:
-        name = named_by(text)[1]
+        name = resolve(layout, text).name
         if name in names:
             raise FormatError(f"the skeleton refers to tensor {name!r:.100} in two ways")
         names.add(name)

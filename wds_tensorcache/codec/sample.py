@@ -21,7 +21,7 @@ from wds_tensorcache.codec.binding import (
 )
 from wds_tensorcache.codec.header import Further, Layout, parse_header, plan_member, plan_small_member
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
-from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, named_by, resolve
+from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, resolve
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, Written, family_of, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
@@ -277,7 +277,7 @@ _NOWHERE = MemorySource(b"")
 
 
 def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
-    by_name = {named_by(text)[1]: text for text in texts}
+    by_name = {resolve(layout, text).name: text for text in texts}
     return tuple(by_name[name] for name in layout.tensors)
 
 

@@ -27,14 +27,28 @@ CODE = [bytes([opcode]) for opcode in range(256)]
 SHORT_TUPLES = {0: EMPTY_TUPLE, 1: TUPLE1, 2: TUPLE2, 3: TUPLE3}  # length of the tuple -> opcode that needs no MARK
 CONSTANTS = {NONE: None, NEWTRUE: True, NEWFALSE: False}
 FIXED_NBYTES = {BININT1: 1, BININT2: 2, BININT: 4, BINFLOAT: 8, NONE: 0, NEWTRUE: 0, NEWFALSE: 0}
-# number of bytes in the length field of an opcode
-LENGTH_NBYTES = {
-    **dict.fromkeys((SHORT_BINUNICODE, SHORT_BINBYTES, LONG1), 1),
-    **dict.fromkeys((BINUNICODE, BINBYTES, LONG4), 4),
-    **dict.fromkeys((BINUNICODE8, BINBYTES8, BYTEARRAY8), 8),
+
+
+def read_text(raw: bytes) -> str:
+    """Return UTF-8 as a string; surrogates are each encoded as 3 bytes."""
+    return str(raw, "utf-8", "surrogatepass")
+
+
+def _read_int(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
+
+
+# opcode -> number of bytes in its length field, and the function that converts the bytes after this field
+SIZED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
+    BINUNICODE: (4, read_text),
+    BINUNICODE8: (8, read_text),
+    SHORT_BINBYTES: (1, bytes),
+    BINBYTES: (4, bytes),
+    BINBYTES8: (8, bytes),
+    BYTEARRAY8: (8, bytearray),
+    LONG1: (1, _read_int),
+    LONG4: (4, _read_int),
 }
-
-
 _SHORT_TEXT = CODE[SHORT_BINUNICODE] + b"%c%b"
 
 

@@ -121,7 +121,7 @@ def _run(
         if op == SHORT_BINUNICODE:
             end = pos + 1 + body[pos]
             raw = body[pos + 1 : end]
-            push(raw.decode() if raw.isascii() else _text(raw))
+            push(raw.decode() if raw.isascii() else read_text(raw))
             pos = end
         elif op == BININT1:
             push(body[pos])
@@ -139,7 +139,7 @@ def _run(
                 and body[(end := pos + 2 + body[pos + 1]) : end + 2] == _END_OF_REFERENCE
             ):
                 # a reference as our writer writes it (string, TUPLE1, REDUCE): one step instead of four
-                push(reference(_text(body[pos + 2 : end])))
+                push(reference(read_text(body[pos + 2 : end])))
                 pos = end + 2
                 continue
             if value.__class__ is Builder or (value.__class__ is tuple and _is_factory(value)):
@@ -239,8 +239,8 @@ def _run(
             push(())
         elif op in CONSTANTS:
             push(CONSTANTS[op])
-        elif op in _LENGTH_FIELDS:
-            width, make = _LENGTH_FIELDS[op]
+        elif op in SIZED:
+            width, make = SIZED[op]
             begin = pos + width
             end = begin + int.from_bytes(body[pos:begin], "little")
             if end > size or begin > size:
@@ -248,7 +248,7 @@ def _run(
                     f"the opcode at byte {pos - 1} declares {end - begin} bytes, but {max(0, size - begin)} are left"
                 )
             push(make(body[begin:end]))
-            has_long_texts = has_long_texts or make is _text
+            has_long_texts = has_long_texts or make is read_text
             pos = end
         elif op == EMPTY_SET:
             push(set())
@@ -285,23 +285,6 @@ def _run(
 def _is_factory(args: tuple[Any, ...]) -> bool:
     """Return whether these arguments are one builder, which can only be the factory of a defaultdict."""
     return len(args) == 1 and args[0].__class__ is Builder
-
-
-def _text(raw: bytes) -> str:
-    return str(raw, "utf-8", "surrogatepass")
-
-
-def _integer(raw: bytes) -> int:
-    return int.from_bytes(raw, "little", signed=True)
-
-
-_MAKERS: tuple[tuple[Callable[[bytes], Any], tuple[int, ...]], ...] = (
-    (_text, (BINUNICODE, BINUNICODE8)),
-    (bytes, (SHORT_BINBYTES, BINBYTES, BINBYTES8)),
-    (_integer, (LONG1, LONG4)),
-    (bytearray, (BYTEARRAY8,)),
-)
-_LENGTH_FIELDS = {code: (LENGTH_NBYTES[code], make) for make, codes in _MAKERS for code in codes}
 
 
 def _refuse(op: int, pos: int) -> NoReturn:

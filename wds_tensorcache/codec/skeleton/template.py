@@ -44,13 +44,6 @@ _MAX_MISSES = 32  # after more misses in a row, a family gives up its template
 _TENSORS = (torch.Tensor, np.ndarray, LazyTensor, LazyArray)
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
-# opcodes of values whose length precedes their bytes -> the function that converts the bytes
-SIZED: dict[int, Callable[[bytes], Any]] = {
-    **dict.fromkeys((SHORT_BINUNICODE, BINUNICODE), bytes.decode),
-    **dict.fromkeys((SHORT_BINBYTES, BINBYTES), bytes),
-    LONG1: lambda raw: int.from_bytes(raw, "little", signed=True),
-}
-
 # Body of the skeleton; header without its digest, layout and buffers of the `.safetensors` member; strings of the references
 # in the order of the tensors' bytes, None if readers of the skeleton need `allow=`.
 Written = tuple[bytes, bytes, Layout, list[Any], "tuple[str, ...] | None"]
@@ -121,10 +114,11 @@ class Template:
                 elif op in CONSTANTS:
                     append(CONSTANTS[op])
                     pos += 1
-                elif op in SIZED:
-                    first = pos + 1 + LENGTH_NBYTES[op]
+                elif op in SIZED and op != BYTEARRAY8:  # samples share values, so these are immutable
+                    width, make = SIZED[op]
+                    first = pos + 1 + width
                     pos = first + int.from_bytes(body[pos + 1 : first], "little")
-                    append(SIZED[op](body[first:pos]))
+                    append(make(body[first:pos]))
                 else:
                     return MISS
         except (IndexError, StructError, UnicodeDecodeError):
