@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
@@ -274,28 +273,6 @@ def test_a_member_without_digits_may_have_another_length() -> None:
         tc.decode_sample(skeleton, rewritten, verify=True)
 
 
-def test_writers_refuse_alike() -> None:
-    deep: Any = torch.Size([1])
-    for _ in range(200):
-        deep = [deep]
-    for value in (
-        torch.empty((0, 1 << 59), dtype=torch.uint8),
-        deep,
-        defaultdict(print),
-        np.datetime64("NaT"),
-        range(1 << 5000),
-        [deque() for _ in range(1001)],
-        torch.zeros(1, dtype=torch.uint8).to_sparse(),
-    ):
-        with pytest.raises(tc.EncodeError):
-            tc.encode_sample(value)
-
-
-def test_a_tensor_that_readers_refuse_is_an_encode_error_of_the_writer(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar") as sink, pytest.raises(tc.EncodeError, match="'k'"):
-        sink.write("k", torch.empty((0, 1 << 59), dtype=torch.uint8))
-
-
 BOUND = tc.encode_sample({"x": torch.arange(2)})
 MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
     "no samples": (True, {}),
@@ -452,17 +429,11 @@ PLACES: dict[
     str, tuple[list[tuple[int, int]], int, bool]
 ] = {  # data_offsets, length of the data, whether it is accepted
     "no tensors": ([], 0, True),
-    "no tensors, but bytes": ([], 1, False),
     "empty tensors at each end": ([(0, 0), (0, 8), (8, 8), (8, 12), (12, 12), (12, 12)], 12, True),
     "any order": ([(8, 12), (12, 12), (0, 8), (8, 8)], 12, True),
     "an empty tensor in another": ([(0, 8), (2, 2)], 8, False),
     "an empty tensor after the data": ([(0, 8), (9, 9)], 8, False),
     "only an empty tensor, not at 0": ([(1, 1)], 0, False),
-    "a hole": ([(0, 4), (8, 12)], 12, False),
-    "a hole with an empty tensor": ([(0, 4), (6, 6), (8, 12)], 12, False),
-    "an overlap": ([(0, 8), (4, 12)], 12, False),
-    "a hole at the beginning": ([(4, 8)], 8, False),
-    "a hole at the end": ([(0, 4)], 8, False),
 }
 
 
@@ -533,19 +504,13 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "a short column": lambda arrays, names: arrays["cache.0.digest"].pop(),
     "rows that do not ascend": lambda arrays, names: arrays["cache.1.rows"].reverse(),
     "a row beyond the samples": lambda arrays, names: arrays["cache.1.rows"].__setitem__(-1, 99),
-    "a layout beyond the layouts": lambda arrays, names: arrays["cache.0.layout"].__setitem__(0, 99),
     "a form beyond the forms": lambda arrays, names: arrays["layouts.form"].__setitem__(0, 99),
     "a dimension too many": lambda arrays, names: arrays["layouts.dims"].append(1),
-    "a size of 2^62": lambda arrays, names: arrays["layouts.dims"].__setitem__(0, 1 << 62),
-    "a member in the first header": lambda arrays, names: arrays["cache.0.skeleton_begin"].__setitem__(0, 511),
-    "a member beyond the archive": lambda arrays, names: arrays["member.0.begin"].__setitem__(0, 10**6),
     "members that overlap": lambda arrays, names: arrays.update(
         {"member.0.begin": [512] * 5, "member.0.nbytes": [20_000] * 5}
     ),
     "a cache name in capitals": lambda arrays, names: names["caches"].__setitem__(1, "VAE"),
     "a suffix that is not a text": lambda arrays, names: names["members"].__setitem__(0, 1),
-    "an unknown dtype": lambda arrays, names: names["forms"][0][0].__setitem__(1, "U9"),
-    "65 dimensions": lambda arrays, names: names["forms"][0][0].__setitem__(2, 65),
     "a reference to another tensor": lambda arrays, names: names["references"][0].reverse(),
     "a reference too few": lambda arrays, names: names["references"][0].pop(),
     "references of too few forms": lambda arrays, names: names["references"].pop(),
@@ -564,7 +529,6 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "a suffix twice": lambda arrays, names: names["members"].__setitem__(1, names["members"][0]),
     "a number that is none": lambda arrays, names: names.update(new=float("nan")),
     "an integer -0": lambda arrays, names: json.dumps(names | {"new": 7}).replace("7", "-0").encode(),
-    "a key twice": lambda arrays, names: names.update(fingerprint={"1": 1, 1: 2}),
     "letters beyond ASCII": lambda arrays, names: json.dumps(names | {"new": "é"}, ensure_ascii=False).encode(),
     "bytes that are not UTF-8": lambda arrays, names: json.dumps(names | {"new": "?"}).encode().replace(b"?", b"\xff"),
     "white space": lambda arrays, names: json.dumps(names, indent=1).encode(),

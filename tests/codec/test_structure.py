@@ -70,13 +70,6 @@ def test_aliases_come_back_as_one_object() -> None:
     assert eager["a"] is eager["b"]
 
 
-def test_views_of_one_storage_come_back_apart() -> None:
-    base = torch.arange(4)
-    eager = tc.decode_sample(*tc.encode_sample([base[:2], base[1:]]), lazy=False)
-    eager[0][1] = 9
-    assert eager[1].tolist() == [1, 2, 3]
-
-
 def make_loop(kind: type) -> Any:
     if kind is tuple:
         inner: list[Any] = []
@@ -221,6 +214,10 @@ class Odd:
         return print, ("executed",)
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
 def a_function() -> None: ...
 
 
@@ -242,12 +239,25 @@ REFUSED = [
     (lambda: slice("a"), "slice"),
     (lambda: np.dtype("f4,i4"), "dtype"),
     (lambda: np.datetime64("NaT"), "unit"),
+    (lambda: torch.eye(2).to_sparse(), "sparse_coo.*to_dense"),
+    (lambda: torch.empty(2, device="meta"), "meta tensor"),
+    (lambda: torch.zeros(2).as_subclass(Subclass), "subclass.*as_subclass"),
+    (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "nested|subclass"),
+    (lambda: torch.empty(4, dtype=torch.uint8).view(torch.bits8), r"bits8.*view\(torch.uint8\)"),
+    (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked.*mask"),
+    (lambda: np.array([object()]), "array of object .*tolist"),
+    (lambda: np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]), "array of .*tolist"),
+    (lambda: np.matrix([[1]]), "subclass matrix.*asarray"),
+    (lambda: np.zeros(2, np.longdouble), "astype"),
+    (lambda: np.zeros(2, "M8"), "astype"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:.*unit:DeprecationWarning")  # numpy's, of datetimes without one
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")  # sparse and nested layouts announce themselves as prototypes
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_refused_when_writing(make: Any, message: str) -> None:
     with pytest.raises(tc.EncodeError, match=f"value at 'a.0.b': .*({message})"):
@@ -257,14 +267,6 @@ def test_refused_when_writing(make: Any, message: str) -> None:
 def test_an_allowed_class_that_reduces_to_a_function_is_refused() -> None:
     with pytest.raises(tc.EncodeError, match="Odd is pickled by .*print.*store its fields"):
         tc.encode_sample(Odd(), allow=[Odd])
-
-
-def test_keys_that_share_their_parts_are_refused() -> None:
-    key: tuple[Any, ...] = ()
-    for _ in range(14):
-        key = (key, key)
-    with pytest.raises(tc.EncodeError, match="more than 10,000 parts"):
-        tc.encode_sample({key: 1})
 
 
 SCRIPT = """
@@ -345,10 +347,6 @@ def test_what_could_not_be_read_back_is_not_written() -> None:
             tc.encode_sample({"x": value})
     with pytest.raises(tc.EncodeError, match="text beyond|code points beyond Unicode"):
         tc.encode_sample(np.array([0x110000], "u4").view("U1"))
-    freed = torch.ones(3)
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(tc.EncodeError, match="storage was freed"):
-        tc.encode_sample(freed)
 
 
 def test_recursion_limits_are_an_error_of_ours() -> None:

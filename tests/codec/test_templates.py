@@ -382,3 +382,31 @@ def test_many_tensors_are_read_again_and_again() -> None:
     members = tc.encode_sample([torch.zeros(1) for _ in range(3000)])
     for _ in range(3):
         assert len(tc.decode_sample(*members)) == 3000
+
+
+COUNTS = (100, 1_000, 10_000)
+
+
+def of_dicts(tensors: list[torch.Tensor]) -> Any:
+    return {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def nested(tensors: list[torch.Tensor]) -> Any:
+    return [{"x": tensor, "number": number} for number, tensor in enumerate(tensors)]
+
+
+@pytest.mark.parametrize("make", [of_dicts, list, nested])
+@pytest.mark.long
+def test_costs_of_a_tensor(make: Callable[[list[torch.Tensor]], Any]) -> None:
+    written, read = [], []
+    for count in COUNTS:
+        tensors = [torch.full((2,), float(number)) for number in range(count)]
+        # under new names, so that nothing is known of an earlier sample
+        first, second = ({f"{make.__name__} {count} {n}": make(tensors)} for n in range(2))
+        written.append(num_calls(lambda sample=first: tc.encode_sample(sample)) / count)
+        members = tc.encode_sample(second, align=8)
+        read.append(num_calls(lambda members=members: tc.decode_sample(*members)) / count)
+    assert max(written) < 1.1 * min(written)
+    assert max(read) < 1.1 * min(read)
+    assert max(written) < 150
+    assert max(read) < 100
