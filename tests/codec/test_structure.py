@@ -347,18 +347,3 @@ def test_what_could_not_be_read_back_is_not_written() -> None:
             tc.encode_sample({"x": value})
     with pytest.raises(tc.EncodeError, match="text beyond|code points beyond Unicode"):
         tc.encode_sample(np.array([0x110000], "u4").view("U1"))
-
-
-def test_recursion_limits_are_an_error_of_ours() -> None:
-    sample: Any = 0
-    for _ in range(199):
-        sample = [sample]
-
-    def deeper(frames: int) -> None:
-        if frames:
-            deeper(frames - 1)
-        else:
-            tc.encode_sample(sample)
-
-    with pytest.raises(tc.EncodeError, match="recursion limit"):
-        deeper(sys.getrecursionlimit() - 200)

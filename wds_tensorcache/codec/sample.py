@@ -27,7 +27,7 @@ from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.tree import further_names
-from wds_tensorcache.errors import EncodeError, FormatError
+from wds_tensorcache.errors import FormatError
 
 _WIDTH = attrgetter("true.itemsize")
 _MANY_TENSORS = 64  # headers with more tensors are not cached
@@ -62,24 +62,18 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
     """
     family = None if allow else family_of(sample)
     further: Further = ()
-    try:
-        template = None if family is None else family.template
-        written = None if template is None else template.write(sample, align)
-        if written is None:
-            writer = SkeletonWriter(allow)
-            writer.save(sample)
-            written = _plan(writer, align)
-            if writer.shares_tensors and not writer.needs_allow:
-                further = further_names(sample, writer.name_of)
-            if family is not None:
-                family.miss(sample, written[0])
-        elif family is not None:
-            family.num_misses = 0
-    except RecursionError as exc:
-        raise EncodeError(
-            "the sample is nested too deeply for what is left of the recursion limit; flatten it, or raise the limit with "
-            "sys.setrecursionlimit"
-        ) from exc
+    template = None if family is None else family.template
+    written = None if template is None else template.write(sample, align)
+    if written is None:
+        writer = SkeletonWriter(allow)
+        writer.save(sample)
+        written = _plan(writer, align)
+        if writer.shares_tensors and not writer.needs_allow:
+            further = further_names(sample, writer.name_of)
+        if family is not None:
+            family.miss(sample, written[0])
+    elif family is not None:
+        family.num_misses = 0
     body, header, layout, buffers, references = written
     header, digest = sign_header(header, buffers)
     skeleton = build_preamble(layout.nbytes, digest, body) + body
