@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -19,7 +18,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from wds_tensorcache.codec.reference import ByteSource, Reference
 from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
 
-_FIRST = itemgetter(0)
 _MAX_GAP = 1 << 14  # bytes between two tensors that cost less than another read
 _SCRATCH = memoryview(bytearray(_MAX_GAP))  # these bytes go here, from all threads at once; never read
 
@@ -77,29 +75,19 @@ class Lazy:
 
     def __getitem__(self, index: Any) -> Any:
         first, rest = (index[0], index[1:]) if type(index) is tuple and index else (index, ())
-        rows = self._rows(first)
-        if rows is None:
-            return self.load()[_loaded(index)]
-        begin, end = self._reference.begin, self._reference.end
-        stride = (end - begin) // self.shape[0]
-        buffer = self._source.read(begin + rows.start * stride, begin + rows.stop * stride)
-        part = self.view_buffer(buffer, self.dtype, (len(rows), *self.shape[1:]))
-        if type(first) is int:
-            return part[_loaded((0, *rest))]
-        return part[_loaded((slice(None), *rest))] if rest else part
-
-    def _rows(self, first: Any) -> range | None:
-        """Return the positions in the first dimension that an index selects; None if all elements must be loaded."""
         length = self.shape[0] if self.shape else 0
         if type(first) is int and -length <= first < length:
-            return range(first % length, first % length + 1)
-        if type(first) is slice and first.step in (None, 1) and length:
-            try:
-                begin, end, _ = first.indices(length)
-            except TypeError:
-                return None
-            return range(begin, max(begin, end))
-        return None
+            rows = range(first % length, first % length + 1)
+            rest = (0, *rest)
+        elif type(first) is slice and first.step in (None, 1) and length:
+            rows = range(length)[first]
+            rest = (slice(None), *rest) if rest else ()
+        else:
+            return self.load()[_loaded(index)]
+        begin, stride = self._reference.begin, self.nbytes // length
+        buffer = self._source.read(begin + rows.start * stride, begin + max(rows.start, rows.stop) * stride)
+        part = self.view_buffer(buffer, self.dtype, (len(rows), *self.shape[1:]))
+        return part[_loaded(rest)] if rest else part
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a {type(self).__name__} is immutable; set attributes on the result of .load()")
@@ -158,7 +146,9 @@ class PendingLoads:
     __slots__ = ("_reads", "_unchecked")
 
     def __init__(self) -> None:
-        self._reads: dict[int, tuple[ByteSource, list[tuple[int, Any]]]] = {}
+        self._reads: list[
+            tuple[int, int, int, ByteSource, Any]
+        ] = []  # id of the source, offset, number, source, buffer
         self._unchecked: list[tuple[Callable[[Any], Any], Any]] = []
 
     def add(self, lazy: Lazy) -> Any:
@@ -167,10 +157,7 @@ class PendingLoads:
         begin = reference.begin
         buffer = source.allocate(reference.end - begin)
         if len(buffer):
-            reads = self._reads.get(id(source))
-            if reads is None:
-                self._reads[id(source)] = reads = source, []
-            reads[1].append((begin, buffer))
+            self._reads.append((id(source), begin, len(self._reads), source, buffer))
         value = lazy.view_memory(buffer, reference.dtype, reference.shape)
         if reference.dtype is torch.bool or type(lazy) is LazyArray:
             self._unchecked.append((lazy.check, value))
@@ -182,19 +169,21 @@ class PendingLoads:
         Raises:
             FormatError: As by `load`.
         """
-        for source, parts in self._reads.values():
-            parts.sort(key=_FIRST)
-            buffers: list[Any] = []
-            first = end = parts[0][0]
-            for begin, buffer in parts:
-                gap = begin - end
-                if gap < 0 or gap > _MAX_GAP:
+        self._reads.sort()
+        source: Any = None
+        buffers: list[Any] = []
+        first = end = 0
+        for _, begin, _, owner, buffer in self._reads:
+            gap = begin - end
+            if owner is not source or not 0 <= gap <= _MAX_GAP:
+                if buffers:
                     source.read_into(buffers, first)
-                    buffers, first = [], begin
-                elif gap:
-                    buffers.append(_SCRATCH[:gap])
-                buffers.append(buffer)
-                end = begin + len(buffer)
+                source, buffers, first = owner, [], begin
+            elif gap:
+                buffers.append(_SCRATCH[:gap])
+            buffers.append(buffer)
+            end = begin + len(buffer)
+        if buffers:
             source.read_into(buffers, first)
         for check, value in self._unchecked:
             check(value)
