@@ -1,13 +1,12 @@
 """Members of the format, written and read from FORMAT.md alone: this module imports nothing of the package.
 
-Left out: classes in allow= (2.7).
+Left out: classes in allow= (2.7), limits (2.6), and what readers and writers refuse. Python's own unpickler reads skeletons.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import pickle
 import re
 import struct
@@ -105,7 +104,6 @@ def write_atom(value: Any) -> bytes:
 
 ATOMS = {type(None), bool, int, float, str, bytes}
 SHORT_TUPLES = [b")", b"\x85", b"\x86", b"\x87"]
-FACTORIES = {cls.__name__: cls for cls in (list, dict, set, int, float, str, tuple, bool)}
 
 
 def clock(value: Any) -> bytes:
@@ -117,7 +115,6 @@ def with_fold(raw: bytes, at: int, value: Any) -> bytes:
 
 
 def zone(value: Any) -> tuple[Any, ...]:
-    check(value.tzinfo is None or type(value.tzinfo) is timezone, "2.5")
     return () if value.tzinfo is None else (value.tzinfo,)
 
 
@@ -125,21 +122,15 @@ def day(value: Any) -> bytes:
     return value.year.to_bytes(2, "big") + bytes([value.month, value.day])
 
 
-def few_bits(*numbers: int) -> tuple[int, ...]:
-    check(all(number.bit_length() <= 4096 for number in numbers), "2.5: bits")
-    return numbers
-
-
 def np_count(value: Any) -> tuple[int, str]:
     unit, count = np.datetime_data(value.dtype)
-    check(unit != "generic", "3.2")
     return int(value.astype(np.int64)), unit if count == 1 else f"{count}{unit}"
 
 
 CALLS: dict[type, tuple[str, str, Any]] = {
     complex: ("builtins", "complex", lambda v: (v.real, v.imag)),
     slice: ("builtins", "slice", lambda v: (v.start, v.stop, v.step)),
-    range: ("builtins", "range", lambda v: few_bits(v.start, v.stop, v.step)),
+    range: ("builtins", "range", lambda v: (v.start, v.stop, v.step)),
     OrderedDict: ("collections", "OrderedDict", lambda v: ()),
     deque: ("collections", "deque", lambda v: () if v.maxlen is None else ((), v.maxlen)),
     date: ("datetime", "date", lambda v: (day(v),)),
@@ -148,7 +139,7 @@ CALLS: dict[type, tuple[str, str, Any]] = {
     timedelta: ("datetime", "timedelta", lambda v: (v.days, v.seconds, v.microseconds)),
     timezone: ("datetime", "timezone", lambda v: v.__getinitargs__()),
     Decimal: ("decimal", "Decimal", lambda v: (Context(capitals=1).to_sci_string(v),)),
-    Fraction: ("fractions", "Fraction", lambda v: few_bits(v.numerator, v.denominator)),
+    Fraction: ("fractions", "Fraction", lambda v: (v.numerator, v.denominator)),
     uuid.UUID: ("uuid", "UUID", lambda v: (str(v),)),
     PurePosixPath: ("pathlib", "PurePosixPath", lambda v: (str(v),)),
     PureWindowsPath: ("pathlib", "PureWindowsPath", lambda v: (str(v),)),
@@ -249,7 +240,6 @@ class Writer:
         elif cls is defaultdict:
             self.name("collections", "defaultdict")
             factory = value.default_factory
-            check(factory is None or factory in FACTORIES.values(), "2.5: factory")
             if factory is not None:
                 self.name("builtins", factory.__name__)
             self.out += [SHORT_TUPLES[factory is not None], b"R"]
@@ -302,8 +292,7 @@ class Writer:
         return None
 
     def put_tensor(self, value: Any, path: str, inside: list[int] | None, name: Any) -> None:
-        stored = kind, _, shape, attribute, _ = describe(value)
-        check(len(shape) <= 64 and math.prod(filter(None, shape)) < 1 << 59, "3.1")
+        stored = kind, _, _, attribute, _ = describe(value)
         if inside or not path:
             count = inside or [0]
             path = f"{path}.@{count[0]}" if path else f"@{count[0]}"
@@ -360,54 +349,17 @@ def encode(sample: Any) -> tuple[bytes, bytes]:
 # --- 3.1: reading ---------------------------------------------------------------------------------------------------
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    check(len({name for name, _ in pairs}) == len(pairs), "3.1: a key occurs twice")
-    return dict(pairs)
-
-
-def constant(name: str) -> None:
-    raise Refused(f"4.2: {name}")
-
-
-def size(digits: str) -> int:
-    check(not digits.startswith("-"), "3.1: sign")
-    return int(digits)
-
-
-def is_size(value: Any) -> bool:
-    return type(value) is int and value < 1 << 63
-
-
-def parse_safetensors(member: bytes, nbytes: int | None = None) -> tuple[dict[str, Any], int, int | None]:
+def parse_safetensors(member: bytes) -> tuple[dict[str, Any], int, int | None]:
     """Return (stored dtype, shape, begin, end) of each tensor by name, in their order, where they begin, and the digest."""
-    nbytes = len(member) if nbytes is None else nbytes
-    check(nbytes >= 8, "3.1: length")
     begin = 8 + int.from_bytes(member[:8], "little")
-    check(begin <= nbytes and begin <= 100_000_008 and member[8:9] == b"{", "3.1: header")
-    text = member[8:begin].decode()
-    head = json.loads(text, object_pairs_hook=unique, parse_int=size)
-    metadata = head.pop("__metadata__", {})
-    check(type(metadata) is dict and all(type(value) is str for value in metadata.values()), "3.1: metadata")
-    "".join(metadata).encode()
-    digits = re.match('{"__metadata__":{"tensorcache":"1 ([0-9a-f]{16})"', text)
-    check(digits or "tensorcache" not in metadata, "3.1: beginning")
-    entries = []
-    for name, entry in head.items():
-        name.encode()
-        check(type(entry) is dict and set(entry) == {"dtype", "shape", "data_offsets"}, "3.1: entry")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        check(type(dtype) is str and dtype in WIDTH and type(shape) is type(offsets) is list, "3.1: entry")
-        check(all(map(is_size, shape + offsets)) and len(offsets) == 2 and len(shape) <= 64, "3.1: sizes")
-        check(math.prod(filter(None, shape)) < 1 << 59, "3.1: shape")
-        check(offsets[1] - offsets[0] == math.prod(shape) * WIDTH[dtype], "3.1: span")
-        entries.append((name, (dtype, tuple(shape), begin + offsets[0], begin + offsets[1])))
-    entries.sort(key=lambda item: item[1][2:])
-    at = begin
-    for _, (_, _, first, last) in entries:
-        check(first == at, "3.1: hole or overlap")
-        at = last
-    check(at == nbytes, "3.1: end")
-    return dict(entries), begin, int(digits[1], 16) if digits else None
+    head = json.loads(member[8:begin])
+    digits = re.match('{"__metadata__":{"tensorcache":"1 ([0-9a-f]{16})"', member[8:begin].decode())
+    head.pop("__metadata__", None)
+    entries = [
+        (name, (entry["dtype"], tuple(entry["shape"]), *(begin + offset for offset in entry["data_offsets"])))
+        for name, entry in head.items()
+    ]
+    return dict(sorted(entries, key=lambda item: item[1][2:])), begin, int(digits[1], 16) if digits else None
 
 
 def resolve(text: str, tensors: dict[str, Any]) -> tuple[str, Any, tuple[int, ...], int, int]:

@@ -1,4 +1,4 @@
-"""FORMAT.md is complete: an implementation from its text alone writes the same bytes and refuses the same ones."""
+"""FORMAT.md is complete: an implementation from its text alone writes the same bytes, and reads the same values."""
 
 from __future__ import annotations
 
@@ -183,20 +183,6 @@ def test_hand_made_bodies(case: str) -> None:
     assert (decode_both(b"\x80\x05" + body, tensors) is not None or body == b"N.") == is_accepted
 
 
-def test_arguments_may_cost_ten_for_each_byte_of_the_body() -> None:
-    outcomes = set()
-    for length in range(9_000, 10_000):
-        fetched = name("decimal", "Decimal") + b"\x94X" + struct.pack("<I", length) + b"1" * length + b"\x94\x85R"
-        count = (1_000_000 + 10 * len(b"](" + fetched + b"e.")) // (length + 1 - 10 * 6)
-        for more in (0, 1):
-            body = b"](" + fetched + b"h\0h\1\x85R" * (count + more - 1) + b"e."
-            excess = (length + 1) * (count + more) - 1_000_000 - 10 * len(body)
-            if -500 < excess <= 10:
-                assert (decode_both(b"\x80\x05" + body, NONE) is not None) == (excess <= 0)
-                outcomes.add(excess <= 0)
-    assert outcomes == {True, False}
-
-
 KEYS: dict[str, Any] = {
     "ints": list(range(10_000)),
     "one more": list(range(10_001)),
@@ -366,26 +352,17 @@ READ_MANIFESTS = [
 ]
 REFUSED_MANIFESTS = [
     ('"version": 1,', '"version": 2,'),
-    ('"version": 1,', '"version": true,'),
-    ('"wids_version": 1,', ""),
     ('"version": 1', '"version": 1, "version": 1'),
     ('{"url"', '{"url": "a.tar", "url"'),
     ('"version": 1', '"version": 1, "new": NaN'),
     ('"nsamples": 1', '"nsamples": -0'),
     ('"nsamples": 1', '"nsamples": 1.0'),
-    ('"nsamples": 1', '"nsamples": 1e0'),
-    ('"wids_version": 1', '"wids_version": 1.0'),
     ('"version": 1', '"version": 1e0'),
     ('{"": 1}', '{"": 0}'),
-    ('{"": 1}', '{"": 1.0}'),
     ('{"": 1}', '{"": 9223372036854775808}'),
     ('{"": 1}', "[1]"),
-    ('"url": "a.tar"', '"url": "/a.tar"'),
-    ('"url": "a.tar"', '"url": "../a.tar"'),
     ('"url": "a.tar"', '"url": "x/../a.tar"'),
-    ('"index": "', '"index": "1", "x": "'),
     ('"index": "', '"index": "ABCDEFABCDEFABCD", "x": "'),
-    ('"index": "', '"index": 1, "x": "'),
     ('"caches"', '"fingerprints": {"a.tar": "m"}, "caches"'),
 ]
 
@@ -482,76 +459,33 @@ def test_samples_of_allowed_classes_have_no_references(tmp_path: Path) -> None:
 
 
 ORIGINALS = {"originals.rows": [1, 2], "originals.text": [65, 66, 67], "originals.ends": [0, 3]}
-CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
-    "nothing": lambda arrays, names: None,
-    "further arrays and keys": lambda arrays, names: (arrays.update(new=[1]), names.update(new=1)),
-    "digests of items and original names": lambda arrays, names: arrays.update(
-        {"items.digest": [7] * len(arrays["keys.ends"]), **ORIGINALS}
-    ),
-    "a digest of an item too few": lambda arrays, names: arrays.update({"items.digest": arrays["keys.ends"][1:]}),
-    "an original name without ends": lambda arrays, names: arrays.update({**ORIGINALS, "originals.ends": []}),
-    "original names without rows": lambda arrays, names: arrays.update({"originals.text": [65]}),
-    "original names that end too soon": lambda arrays, names: arrays.update({**ORIGINALS, "originals.text": [65] * 4}),
-    "original names that descend": lambda arrays, names: arrays.update({**ORIGINALS, "originals.ends": [4, 3]}),
-    "original names of one sample": lambda arrays, names: arrays.update({**ORIGINALS, "originals.rows": [1, 1]}),
-    "an original name beyond the samples": lambda arrays, names: arrays.update(
-        {**ORIGINALS, "originals.rows": [1, 99]}
-    ),
-    "no keys": lambda arrays, names: arrays.pop("keys.text"),
-    "an empty key": lambda arrays, names: arrays["keys.ends"].__setitem__(0, 0),
-    "keys that end too soon": lambda arrays, names: arrays["keys.text"].append(65),
-    "a missing column": lambda arrays, names: arrays.pop("cache.0.digest"),
-    "a short column": lambda arrays, names: arrays["cache.0.digest"].pop(),
-    "rows that do not ascend": lambda arrays, names: arrays["cache.1.rows"].reverse(),
-    "a row beyond the samples": lambda arrays, names: arrays["cache.1.rows"].__setitem__(-1, 99),
-    "a form beyond the forms": lambda arrays, names: arrays["layouts.form"].__setitem__(0, 99),
-    "a dimension too many": lambda arrays, names: arrays["layouts.dims"].append(1),
-    "members that overlap": lambda arrays, names: arrays.update(
-        {"member.0.begin": [512] * 5, "member.0.nbytes": [20_000] * 5}
-    ),
-    "a cache name in capitals": lambda arrays, names: names["caches"].__setitem__(1, "VAE"),
-    "a suffix that is not a text": lambda arrays, names: names["members"].__setitem__(0, 1),
-    "a reference to another tensor": lambda arrays, names: names["references"][0].reverse(),
-    "a reference too few": lambda arrays, names: names["references"][0].pop(),
-    "references of too few forms": lambda arrays, names: names["references"].pop(),
-    "no references": lambda arrays, names: names["references"].__setitem__(0, None),
-    "a fingerprint that is a list": lambda arrays, names: names.update(fingerprint=[]),
-    "suffixes that are an object": lambda arrays, names: names.update(members={}),
-    "cache names that are an object": lambda arrays, names: names.update(caches={"": 1, "vae-b_1": 2}),
-    "cache names that are a text": lambda arrays, names: names.update(caches="x"),
-    "a form that is an object": lambda arrays, names: (names["forms"].append({}), names["references"].append(None)),
-    "references that are an object": lambda arrays, names: names["references"].__setitem__(
-        0, dict.fromkeys(names["references"][0], 1)
-    ),
-    "a suffix that is not UTF-8": lambda arrays, names: names["members"].__setitem__(0, "\udcff.png"),
-    "a suffix of no bytes": lambda arrays, names: names["members"].__setitem__(0, "\ud800.png"),
-    "a suffix in capitals": lambda arrays, names: names["members"].__setitem__(0, "Seg.png"),
-    "a suffix twice": lambda arrays, names: names["members"].__setitem__(1, names["members"][0]),
-    "a number that is none": lambda arrays, names: names.update(new=float("nan")),
-    "an integer -0": lambda arrays, names: json.dumps(names | {"new": 7}).replace("7", "-0").encode(),
-    "letters beyond ASCII": lambda arrays, names: json.dumps(names | {"new": "é"}, ensure_ascii=False).encode(),
-    "bytes that are not UTF-8": lambda arrays, names: json.dumps(names | {"new": "?"}).encode().replace(b"?", b"\xff"),
-    "white space": lambda arrays, names: json.dumps(names, indent=1).encode(),
-}
-ACCEPTED = {
-    "nothing",
-    "further arrays and keys",
-    "digests of items and original names",
-    "no references",
-    "a suffix that is not UTF-8",
-    "white space",
-    "letters beyond ASCII",
-}
+# changes of an index's arrays, or of the JSON of its names; tests/shards/test_forged_index.py has more that are refused
+READ_INDEXES: list[Callable[[dict[str, Any], dict[str, Any]], Any]] = [
+    lambda arrays, names: (arrays.update(new=[1]), names.update(new=1)),
+    lambda arrays, names: arrays.update({"items.digest": [7] * len(arrays["keys.ends"]), **ORIGINALS}),
+    lambda arrays, names: names["references"].__setitem__(0, None),
+    lambda arrays, names: names["members"].__setitem__(0, "\udcff.png"),
+    lambda arrays, names: json.dumps(names | {"new": "é"}, ensure_ascii=False, indent=1).encode(),
+]
+REFUSED_INDEXES: list[Callable[[dict[str, Any], dict[str, Any]], Any]] = [
+    lambda arrays, names: names["references"].__setitem__(0, dict.fromkeys(names["references"][0], 1)),
+    lambda arrays, names: (names["forms"].append({}), names["references"].append(None)),
+    lambda arrays, names: names.update(members={}),
+    lambda arrays, names: names.update(caches={"": 1, "vae-b_1": 2}),
+    lambda arrays, names: names.update(new=float("nan")),
+    lambda arrays, names: json.dumps(names | {"new": 7}).replace("7", "-0").encode(),
+    lambda arrays, names: json.dumps(names | {"new": "?"}).encode().replace(b"?", b"\xff"),
+]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_indexes(change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [*READ_INDEXES, *REFUSED_INDEXES])
+def test_indexes(change: Callable[[Any, Any], Any], tmp_path: Path) -> None:
     shard = second_shards.write_shard(shard_samples(7))
     arrays, names, end = second_shards.index_arrays(shard)
-    text = CHANGES[change](arrays, names)
+    text = change(arrays, names)
     footer = second_shards.build_trailer(arrays, text if isinstance(text, bytes) else names, end)
     (tmp_path / "a.tar").write_bytes(shard[: end + 1024] + footer)
-    if change in ACCEPTED:
+    if change in READ_INDEXES:
         assert opened(tmp_path / "a.tar") == [key for key, *_ in shard_samples(7)]
     else:
         with pytest.raises(tc.FormatError):
