@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import sys
 import weakref
@@ -367,6 +368,12 @@ def test_damaged_skeletons(items: dict[str, Any]) -> None:
         read = outcome(lambda one=one: repr(tc.decode_sample(one, tensors)))
         form.template = None
         assert read == outcome(lambda one=one: repr(tc.decode_sample(one, tensors)))
+
+
+def test_skeletons_of_stock_pickle() -> None:
+    for value in ("a", "b", "c"):
+        skeleton = pickle.dumps({"x": [value, value * 2], "y": 1}, 5)
+        assert tc.decode_sample(skeleton, tc.encode_sample(0)[1]) == {"x": [value, value * 2], "y": 1}
 
 
 @pytest.mark.parametrize("inner", [lambda key: {key: 1}, lambda key: [{"ab": key}, {key: key}]])

@@ -54,13 +54,8 @@ class Builder:
     is_deque: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """The way to write objects of one type: as a call of the global `module.name` with the result of `arguments`."""
-
-    module: str
-    name: str
-    arguments: Callable[[Any], tuple[Any, ...]]
+# module and name of the global that is called to build an object of one type, and the function that returns the arguments
+Listed = tuple[str, str, Callable[[Any], tuple[Any, ...]]]
 
 
 def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
@@ -302,7 +297,7 @@ def _numpy_dtype_arguments(value: Any) -> tuple[str]:
 
 
 # Not in `LISTED`, because each numpy dtype has its own class.
-NUMPY_DTYPE = Listed("numpy", "dtype", _numpy_dtype_arguments)
+NUMPY_DTYPE: Listed = "numpy", "dtype", _numpy_dtype_arguments
 
 
 def _scalar(cls: Any, kind: type) -> Callable[[Any], Any]:
@@ -386,7 +381,7 @@ BUILDERS: dict[tuple[str, str], object] = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 for _cls, _module, _name, _arguments, _build in _rows():
-    LISTED[_cls] = Listed(_module, _name, _arguments)
+    LISTED[_cls] = _module, _name, _arguments
     # numpy.longlong is written, and comes back, as numpy.int64
     BUILDERS.setdefault((_module, _name), Builder(_build, is_deque=_cls is deque))
 for _cls, _name in FACTORIES.items():

@@ -274,11 +274,12 @@ class SkeletonWriter:
         self._remember(value)
 
     def _save_call(self, listed: Listed, value: Any, path: str, depth: int) -> None:
+        module, name, list_arguments = listed
         try:
-            arguments = listed.arguments(value)
+            arguments = list_arguments(value)
         except (TypeError, ValueError) as exc:
             raise EncodeError(f"{place(path)}: {type(value).__name__} cannot be stored: {exc}") from exc
-        self._global(listed.module, listed.name)
+        self._global(module, name)
         if len(arguments) not in op.SHORT_TUPLES:
             self._parts.append(CODE[op.MARK])
         self._call_cost += call_cost(arguments)
@@ -321,7 +322,7 @@ class SkeletonWriter:
         self.needs_allow = True
         module, name = self._classes[type(value)]
         if isinstance(value, Enum):  # the result of its `__reduce_ex__` depends on the Python version
-            self._save_call(Listed(module, name, lambda member: (member.value,)), value, path, depth + 1)
+            self._save_call((module, name, lambda member: (member.value,)), value, path, depth + 1)
             self._remember(value)
             return
         try:
