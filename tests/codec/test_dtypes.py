@@ -106,7 +106,7 @@ def test_quantized_tensors_are_refused() -> None:
         tensor = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8)
     except (AttributeError, RuntimeError):
         pytest.skip(f"torch {torch.__version__} has no quantized tensors any more")
-    with pytest.raises(tc.EncodeError, match="quantized.*int_repr"):
+    with pytest.raises(tc.EncodeError, match="quantized tensor cannot be stored"):
         tc.encode_sample(tensor)
 
 

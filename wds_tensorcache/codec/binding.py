@@ -76,12 +76,11 @@ def parse_preamble(skeleton: bytes | memoryview) -> Preamble:
         FormatError: The preamble is damaged, or its format version is not 1.
         UnsafeSkeletonError: The skeleton is not a pickle of protocol 4 or 5.
     """
-    if skeleton[: len(_PREAMBLE_BEGIN)] == _PREAMBLE_BEGIN and len(skeleton) > PREAMBLE_NBYTES:
+    is_whole = len(skeleton) > PREAMBLE_NBYTES and skeleton[PREAMBLE_NBYTES - 1] == POP
+    if is_whole and skeleton[: len(_PREAMBLE_BEGIN)] == _PREAMBLE_BEGIN:
         version, nbytes, tensors, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
         if version != FORMAT_VERSION:
             check_version(version)
-        if skeleton[PREAMBLE_NBYTES - 1] != POP:
-            raise FormatError("the skeleton's preamble is damaged: it does not end with the opcode POP")
         return PREAMBLE_NBYTES, nbytes, tensors, body
     if skeleton[4 : 4 + len(MAGIC)] == MAGIC:
         check_version(int.from_bytes(skeleton[4 + len(MAGIC) : 6 + len(MAGIC)], "little"))
