@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.codec.test_many_tensors import num_calls
+from tests.codec.test_templates import num_calls
 
 COUNTS = (500, 2_000, 8_000)
 
