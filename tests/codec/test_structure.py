@@ -10,7 +10,6 @@ import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from datetime import datetime
 from fractions import Fraction
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -287,18 +286,6 @@ def test_equal_samples_give_equal_bytes_whatever_the_hash_seed() -> None:
         environment = {"PYTHONHASHSEED": seed, "PATH": ""}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.split() == [here["digest"]]
-
-
-def test_sets_of_tensors_with_equal_bytes_are_sorted_by_dtype_and_shape() -> None:
-    """Sets of tensors iterate in the order of their addresses."""
-    made = [
-        torch.zeros(4, dtype=torch.float32),
-        torch.zeros(4, dtype=torch.int32),
-        torch.zeros(2, 2),
-        torch.zeros(4, 1),
-    ]
-    written = {tc.encode_sample({"x": {torch.clone(each) for each in order}}) for order in permutations(made)}
-    assert len(written) == 1
 
 
 def test_an_empty_tuple_counts_wherever_it_occurs() -> None:
