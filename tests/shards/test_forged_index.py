@@ -78,7 +78,10 @@ REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "tensors that overflow": (put("cache.0.tensors_begin", 3, (1 << 64) - 1), "outside the archive"),
     "a skeleton that overflows": (put("cache.0.skeleton_nbytes", 3, (1 << 64) - 600), "outside the archive"),
     "a member outside": (put("member.0.nbytes", 3, 1 << 40), "outside the archive"),
-    "skeletons that overlap": (replace(cache__0__skeleton_nbytes=np.full(4, 6000, np.uint16)), "overlap|beyond"),
+    "skeletons that overlap": (
+        replace(cache__0__skeleton_nbytes=np.array([11000, 8000, 5000, 2000], np.uint16)),
+        "members that overlap",
+    ),
     "no such layout": (put("cache.0.layout", 3, 99), "layout that does not exist"),
     "no such form": (replace(layouts__form=np.full(2, 7, U8)), "form that does not exist"),
     "huge shapes": (replace(layouts__dims=np.full(4, (1 << 64) - 1, U64)), "impossible size"),

@@ -36,10 +36,9 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
 
 
 class TarStream:
-    """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz. Iterating yields `(name, read)` for each file.
+    """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz, as of `Scanner`. Iterate once.
 
-    `read()` returns a copy of the content. Call it before requesting the next member. The stream skips directories, links,
-    devices and webdataset's own metadata (`__…__`).
+    Iterating yields the name of each file, and a function that returns its content until the next file is requested.
 
     Args:
         stream: Object with `read(n)`, which may return fewer than n bytes.
@@ -48,15 +47,9 @@ class TarStream:
         max_expanded_nbytes: Limit for the decompressed bytes of the whole tar, which may always be 64 times the bytes that
             were read from `stream`. Members that become objects have lower limits, see `check_objects`.
 
-    Attributes:
-        start: Offset of the current member's first header, at which another stream of this tar can begin. None if the tar is
-            compressed, or a global header precedes the member, so that no stream can begin there.
-
     Raises:
         TarFormatError: The stream ends without an end-of-archive block, breaks a rule of the format, or expands too much.
             Raised while iterating or reading, with the offset in the decompressed tar.
-
-    Threads: not thread-safe. Iterate once.
     """
 
     def __init__(
@@ -66,6 +59,8 @@ class TarStream:
         skip: Callable[[int], int] | None = None,
         max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     ) -> None:
+        # Offset of the current member's first header, at which another stream of this tar can begin; None if the tar is
+        # compressed, or if a global header precedes the member.
         self.start: int | None = None
         self._stream = stream
         self._skip = skip
@@ -88,7 +83,7 @@ class TarStream:
             begin, end = header_begin + BLOCK, header_begin + BLOCK + header.nbytes
             is_member = not is_extended(block)  # the content of an extended header is read by `parse`
             if is_member:
-                self.start = None if self._compressed is not None or headers.has_global else start
+                self.start = None if self._compressed is not None or headers.common else start
                 if header.is_file and not is_meta_name(header.name):
                     yield header.name, partial(self._read_member, header.name, begin, end)
             self._skip_to(end + padding(header.nbytes))
