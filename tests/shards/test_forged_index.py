@@ -96,9 +96,9 @@ REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "keys outside": (replace(keys__ends=np.array([2, 4, 6, 99], U8)), "keys that overlap"),
     "keys that wrap": (replace(keys__ends=np.array([2, (1 << 64) - 2, (1 << 64) - 1, 8], U64)), "keys that overlap"),
     "empty keys": (replace(keys__ends=np.array([0, 2, 4, 8], U8)), "empty keys"),
-    "keys that are not bytes": (replace(keys__text=np.zeros(8, np.uint16)), "are not both bytes"),
-    "an array of floats": (replace(keys__ends=np.ones(4)), r"an array 'keys.ends' of F64\[4\]"),
-    "an array of two dimensions": (replace(keys__ends=np.ones((2, 2), U8)), r"'keys.ends' of U8\[2, 2\]"),
+    "keys that are not bytes": (replace(keys__text=np.zeros(8, np.uint16)), "the dtype of keys.text"),
+    "an array of floats": (replace(keys__ends=np.ones(4)), r"the array .keys.ends.: .F64\[4\]"),
+    "an array of two dimensions": (replace(keys__ends=np.ones((2, 2), U8)), r"the array .keys.ends.: .U8\[2, 2\]"),
     "an array is missing": (lambda arrays: arrays.pop("cache.0.digest"), "incomplete"),
 }
 
