@@ -52,33 +52,27 @@ def test_wids_manifests_of_others(tmp_path: Path) -> None:
 
 
 def document(**changes: Any) -> str:
-    shard = {"url": "x.tar", "nsamples": 3, "filesize": 4}
-    return json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": [shard], **changes})
+    return json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": [], **changes})
 
 
 def shardlist(**changes: Any) -> str:
-    return document(
-        shardlist=[
-            {"url": "x.tar", "nsamples": 3, "filesize": 4},
-            {"url": "y", "nsamples": 3, "filesize": 4, **changes},
-        ]
-    )
+    shard = {"url": "x.tar", "nsamples": 3, "filesize": 4}
+    return document(shardlist=[shard, {**shard, "url": "y", **changes}])
 
 
-INVALID = {
-    "empty": ("", "expected a manifest, but the file is not JSON: Expecting value"),
-    "cut": (document()[:-3], "expected a manifest, but the file is not JSON: "),
-    "deep": ("[" * 100_000, "expected a manifest, but the file is not JSON: maximum recursion depth"),
-    "a number of many digits": ("9" * 100_000, "expected a manifest, but the file is not JSON: Exceeds the limit"),
+NOT_JSON = "expected a manifest, but the file is not JSON: "
+INVALID = {  # what the second implementation refuses, too, is in tests/codec
+    "empty": ("", f"{NOT_JSON}Expecting value"),
+    "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),
+    "a number of many digits": ("9" * 100_000, f"{NOT_JSON}Exceeds the limit"),
+    "not UTF-8": (b"\xff\xfe{}", f"{NOT_JSON}'utf-8' codec"),
     "a list": ("[]", "the manifest is a list, expected an object"),
     "another kind": (document(__kind__="x"), "__kind__ is 'x', expected 'wids-shard-index-v1'"),
-    "another version": (document(wids_version=2), "wids_version is 2, expected 1"),
     "no version": ("{}", "wids_version is None, expected 1"),
     "version is a bool": (document(wids_version=True), "wids_version is True, expected 1"),
     "base": (document(base="/d"), "base is '/d', expected no value: list all shards in shardlist"),
     "datasets": (document(datasets=[{"source_url": "x.json"}]), "datasets is a list, expected no value"),
-    "no shardlist": (document(shardlist=None), "shardlist is None, expected a list"),
-    "deep shardlist": (document(shardlist={"a": 1}), "shardlist is a dict, expected a list"),
+    "shardlist": (document(shardlist={"a": 1}), "shardlist is a dict, expected a list"),
     "extra": (document(tensorcache=[1]), "tensorcache is a list, expected an object"),
     "shard": (document(shardlist=["x.tar"]), r"shardlist\[0\] is 'x.tar', expected an object"),
     "url is a number": (shardlist(url=1), r"shardlist\[1\]: url is 1, expected a path or a url"),
@@ -86,34 +80,22 @@ INVALID = {
     "url with NUL": (shardlist(url="a\0b"), r"shardlist\[1\]: url is 'a\\x00b', expected a path or a url"),
     "url with half a pair": (shardlist(url="\ud800"), r"shardlist\[1\]: url is '\\ud800', expected a path or a url"),
     "url twice": (shardlist(url="x.tar"), r"shardlist\[1\]: url 'x.tar' occurs twice"),
-    "negative": (shardlist(nsamples=-1), r"shardlist\[1\]: nsamples is -1, expected a non-negative integer"),
-    "a bool": (shardlist(nsamples=True), r"shardlist\[1\]: nsamples is True, expected a non-negative integer"),
-    "a float": (shardlist(filesize=1.5), r"shardlist\[1\]: filesize is 1.5, expected a non-negative integer"),
-    "no number": (shardlist(filesize=None), r"shardlist\[1\]: filesize is None, expected a non-negative integer"),
-    "digest is a number": (shardlist(index=1), r"shardlist\[1\]: index is 1, expected 16 hexadecimal digits"),
-    "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
     "url goes up": (shardlist(url="../y"), r"lists '../y', which is outside the manifest's folder; .*tc.open"),
-    "absolute url": (shardlist(url="/y"), r"lists '/y', which is outside the manifest's folder; .*tc.open"),
+    "negative": (shardlist(nsamples=-1), r"shardlist\[1\]: nsamples is -1, expected a non-negative integer"),
     "more than 63 bits": (shardlist(filesize=1 << 63), r"shardlist\[1\]: filesize is 9223372036854775808, expected"),
-}  # fmt: skip
+    "no number": (shardlist(filesize=None), r"shardlist\[1\]: filesize is None, expected a non-negative integer"),
+    "digest": (shardlist(index=1), r"shardlist\[1\]: index is 1, expected 16 hexadecimal digits"),
+}
 
 
 @pytest.mark.parametrize(("text", "message"), INVALID.values(), ids=INVALID)
-def test_invalid_manifests(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_manifests(tmp_path: Path, text: str | bytes, message: str) -> None:
     path = tmp_path / "manifest.json"
-    path.write_text(text)
-    with pytest.raises(tc.FormatError, match=rf"manifest\.json: {message}"):
-        tc.open(path)
-    with pytest.raises(tc.FormatError, match=rf"manifest\.json: {message}"):
-        tc.ShardWriter(tmp_path)
-    assert path.read_text() == text
-
-
-def test_a_manifest_that_is_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    path.write_bytes(document().encode("utf-16"))
-    with pytest.raises(tc.FormatError, match=r"manifest\.json: .*the file is not JSON: 'utf-8' codec"):
-        tc.open(path)
+    path.write_bytes(content := text if isinstance(text, bytes) else text.encode())
+    for use in (tc.open, tc.ShardWriter):
+        with pytest.raises(tc.FormatError, match=rf"manifest\.json: {message}"):
+            use(tmp_path)
+    assert path.read_bytes() == content
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +209,7 @@ def relist(folder: Path, *urls: str) -> None:
     (folder / "manifest.json").write_text(json.dumps(document))
 
 
-SPELLINGS = [
-    "./0.tar",
-    ".//0.tar",
-    "soft.tar",
-    "hard.tar",
-    "sub/link/0.tar",
-]
+SPELLINGS = ["./0.tar", "soft.tar", "hard.tar", "sub/link/0.tar"]
 
 
 @pytest.mark.parametrize("url", SPELLINGS)
@@ -266,17 +242,12 @@ def test_what_the_caller_lists_twice_comes_twice(folder: Path) -> None:
 
 
 UNREADABLE = {
-    "http://example.org/0.tar": "is a url in a local manifest",
     "file:///0.tar": "is a url in a local manifest",
-    "s3://bucket/0.tar": "is a url in a local manifest",
-    "0.tar/": "'0.tar/' is not a possible path",
     "0.tar/x": "'0.tar/x' is not a possible path",
-    "x" * 5000: "'x+.* is not a possible path",
     "x" * 256 + ".tar": "'x+.* is not a possible path",
     "/".join(["y" * 200] * 30): "'y+.* is not a possible path",
     "loop.tar": "'loop.tar' is not a possible path",
     "sub": "is a folder, pipe or device, expected a file",
-    ".": "is a folder, pipe or device, expected a file",
     "pipe.tar": "is a folder, pipe or device, expected a file",
     "/dev/zero": "lists '/dev/zero', which is outside the manifest's folder",
     "0.tar/../1.tar": "lists '0.tar/../1.tar', which is outside the manifest's folder",
@@ -299,7 +270,7 @@ def test_urls_that_are_no_files(folder: Path, url: str, message: str) -> None:
 
 
 def test_files_that_are_not_there(folder: Path) -> None:
-    for url in ("pipe:touch OWNED", "nowhere.tar", "nowhere/0.tar", "http:x.tar"):
+    for url in ("pipe:touch OWNED", "nowhere/0.tar", "http:x.tar"):
         relist(folder, "0.tar", url)
         with pytest.raises(FileNotFoundError, match=url):
             tc.open(folder)
