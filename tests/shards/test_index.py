@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from tests.shards.footers import TRAILER_NBYTES, body_of, put_footer
+from tests.shards.footers import body_of, put_footer
 from tests.shards.tars import BLOCK, build
 
 Samples = list[dict[str, Any]]
@@ -233,45 +233,17 @@ def shard(tmp_path: Path) -> Path:
     return tmp_path / "x.tar"
 
 
-def is_right(path: Path, expected: list[tuple[str, Any]]) -> bool:
-    """Return whether a shard has the expected samples; False if it is refused."""
-    try:
-        pairs = contents(path)
-    except tc.FormatError:
-        return False
-    assert_same(pairs, expected)
-    return True
-
-
-def test_flipped_bytes(shard: Path) -> None:
-    expected, content = contents(shard), bytearray(shard.read_bytes())
-    end = tc.write_index(shard, dali_index=False).end
-    Path(f"{shard}.index").unlink()
-    trailer = len(content) - TRAILER_NBYTES
-    positions = [*range(end, trailer, 31), *range(trailer, len(content))]
-    num_right = 0
-    for position in positions:
-        content[position] ^= 0xA5
-        shard.write_bytes(content)
-        num_right += is_right(shard, expected)
-        content[position] ^= 0xA5
-    assert num_right > 0.7 * len(positions)
-
-
 def test_truncated_shards(shard: Path) -> None:
     expected, content = contents(shard), shard.read_bytes()
     end = tc.write_index(shard, dali_index=False).end
     Path(f"{shard}.index").unlink()
     for nbytes in [*range(len(content), end, -131), end + 512, end, end - 1, end - 1000, 700, 512, 100, 1, 0]:
         shard.write_bytes(content[:nbytes])
-        assert is_right(shard, expected) == (nbytes >= end + 512)
-
-
-def test_other_bytes_after_the_index(shard: Path) -> None:
-    expected, content = contents(shard), shard.read_bytes()
-    for tail in (b"x", bytes(512), content[-TRAILER_NBYTES:], content[-3000:], os.urandom(70_000)):
-        shard.write_bytes(content + tail)
-        assert is_right(shard, expected)
+        if nbytes >= end + 512:
+            assert_same(contents(shard), expected)
+        else:
+            with pytest.raises(tc.FormatError):
+                contents(shard)
 
 
 def test_a_stale_or_damaged_sidecar_is_ignored(shard: Path) -> None:
@@ -281,7 +253,7 @@ def test_a_stale_or_damaged_sidecar_is_ignored(shard: Path) -> None:
     sidecar = Path(f"{shard}.index")  # it declares a longer shard
     for raw in (sidecar.read_bytes(), b"", b"x" * 10, sidecar.read_bytes()[:-1]):
         sidecar.write_bytes(raw)
-        assert is_right(shard, expected)
+        assert_same(contents(shard), expected)
 
 
 def test_a_sidecar_saves_a_scan_of_a_tar_that_ends_after_one_block(tmp_path: Path) -> None:
