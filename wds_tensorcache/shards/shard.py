@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -222,7 +222,7 @@ class Shard:
         """
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
-        skeleton, begin = self._skeleton(row, layout, stored)
+        skeleton, begin = self.skeleton(row, layout, stored)
         source = FileRange(self, columns.tensors_begin.item(row))
         try:
             return decode_body(skeleton, begin, layout, source, True, self._allow)
@@ -238,7 +238,7 @@ class Shard:
         template: Template | None = layout.form.template
         if template is None:
             return None
-        skeleton, begin = self._skeleton(row, layout, stored)
+        skeleton, begin = self.skeleton(row, layout, stored)
         if template.match(skeleton, begin) is MISS:
             return None
         self.note_template(row, template)
@@ -255,10 +255,6 @@ class Shard:
             self._templates.append(template)
             self.note_template(rows, template)
 
-    def skeleton(self, row: int) -> tuple[bytes, int]:
-        """Return a sample's skeleton member, and the offset of the body in it."""
-        return self._skeleton(row, self.layout(row))
-
     def knows_template(self, row: int) -> bool:
         """Return whether `template` needs no read."""
         return bool(self._template_numbers.item(row))
@@ -273,8 +269,9 @@ class Shard:
         begins = self.columns.skeleton_begin[rows].astype(np.int64)
         return begins, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
 
-    def _skeleton(self, row: int, layout: Layout, stored: bytes | None = None) -> tuple[bytes, int]:
-        columns = self.columns
+    def skeleton(self, row: int, layout: Layout | None = None, stored: bytes | None = None) -> tuple[bytes, int]:
+        """Return a sample's skeleton member, and the offset of the body in it; `stored` is as in `sample`."""
+        columns, layout = self.columns, layout or self.layout(row)
         digest = columns.digest.item(row)
         if stored is None:
             begin = columns.skeleton_begin.item(row)
@@ -320,7 +317,7 @@ class Shard:
             body = PREAMBLE_NBYTES
             if not is_preamble(skeleton, bound[16 * i : 16 * i + 16]):
                 row = rows.item(i)
-                skeleton, body = self._skeleton(row, self.layout(row), skeleton)
+                skeleton, body = self.skeleton(row, None, skeleton)
             skeletons.append(skeleton)
             bodies.append(body)
         file.check_unchanged()
@@ -335,21 +332,12 @@ def _columns_in(index: ShardIndex, name: str) -> CacheColumns:
     return CacheColumns(None, *[np.empty(0, np.uint64)] * 5)
 
 
-class _OpenFile(Protocol):
-    @property
-    def path(self) -> str: ...
-    @property
-    def pool(self) -> Pool: ...
-    @property
-    def file(self) -> File: ...
-
-
 class FileRange:
     """A `codec.reference.ByteSource`: a file from offset `begin` on. Each read checks that the file is unchanged."""
 
     __slots__ = ("_begin", "_owner")
 
-    def __init__(self, owner: _OpenFile, begin: int) -> None:
+    def __init__(self, owner: Shard | _UnpickledFile, begin: int) -> None:
         self._owner = owner
         self._begin = begin
 
