@@ -74,10 +74,8 @@ class Keys:
         return (begins, lengths) if rows is None else (begins[rows], lengths[rows])
 
     def hashes(self, rows: Array | None = None) -> Array:
-        """Return `_hash` of each key, uint64."""
+        """Return `_hash` of each key, at least one, uint64."""
         begins, lengths = self.extents(rows)
-        if not len(lengths):
-            return np.empty(0, np.uint64)
         words, firsts = _words(_windows(self.text), begins, lengths)
         factors = _factors(int(lengths.max()) // _WORD_NBYTES + 2)
         places = np.arange(1, len(words) + 1) - np.repeat(firsts, lengths // _WORD_NBYTES + 1)
