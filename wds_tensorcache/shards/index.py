@@ -300,9 +300,10 @@ class ShardIndex:
             count = len(rows)
         _refuse(len(begin) != count or len(nbytes) != count, "columns of unequal lengths")
         if count:
-            is_inside = int(begin.min()) >= BLOCK and max(int(begin.max()), int(nbytes.max())) <= self.end
-            is_inside = is_inside and int((begin.astype(np.int64) + nbytes.astype(np.int64)).max()) <= self.end
-            _refuse(not is_inside, "a member outside the archive, or beyond its end")
+            is_outside = int(begin.min()) < BLOCK or max(int(begin.max()), int(nbytes.max())) > self.end
+            _refuse(is_outside, "a member outside the archive")
+            ends = begin.astype(np.int64) + nbytes.astype(np.int64)
+            _refuse(int(ends.max()) > self.end, "a member that extends beyond the archive")
 
 
 def _refuse(is_bad: Any, problem: str) -> None:
