@@ -43,10 +43,8 @@ def _find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatE
         for entry in read_manifest(os.path.join(folder, MANIFEST))[0]:
             is_it = os.path.normpath(entry.url) == name and entry.nbytes == nbytes
             if is_it and entry.num_samples > num_samples:
-                problem = (
-                    f"zeros after {num_samples} samples, although {MANIFEST} lists {entry.num_samples} for a file of"
-                )
-                return TarFormatError(f"{problem} this length; {_REMEDY}", offset=end, kind="lost").at(path)
+                problem = f"zeros after {num_samples} samples, although {MANIFEST} lists {entry.num_samples}"
+                return TarFormatError(f"{problem}; {_REMEDY}", offset=end, kind="lost").at(path)
     return None
 
 

@@ -59,11 +59,7 @@ def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
 
 
 def split_lines(content: bytes) -> tuple[int, list[str]]:
-    """Return the number of fields per member (4, or 3 in version 1.1), and the lines, one per sample.
-
-    Raises:
-        FormatError: The first line is damaged.
-    """
+    """Return the number of fields per member (4, or 3 in version 1.1), and the lines, one per sample."""
     first, *lines = [line.decode("utf-8", "surrogateescape") for line in content.splitlines()] or [""]
     head = _fields_of(first)
     width = _WIDTHS.get("".join(head[:1]), 0)
@@ -74,7 +70,7 @@ def split_lines(content: bytes) -> tuple[int, list[str]]:
 
 
 def split_line(line: str, width: int) -> list[list[str]]:
-    """Return the fields of each member in a line, `width` of them; a damaged line ends with a member that has fewer."""
+    """Return the fields of each member in a line; the last member of a damaged line has fewer than `width`."""
     fields = _fields_of(line)
     return [fields[at : at + width] for at in range(0, len(fields), width)]
 

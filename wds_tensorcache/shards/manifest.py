@@ -53,23 +53,14 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A shard that was found: by its own name, in a folder, or in a manifest.
+    """A shard that was found: by its own name, in a folder, or in a manifest. What does not apply is None."""
 
-    Attributes:
-        path: Path or url.
-        entry: Entry in the manifest; None without a manifest.
-        manifest: Path or url of the manifest, for messages.
-        status: Status of a local file that a manifest lists; None if there is an error.
-        same_as: The url of an earlier entry for the same file, which is an error.
-        error: The reason why a listed shard cannot be read.
-    """
-
-    path: str
-    entry: ShardEntry | None = None
-    manifest: str | None = None
-    status: os.stat_result | None = None
-    same_as: str | None = None
-    error: FormatError | OSError | None = None
+    path: str  # path or url
+    entry: ShardEntry | None = None  # in the manifest
+    manifest: str | None = None  # path or url of the manifest, for messages
+    status: os.stat_result | None = None  # of a local file that a manifest lists
+    same_as: str | None = None  # the url of an earlier entry for the same file, which is an error
+    error: FormatError | OSError | None = None  # the reason why a listed shard cannot be read
 
     @property
     def fingerprint(self) -> Mapping[str, Any] | None:
@@ -121,8 +112,7 @@ def locate_shards(
 ) -> Iterator[FoundShard]:
     """Yield the location of each of `entries`, in order; urls start from the folder of the manifest at `path`.
 
-    Args:
-        extra: Value of the manifest's key `tensorcache`, to add its caches and fingerprints to the entries.
+    The caches and fingerprints in `extra`, the value of the manifest's key `tensorcache`, are added to the entries.
     """
     firsts: dict[Any, str] = {}  # the first url of each file
     is_remote = is_url(path)
@@ -355,7 +345,7 @@ class Manifest:
             self.fingerprints[entry.url] = dict(index.fingerprint)
 
     def remove(self, *urls: str) -> None:
-        """Remove the shards with these urls; ignore urls that are not listed."""
+        """Remove the shards with these urls, if they are listed."""
         for url in {*urls, *(self._spelled.pop(url, url) for url in urls)}:
             for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
@@ -379,9 +369,7 @@ class Manifest:
 def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
     """Let a function change the manifest of a folder; it is called again if another process was faster.
 
-    Raises:
-        FormatError: The manifest is damaged.
-        Exception: `change` raised it, and the manifest stays as it is.
+    If the manifest is damaged, or `change` raises an error, the manifest stays as it is.
     """
 
     def apply(content: bytes | None) -> bytes:

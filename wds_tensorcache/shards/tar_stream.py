@@ -92,13 +92,10 @@ class TarStream:
             block = self._take(BLOCK)
 
     def finish(self) -> TarFormatError | None:
-        """Read the stream to its end, which verifies the checksum of a compressed stream.
-
-        Returns:
-            The error for members after the end of the archive, which iterating did not yield; None if there are none.
+        """Read the stream to its end, and return the error for members after the end of the archive, if there are any.
 
         Raises:
-            FormatError: The compressed stream is cut short or damaged.
+            FormatError: The compressed stream is cut short, or does not match its checksum.
         """
         end, hidden = self._at - BLOCK, None
         while (hidden is None or self._compressed is not None) and (blocks := self._take(_MAX_SKIP_NBYTES)):
@@ -144,7 +141,6 @@ class TarStream:
                 raise TarFormatError(problem, offset=begin, kind="truncated")
 
     def _take(self, nbytes: int) -> bytes:
-        """Return the next `nbytes` bytes of the stream, or fewer at its end."""
         # Usually one read. A header may declare more bytes than the stream has, so each read is limited.
         content = self._read(min(nbytes, _MAX_READ_NBYTES))
         if len(content) < nbytes:
