@@ -52,3 +52,15 @@ def faults(source: Any, **options: Any) -> list[tuple[str | None, str]]:
     assert report.faults == tc.verify(source, num_threads=3, **options).faults
     assert report.ok is (not report.faults)
     return [(fault.key, fault.what) for fault in report.faults]
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file in a folder and its subfolders."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def erase(path: Path, begin: int, end: int) -> None:
+    """Overwrite the bytes `[begin, end)` of a file with zeros."""
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(end - begin))

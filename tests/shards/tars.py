@@ -117,14 +117,16 @@ ZOO: list[Any] = [
 ]
 
 LAST = raw_header(b"last.x", b"0", b"1") + b"1" + bytes(511) + bytes(1024)
+A = raw_header(b"a.x", b"0", b"1") + bytes(512)
+EMPTY = raw_header(b"a.x", b"0", b"0")
 UNUSUAL = {
     "type NUL": raw_header(b"a.x", b"\0", b"1") + bytes(512),
     "a directory with a size": raw_header(b"a.x", b"5", b"1000"),
     "contiguous": raw_header(b"a.x", b"7", b"1") + bytes(512),
     "unknown type": raw_header(b"a.x", b"Z", b"1") + bytes(512),
-    "prefix": raw_header(b"a.x", b"0", b"1", prefix=b"p/q") + bytes(512),
-    "prefix, twice": raw_header(b"a.x", b"0", b"1", prefix=b"p/q").ljust(1024, b"\0")
-    + raw_header(b"b.x", b"0", b"1", prefix=b"p/q").ljust(1024, b"\0"),
+    "prefix, twice": b"".join(
+        raw_header(name, b"0", b"1", prefix=b"p/q").ljust(1024, b"\0") for name in (b"a.x", b"b.x")
+    ),
     "size ends with a space": raw_header(b"a.x", b"0", b"00000000001 ") + bytes(512),
     "size of 12 digits": raw_header(b"a.x", b"0", b"000000000001") + bytes(512),
     "size begins with spaces": raw_header(b"a.x", b"0", b"         1 ") + bytes(512),
@@ -134,29 +136,21 @@ UNUSUAL = {
     "bytes after the name": raw_header(b"a.x\0bc".ljust(100, b"d"), b"0", b"1") + bytes(512),
     "no name": raw_header(b"", b"0", b"1") + bytes(512),
     "not UTF-8": raw_header(b"\xff\xe9.json", b"0", b"1") + bytes(512),
-    "pax path": pax(record(b"path", b"p" * 200 + b".x")) + raw_header(b"a.x", b"0", b"1") + bytes(512),
-    "pax path with a slash": pax(record(b"path", b"p.x/")) + raw_header(b"a.x", b"0", b"1") + bytes(512),
-    "pax path not UTF-8": pax(record(b"path", b"\xff\xe9.x")) + raw_header(b"a.x", b"0", b"1") + bytes(512),
+    "pax path": pax(record(b"path", b"p" * 200 + b".x")) + A,
+    "pax path with a slash": pax(record(b"path", b"p.x/")) + A,
+    "pax path not UTF-8": pax(record(b"path", b"\xff\xe9.x")) + A,
     "pax path, a prefix": pax(record(b"path", b"p.x")) + raw_header(b"a.x", b"0", b"1", prefix=b"q") + bytes(512),
-    "pax size": pax(record(b"size", b"600")) + raw_header(b"a.x", b"0", b"0") + bytes(1024),
+    "pax size": pax(record(b"size", b"600")) + EMPTY + bytes(1024),
     "pax size of a link": pax(record(b"size", b"600")) + raw_header(b"a.x", b"2", b"0"),
-    "pax, twice the same key": pax(record(b"path", b"p.x"), record(b"path", b"q.x"), record(b"size", b"1"))
-    + raw_header(b"a.x", b"0", b"0")
+    "pax, twice the same key": pax(*(record(b"path", name) for name in (b"p.x", b"q.x")), record(b"size", b"1"))
+    + EMPTY
     + bytes(512),
-    "two pax headers": pax(record(b"path", b"p.x")) + pax(record(b"path", b"q.x")) + raw_header(b"a.x", b"0", b"0"),
-    "Solaris's pax": pax(record(b"path", b"p.x"), kind=b"X") + raw_header(b"a.x", b"0", b"1") + bytes(512),
-    "global comment": pax(record(b"comment", b"0123")) + raw_header(b"a.x", b"0", b"1") + bytes(512),
-    "pax and GNU": pax(record(b"path", b"p.x"))
-    + pax(b"q.x\0", kind=b"L")
-    + raw_header(b"a.x", b"0", b"1")
-    + bytes(512),
-    "GNU and pax": pax(b"q.x\0", kind=b"L")
-    + pax(record(b"path", b"p.x"))
-    + raw_header(b"a.x", b"0", b"1")
-    + bytes(512),
-    "GNU long name": pax(b"q" * 300 + b".x" + b"\0", kind=b"L")
-    + raw_header(b"a.x", b"0", b"1", prefix=b"p")
-    + bytes(512),
-    "GNU long link": pax(b"q" * 300 + b".x" + b"\0", kind=b"K") + raw_header(b"a.x", b"2", b"0"),
+    "two pax headers": pax(record(b"path", b"p.x")) + pax(record(b"path", b"q.x")) + EMPTY,
+    "Solaris's pax": pax(record(b"path", b"p.x"), kind=b"X") + A,
+    "global comment": pax(record(b"comment", b"0123"), kind=b"g") + A,
+    "pax and GNU": pax(record(b"path", b"p.x")) + pax(b"q.x\0", kind=b"L") + A,
+    "GNU and pax": pax(b"q.x\0", kind=b"L") + pax(record(b"path", b"p.x")) + A,
+    "GNU long name": pax(b"q" * 300 + b".x\0", kind=b"L") + raw_header(b"a.x", b"0", b"1", prefix=b"p") + bytes(512),
+    "GNU long link": pax(b"q" * 300 + b".x\0", kind=b"K") + raw_header(b"a.x", b"2", b"0"),
     "looks like bzip2": raw_header(b"BZh9.json", b"0", b"1") + bytes(512),
 }

@@ -14,6 +14,7 @@ import torch
 import wds_tensorcache as tc
 
 MADE: dict[str, Any] = {"model": "vae", "revision": "a1b2", "scale": 0.18215, "crop": [256, 256], "dtype": "bfloat16"}
+OTHER = {**MADE, "revision": "c3"}
 
 
 def write(folder: Path, fingerprint: Any = MADE, name: str = "%d.tar", **options: Any) -> Path:
@@ -23,16 +24,13 @@ def write(folder: Path, fingerprint: Any = MADE, name: str = "%d.tar", **options
     return folder
 
 
-@pytest.mark.parametrize("lost", [[], ["manifest.json"]], ids=["with a manifest", "without"])
-def test_what_is_expected(tmp_path: Path, lost: list[str]) -> None:
-    write(tmp_path)
-    for name in lost:
-        (tmp_path / name).unlink()
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_what_is_expected(tmp_path: Path, has_manifest: bool) -> None:
+    write(tmp_path, manifest=has_manifest)
     for expect in ({}, {"model": "vae"}, MADE, {"crop": (256, 256)}):
         cache = tc.open(tmp_path, expect=expect)
-        assert cache.fingerprint == MADE
-        for other in (pickle.loads(pickle.dumps(cache)), copy.copy(cache), cache[1:3], cache.select(["x"])):
-            assert other.fingerprint == MADE
+        for view in (cache, pickle.loads(pickle.dumps(cache)), copy.copy(cache), cache[1:3], cache.select(["x"])):
+            assert view.fingerprint == MADE
     for expect, message in (
         ({"revision": "c3"}, r"0\.tar: expected revision='c3', but the cache was made with 'a1b2'"),
         ({"scale": 1}, r"expected scale=1, but the cache was made with 0\.18215"),
@@ -43,53 +41,47 @@ def test_what_is_expected(tmp_path: Path, lost: list[str]) -> None:
             tc.open(tmp_path, expect=expect)
 
 
-def test_shards_that_say_nothing(tmp_path: Path) -> None:
+def test_shards_without_a_fingerprint(tmp_path: Path) -> None:
     write(tmp_path, None)
     assert tc.open(tmp_path).fingerprint == {}
-    with pytest.raises(tc.StaleCacheError, match=r"0\.tar: the cache has no fingerprint"):
-        tc.open(tmp_path, expect={"model": "vae"})
     assert "fingerprints" not in json.loads((tmp_path / "manifest.json").read_text())["tensorcache"]
-
-
-def test_shards_without_a_footer(tmp_path: Path) -> None:
-    write(tmp_path, footer=False)
-    assert tc.open(tmp_path, expect=MADE).fingerprint == MADE
-    (tmp_path / "manifest.json").unlink()
-    with pytest.raises(tc.StaleCacheError, match="has no fingerprint"):
-        tc.open(tmp_path, expect=MADE)
+    write(tmp_path / "b", footer=False)
+    assert tc.open(tmp_path / "b", expect=MADE).fingerprint == MADE
+    (tmp_path / "b" / "manifest.json").unlink()
+    for folder in (tmp_path, tmp_path / "b"):
+        with pytest.raises(tc.StaleCacheError, match=r"0\.tar: the cache has no fingerprint"):
+            tc.open(folder, expect={"model": "vae"})
 
 
 def test_shards_that_differ(tmp_path: Path) -> None:
     write(tmp_path)
-    write(tmp_path, {**MADE, "revision": "c3"}, "other-%d.tar")
+    write(tmp_path, OTHER, "other-%d.tar")
     assert tc.open(tmp_path).fingerprint == {name: value for name, value in MADE.items() if name != "revision"}
     with pytest.raises(tc.StaleCacheError, match=r"other-0\.tar: expected revision='a1b2', but .* 'c3'"):
         tc.open(tmp_path, expect=MADE)
 
 
-def test_writers_that_go_on(tmp_path: Path) -> None:
+def test_writers_that_resume(tmp_path: Path) -> None:
     write(tmp_path)
     write(tmp_path, resume=True)
-    for other in ({**MADE, "revision": "c3"}, {**MADE, "more": 1}, {"model": "vae"}, {}, None):
+    for other in (OTHER, {**MADE, "more": 1}, {"model": "vae"}, {}, None):
         with pytest.raises(tc.StaleCacheError):
             tc.ShardWriter(tmp_path / "%d.tar", fingerprint=other, resume=True)
-    write(tmp_path, {**MADE, "revision": "c3"}, overwrite=True)
+    write(tmp_path, OTHER, overwrite=True)
     assert tc.open(tmp_path).fingerprint["revision"] == "c3"
 
 
-@pytest.mark.parametrize(
-    "wrong", [[1], "vae", {1: 2}, {"x": float("nan")}, {"x": {1, 2}}, {"x": torch.ones(1)}], ids=str
-)
+@pytest.mark.parametrize("wrong", [[1], {1: 2}, {"x": float("nan")}, {"x": {1, 2}}], ids=str)
 def test_what_is_no_fingerprint(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ValueError if "nan" in str(wrong) else TypeError, match="fingerprint"):
         tc.ShardWriter(tmp_path / "%d.tar", fingerprint=wrong)
 
 
-def test_a_manifest_that_says_nonsense(tmp_path: Path) -> None:
+def test_a_manifest_with_other_values(tmp_path: Path) -> None:
     manifest = write(tmp_path) / "manifest.json"
     document = json.loads(manifest.read_text())
-    for wrong in (5, {"0.tar": [1]}):
+    for wrong, error in ((5, tc.StaleCacheError), ({"0.tar": [1]}, tc.FormatError)):
         document["tensorcache"]["fingerprints"] = wrong
         manifest.write_text(json.dumps(document))
-        with pytest.raises(tc.FormatError if wrong != 5 else tc.StaleCacheError):
+        with pytest.raises(error):
             tc.open(tmp_path, expect=MADE)

@@ -44,17 +44,6 @@ def test_a_sidecar_of_another_shard_of_the_same_length_is_refused(tmp_path: Path
         assert [int(tensor[0]) for tensor in cache.read_batch(range(3), collate="list")["x"]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("io", ["auto", "pread"])
-def test_a_forged_footer_serves_bytes_of_its_shard_at_most(tmp_path: Path, io: str) -> None:
-    """Its author could as well have forged the samples."""
-    path = write(tmp_path / "x.tar")
-    for column in ("skeleton_begin", "tensors_begin", "digest"):
-        forge(path, lambda arrays, name=f"cache.0.{column}": arrays[name].__setitem__([1, 3], arrays[name][[3, 1]]))
-    with tc.open(path, io=io) as cache:
-        assert int(cache["k1"]["x"][0, 0]) in (1, 3)
-    assert any(fault.kind == "index" for fault in tc.verify(path).faults)
-
-
 U8, U64 = np.uint8, np.uint64
 
 
@@ -72,31 +61,22 @@ def replace(**changes: Any) -> Callable[[Arrays], None]:
     return lambda arrays: arrays.update({name.replace("__", "."): np.asarray(array) for name, array in changes.items()})
 
 
-REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {
-    "tensors outside": (put("cache.0.tensors_begin", 3, 1 << 40), "outside the archive"),
-    "tensors before the first header": (put("cache.0.tensors_begin", 0, 0), "outside the archive"),
+REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {  # more are in tests/codec/test_second_implementation.py
     "tensors that overflow": (put("cache.0.tensors_begin", 3, (1 << 64) - 1), "outside the archive"),
     "a skeleton that overflows": (put("cache.0.skeleton_nbytes", 3, (1 << 64) - 600), "outside the archive"),
-    "a member outside": (put("member.0.nbytes", 3, 1 << 40), "outside the archive"),
-    "skeletons that overlap": (replace(cache__0__skeleton_nbytes=np.full(4, 6000, np.uint16)), "overlap|beyond"),
-    "no such layout": (put("cache.0.layout", 3, 99), "layout that does not exist"),
-    "no such form": (replace(layouts__form=np.full(2, 7, U8)), "form that does not exist"),
+    "skeletons that overlap": (
+        replace(cache__0__skeleton_nbytes=np.array([11000, 8000, 5000, 2000], np.uint16)),
+        "members that overlap",
+    ),
     "huge shapes": (replace(layouts__dims=np.full(4, (1 << 64) - 1, U64)), "impossible size"),
     "shapes that overflow": (replace(layouts__dims=np.full(4, 1 << 32, U64)), "impossible size"),
     "huge shapes and a zero": (replace(layouts__dims=np.array([1 << 63, 0, 1, 1], U64)), "impossible size"),
     "a huge beginning": (replace(layouts__data_begin=np.full(2, (1 << 64) - 8, U64)), "impossible size"),
-    "more shapes": (replace(layouts__dims=np.ones(9, U8)), "dimensions do not match their forms"),
-    "fewer digests": (replace(cache__0__digest=np.ones(2, U64)), "unequal lengths"),
-    "rows that fall": (replace(cache__0__rows=np.array([0, 2, 1, 3], U8)), "impossible rows"),
-    "a row outside": (replace(cache__0__rows=np.array([0, 1, 2, 4], U8)), "impossible rows"),
     "keys that overlap": (replace(keys__ends=np.array([2, 6, 4, 8], U8)), "keys that overlap"),
-    "keys outside": (replace(keys__ends=np.array([2, 4, 6, 99], U8)), "keys that overlap"),
     "keys that wrap": (replace(keys__ends=np.array([2, (1 << 64) - 2, (1 << 64) - 1, 8], U64)), "keys that overlap"),
-    "empty keys": (replace(keys__ends=np.array([0, 2, 4, 8], U8)), "empty keys"),
-    "keys that are not bytes": (replace(keys__text=np.zeros(8, np.uint16)), "are not both bytes"),
-    "an array of floats": (replace(keys__ends=np.ones(4)), r"an array 'keys.ends' of F64\[4\]"),
-    "an array of two dimensions": (replace(keys__ends=np.ones((2, 2), U8)), r"'keys.ends' of U8\[2, 2\]"),
-    "an array is missing": (lambda arrays: arrays.pop("cache.0.digest"), "incomplete"),
+    "keys that are not bytes": (replace(keys__text=np.zeros(8, np.uint16)), "the dtype of keys.text"),
+    "an array of floats": (replace(keys__ends=np.ones(4)), r"the array 'keys.ends': 'F64\[4\]"),
+    "an array of two dimensions": (replace(keys__ends=np.ones((2, 2), U8)), r"the array 'keys.ends': 'U8\[2, 2\]"),
 }
 
 
@@ -110,14 +90,11 @@ def test_impossible_arrays_are_refused_at_once(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("changes", [
-    {"caches": 5}, {"caches": [[]]}, {"caches": ["Ä"]}, {"caches": ["", ""]}, {"caches": ["", "a"]}, {"caches": None},
-    {"members": [5]}, {"members": ["txt", "gif"]}, {"members": ["TXT"]}, {"members": ["\ud800"]},
-    {"forms": 5}, {"forms": []}, {"forms": [5]}, {"forms": [[["x", "U8"]]]}, {"forms": [[["x", [], 2]]]},
-    {"forms": [[["x", "U9", 2]]]}, {"forms": [[["x", "U8", True]]]}, {"forms": [[["x", "U8", 65]]]},
+    {"caches": [[]]}, {"caches": ["", ""]}, {"caches": ["", "a"]}, {"caches": None}, {"members": ["txt", "gif"]},
+    {"forms": []}, {"forms": [5]}, {"forms": [[["x", "U8"]]]}, {"forms": [[["x", [], 2]]]}, {"forms": [[["x", "U8", True]]]},
     {"forms": [[["x", "U8", -1]]]}, {"forms": [[[5, "U8", 2]]]}, {"forms": [[["x", "U8", 1], ["x", "U8", 1]]]},
-    {"references": []}, {"references": [["tenxor:x"]]}, {"references": [["tensor:x?x=1"]]}, {"references": [["tensor:y"]]},
-    {"further": []}, {"further": [[["x", "x"]]]}, {"further": [[["y", "z"]]]}, {"further": [[[1, "x"]]]},
-    {"further": [[["y", "x"], ["y", "x"]]]}, {"fingerprint": 5},
+    {"references": [["tenxor:x"]]}, {"references": [["tensor:x?x=1"]]}, {"further": []}, {"further": [[["x", "x"]]]},
+    {"further": [[["y", "z"]]]}, {"further": [[[1, "x"]]]}, {"further": [[["y", "x"], ["y", "x"]]]},
 ], ids=str)  # fmt: skip
 def test_impossible_names_are_refused_at_once(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = write(tmp_path / "x.tar")

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from tests.shards.footers import TRAILER_NBYTES, body_of, put_footer
-from tests.shards.tars import BLOCK
+from tests.shards.footers import body_of, put_footer
+from tests.shards.tars import BLOCK, build
 
 Samples = list[dict[str, Any]]
 
@@ -34,12 +34,6 @@ def contents(path: Path, names: Iterable[str] = ("",)) -> list[tuple[str, Any]]:
         with tc.open(path, cache=name) as cache:
             pairs += zip(cache.keys(), map(tc.realize, cache), strict=True)
     return pairs
-
-
-def assert_same_contents(pairs: list[tuple[str, Any]], expected: list[tuple[str, Any]]) -> None:
-    for (key, sample), (other_key, other) in zip(pairs, expected, strict=True):
-        assert key == other_key
-        assert_same(sample, other)
 
 
 def assert_three_agree(path: Path) -> Any:
@@ -54,9 +48,9 @@ def assert_three_agree(path: Path) -> Any:
         assert body_of(sidecar) == body
     expected = contents(path, index.caches)
     sidecar.unlink()
-    assert_same_contents(contents(path, index.caches), expected)  # by a scan
+    assert_same(contents(path, index.caches), expected)  # by a scan
     put_footer(path, body, index.end)
-    assert_same_contents(contents(path, index.caches), expected)
+    assert_same(contents(path, index.caches), expected)
     assert tc.verify(path).ok
     return index
 
@@ -122,21 +116,19 @@ def test_three_sources(tmp_path: Path, make: Callable[[], Samples], how: str) ->
                 assert_same(sample[field], stored)
 
 
-def test_more_layouts_than_a_byte_numbers(tmp_path: Path) -> None:
+def test_many_layouts_and_forms(tmp_path: Path) -> None:
+    """More layouts than a byte can number, and more forms than are remembered."""
     with tc.ShardWriter(tmp_path / "x.tar", manifest=False) as sink:
         for i in range(300):
             sink.write(str(i), [torch.zeros(i % 290, 2)])
     index = assert_three_agree(tmp_path / "x.tar")
     assert (len(index.layouts), index.caches[""].layout.dtype, len(index.layouts.forms)) == (290, np.uint16, 1)
-
-
-def test_more_forms_than_are_remembered(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "x.tar", manifest=False) as sink:
-        for i in range(3000):
-            sink.write(str(i), {f"n{i % 1500}": torch.zeros(3)})
-    assert len(assert_three_agree(tmp_path / "x.tar").layouts.forms) == 1500
-    with tc.open(tmp_path / "x.tar") as cache:
-        assert all(list(sample) == [f"n{i % 1500}"] for i, sample in enumerate(cache))
+    with tc.ShardWriter(tmp_path / "y.tar", manifest=False) as sink:
+        for i in range(2200):
+            sink.write(str(i), {f"n{i % 1100}": torch.zeros(3)})
+    assert len(assert_three_agree(tmp_path / "y.tar").layouts.forms) == 1100
+    with tc.open(tmp_path / "y.tar") as cache:
+        assert all(list(sample) == [f"n{i % 1100}"] for i, sample in enumerate(cache))
 
 
 @pytest.mark.parametrize(
@@ -168,10 +160,9 @@ def test_by_hand(tmp_path: Path, format: int, key: str, capitals: bool) -> None:
             assert [sample["x"].tolist() for sample in cache] == [[i, i + 1, i + 2] for i in range(4)]
 
 
-def test_keys_that_dali_cannot_hold(tmp_path: Path, write_shard: Callable[..., str]) -> None:
+def test_keys_that_dali_cannot_hold(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
-    with wds.TarWriter(str(path), encoder=False) as sink:
-        sink.write({"__key__": "a b", "txt": b""})
+    path.write_bytes(build([("a b.txt", b"")]))
     with pytest.raises(tc.InvalidKeyError, match="DALI's index cannot represent"):
         tc.write_index(path)
     assert list(tc.write_index(path, dali_index=False).keys) == ["a b"]
@@ -242,45 +233,17 @@ def shard(tmp_path: Path) -> Path:
     return tmp_path / "x.tar"
 
 
-def is_right(path: Path, expected: list[tuple[str, Any]]) -> bool:
-    """Return whether a shard has the expected samples; False if it is refused."""
-    try:
-        pairs = contents(path)
-    except tc.FormatError:
-        return False
-    assert_same_contents(pairs, expected)
-    return True
-
-
-def test_flipped_bytes(shard: Path) -> None:
-    expected, content = contents(shard), bytearray(shard.read_bytes())
-    end = tc.write_index(shard, dali_index=False).end
-    Path(f"{shard}.index").unlink()
-    trailer = len(content) - TRAILER_NBYTES
-    positions = [*range(end, trailer, 31), *range(trailer, len(content))]
-    num_right = 0
-    for position in positions:
-        content[position] ^= 0xA5
-        shard.write_bytes(content)
-        num_right += is_right(shard, expected)
-        content[position] ^= 0xA5
-    assert num_right > 0.7 * len(positions)
-
-
 def test_truncated_shards(shard: Path) -> None:
     expected, content = contents(shard), shard.read_bytes()
     end = tc.write_index(shard, dali_index=False).end
     Path(f"{shard}.index").unlink()
     for nbytes in [*range(len(content), end, -131), end + 512, end, end - 1, end - 1000, 700, 512, 100, 1, 0]:
         shard.write_bytes(content[:nbytes])
-        assert is_right(shard, expected) == (nbytes >= end + 512)
-
-
-def test_other_bytes_after_the_index(shard: Path) -> None:
-    expected, content = contents(shard), shard.read_bytes()
-    for tail in (b"x", bytes(512), content[-TRAILER_NBYTES:], content[-3000:], os.urandom(70_000)):
-        shard.write_bytes(content + tail)
-        assert is_right(shard, expected)
+        if nbytes >= end + 512:
+            assert_same(contents(shard), expected)
+        else:
+            with pytest.raises(tc.FormatError):
+                contents(shard)
 
 
 def test_a_stale_or_damaged_sidecar_is_ignored(shard: Path) -> None:
@@ -290,7 +253,7 @@ def test_a_stale_or_damaged_sidecar_is_ignored(shard: Path) -> None:
     sidecar = Path(f"{shard}.index")  # it declares a longer shard
     for raw in (sidecar.read_bytes(), b"", b"x" * 10, sidecar.read_bytes()[:-1]):
         sidecar.write_bytes(raw)
-        assert is_right(shard, expected)
+        assert_same(contents(shard), expected)
 
 
 def test_a_sidecar_saves_a_scan_of_a_tar_that_ends_after_one_block(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run_any
+from tests.shards.damage import flip
 
 OTHER = (
     r"a-000001\.tar: another shard has replaced the one that was listed: its index has the digest ([0-9a-f]{16}), but "
@@ -35,15 +36,13 @@ def entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 def own_digests(folder: Path) -> dict[str, str | None]:
     """Return the digest at the end of each shard, or of its sidecar."""
-    found: dict[str, str | None] = {}
-    for path in sorted(folder.glob("**/*.tar")):
-        for content in (path.read_bytes(), *(each.read_bytes() for each in path.parent.glob(f"{path.name}.index"))):
-            if content.endswith(b"tcindex1"):
-                found[str(path.relative_to(folder))] = f"{int.from_bytes(content[-16:-8], 'little'):016x}"
-                break
-        else:
-            found[str(path.relative_to(folder))] = None
-    return found
+
+    def digest_of(path: Path) -> str | None:
+        contents = [path.read_bytes(), *(sidecar.read_bytes() for sidecar in path.parent.glob(f"{path.name}.index"))]
+        digests = [content[-16:-8] for content in contents if content.endswith(b"tcindex1")]
+        return f"{int.from_bytes(digests[0], 'little'):016x}" if digests else None
+
+    return {str(path.relative_to(folder)): digest_of(path) for path in sorted(folder.glob("**/*.tar"))}
 
 
 def listed_digests(folder: Path) -> dict[str, str | None]:
@@ -76,25 +75,18 @@ def test_a_replaced_shard_is_refused_when_it_is_first_used(replaced: Path) -> No
         assert found[2] == entries(replaced)["a-000001.tar"]["index"]
 
 
-def test_in_another_process(replaced: Path) -> None:
+def test_tools_refuse_it(replaced: Path, tmp_path: Path) -> None:
     loader = tc.torch_loader(tc.open(replaced), batch_size=20, num_workers=1, shuffle=False)
-    with pytest.raises(tc.FormatError, match=OTHER):
-        list(loader)
-
-
-def test_commands_refuse_it(replaced: Path, tmp_path: Path) -> None:
-    for command in ("merge", "reshard", "drop", "export"):
-        result = run_any(command, replaced, tmp_path / command, *["000000"] * (command == "drop"))
-        assert result.returncode == 1
-        assert re.search(OTHER, result.stderr)
-
-
-def test_a_build_does_not_resume_with_it(replaced: Path) -> None:
-    with pytest.raises(tc.FormatError, match=OTHER):
-        write(replaced, resume=True)
-
-
-def test_verify_reports_it(replaced: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: list(loader),
+        lambda: tc.merge([replaced], tmp_path / "out"),
+        lambda: tc.drop(replaced, tmp_path / "out", ["000000"]),
+        lambda: tc.export_cache(tc.open(replaced), tmp_path / "out", "npz"),
+        lambda: write(replaced, resume=True),
+    ]
+    for call in calls:
+        with pytest.raises(tc.FormatError, match=OTHER):
+            call()
     (fault,) = [fault for fault in tc.verify(replaced).faults if "digest" in fault.what]
     listed, own = entries(replaced)["a-000001.tar"]["index"], own_digests(replaced)["a-000001.tar"]
     assert fault.what == f"the shard has an index with the digest {own}, but manifest.json says {listed}"
@@ -114,8 +106,12 @@ def test_index_lists_it(replaced: Path, argument: str) -> None:
 
 
 def test_a_manifest_without_digests(tmp_path: Path) -> None:
+    """As earlier versions have written it."""
     folder = write(tmp_path / "a")
-    without(folder)
+    document = json.loads((folder / "manifest.json").read_text())
+    for entry in document["shardlist"]:
+        del entry["index"]
+    (folder / "manifest.json").write_text(json.dumps(document))
     with tc.open(folder) as cache:
         assert [cache[i]["v"][0] for i in (0, 20, 40)] == [0, 20, 40]
     assert tc.verify(folder).ok
@@ -124,20 +120,10 @@ def test_a_manifest_without_digests(tmp_path: Path) -> None:
     assert [entry.get("index") is not None for entry in entries(folder).values()] == [False, False, False, True]
 
 
-def without(folder: Path) -> None:
-    """Write the manifest as earlier versions did."""
-    document = json.loads((folder / "manifest.json").read_text())
-    for entry in document["shardlist"]:
-        del entry["index"]
-    (folder / "manifest.json").write_text(json.dumps(document))
-
-
 def test_a_shard_that_is_scanned(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     path = folder / "a-000001.tar"
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
+    flip(path, path.stat().st_size - 100)
     with tc.open(folder) as cache:
         assert cache[20]["v"][0] == 20
 
@@ -145,64 +131,40 @@ def test_a_shard_that_is_scanned(tmp_path: Path) -> None:
 # --- every writer lists the digest of the index that is there ---
 
 
-def by_write_index(folder: Path) -> Path:
-    for number in range(2):
-        tc.write_index(folder / f"a-00000{number}.tar")
-    return folder
+def build_anew(folder: Path, out: Path) -> None:
+    def compute(batch: list[dict[str, str]]) -> list[Any]:
+        return [{"v": torch.full((4,), int(item["__key__"]))} for item in batch]
+
+    tc.build([{"__key__": f"{i:06d}"} for i in range(5, 70)], compute, out, fingerprint={}, reuse=folder)
 
 
-def by_version(folder: Path) -> Path:
-    items = [{"__key__": f"{i:06d}"} for i in range(5, 70)]
-    out = folder.parent / "out"
-    tc.build(
-        items,
-        lambda batch: [{"v": torch.full((4,), int(item["__key__"]))} for item in batch],
-        out,
-        fingerprint={},
-        reuse=folder,
-    )
-    return out
-
-
-def by_drop(folder: Path) -> Path:
-    tc.drop(folder, folder.parent / "out", ["000021"])
-    return folder.parent / "out"
-
-
-def by_repair(folder: Path) -> Path:
-    tc.repair(folder, folder.parent / "out")
-    return folder.parent / "out"
-
-
-def by_command(command: str) -> Callable[[Path], Path]:
-    def use(folder: Path) -> Path:
-        assert run_any(command, folder, folder.parent / "out").returncode == 0
-        return folder.parent / "out"
-
-    return use
-
-
-CHANGES: dict[str, Callable[[Path], Path]] = {
-    "written": lambda folder: folder,
-    "write_index": by_write_index,
-    "version": by_version,
-    "drop": by_drop,
-    "repair": by_repair,
-    "merge": by_command("merge"),
-    "reshard": by_command("reshard"),
+NEW: dict[str, Callable[[Path, Path], object]] = {
+    "version": build_anew,
+    "drop": lambda folder, out: tc.drop(folder, out, ["000021"]),
+    "repair": tc.repair,
+    "merge": lambda folder, out: tc.merge([folder], out),
+    "reshard": lambda folder, out: tc.reshard(folder, out, max_samples=25),
+}
+IN_PLACE: dict[str, Callable[[Path], object]] = {
+    "written": lambda folder: None,
+    "write_index": lambda folder: [tc.write_index(folder / f"a-00000{number}.tar") for number in range(2)],
     "resumed": lambda folder: write(folder, count=90, resume=True, fingerprint={}),
     "overwritten": lambda folder: write(folder, first=5, overwrite=True),
 }
 
 
 @pytest.mark.parametrize("kind", ["footer", "sidecar", "both"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_writers_list_digests(tmp_path: Path, change: Callable[[Path], Path], kind: str) -> None:
+@pytest.mark.parametrize("change", [*NEW, *IN_PLACE])
+def test_writers_list_digests(tmp_path: Path, change: str, kind: str) -> None:
     folder = write(tmp_path / "a", footer=kind != "sidecar", fingerprint={})
     if kind != "footer":
         for path in folder.glob("*.tar"):
             tc.write_index(path)
-    folder = change(folder)
+    if change in NEW:
+        NEW[change](folder, tmp_path / "out")
+        folder = tmp_path / "out"
+    else:
+        IN_PLACE[change](folder)
     assert listed_digests(folder) == own_digests(folder)
     assert tc.verify(folder).ok
     with tc.open(folder) as cache:

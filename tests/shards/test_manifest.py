@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import webdataset as wds
 from hypothesis import given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
+from tests.shards.tars import build
 from wds_tensorcache.writing.index_shard import index_folder
 
 INSTALL_WIDS = "needs wids, which webdataset 0.2.86 has and 1.0 has not"
@@ -52,33 +52,27 @@ def test_wids_manifests_of_others(tmp_path: Path) -> None:
 
 
 def document(**changes: Any) -> str:
-    shard = {"url": "x.tar", "nsamples": 3, "filesize": 4}
-    return json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": [shard], **changes})
+    return json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": [], **changes})
 
 
 def shardlist(**changes: Any) -> str:
-    return document(
-        shardlist=[
-            {"url": "x.tar", "nsamples": 3, "filesize": 4},
-            {"url": "y", "nsamples": 3, "filesize": 4, **changes},
-        ]
-    )
+    shard = {"url": "x.tar", "nsamples": 3, "filesize": 4}
+    return document(shardlist=[shard, {**shard, "url": "y", **changes}])
 
 
-INVALID = {
-    "empty": ("", "expected a manifest, but the file is not JSON: Expecting value"),
-    "cut": (document()[:-3], "expected a manifest, but the file is not JSON: "),
-    "deep": ("[" * 100_000, "expected a manifest, but the file is not JSON: maximum recursion depth"),
-    "a number of many digits": ("9" * 100_000, "expected a manifest, but the file is not JSON: Exceeds the limit"),
+NOT_JSON = "expected a manifest, but the file is not JSON: "
+INVALID = {  # what the second implementation refuses, too, is in tests/codec
+    "empty": ("", f"{NOT_JSON}Expecting value"),
+    "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),
+    "a number of many digits": ("9" * 100_000, f"{NOT_JSON}Exceeds the limit"),
+    "not UTF-8": (b"\xff\xfe{}", f"{NOT_JSON}'utf-8' codec"),
     "a list": ("[]", "the manifest is a list, expected an object"),
     "another kind": (document(__kind__="x"), "__kind__ is 'x', expected 'wids-shard-index-v1'"),
-    "another version": (document(wids_version=2), "wids_version is 2, expected 1"),
     "no version": ("{}", "wids_version is None, expected 1"),
     "version is a bool": (document(wids_version=True), "wids_version is True, expected 1"),
     "base": (document(base="/d"), "base is '/d', expected no value: list all shards in shardlist"),
     "datasets": (document(datasets=[{"source_url": "x.json"}]), "datasets is a list, expected no value"),
-    "no shardlist": (document(shardlist=None), "shardlist is None, expected a list"),
-    "deep shardlist": (document(shardlist={"a": 1}), "shardlist is a dict, expected a list"),
+    "shardlist": (document(shardlist={"a": 1}), "shardlist is a dict, expected a list"),
     "extra": (document(tensorcache=[1]), "tensorcache is a list, expected an object"),
     "shard": (document(shardlist=["x.tar"]), r"shardlist\[0\] is 'x.tar', expected an object"),
     "url is a number": (shardlist(url=1), r"shardlist\[1\]: url is 1, expected a path or a url"),
@@ -86,34 +80,22 @@ INVALID = {
     "url with NUL": (shardlist(url="a\0b"), r"shardlist\[1\]: url is 'a\\x00b', expected a path or a url"),
     "url with half a pair": (shardlist(url="\ud800"), r"shardlist\[1\]: url is '\\ud800', expected a path or a url"),
     "url twice": (shardlist(url="x.tar"), r"shardlist\[1\]: url 'x.tar' occurs twice"),
-    "negative": (shardlist(nsamples=-1), r"shardlist\[1\]: nsamples is -1, expected a non-negative integer"),
-    "a bool": (shardlist(nsamples=True), r"shardlist\[1\]: nsamples is True, expected a non-negative integer"),
-    "a float": (shardlist(filesize=1.5), r"shardlist\[1\]: filesize is 1.5, expected a non-negative integer"),
-    "no number": (shardlist(filesize=None), r"shardlist\[1\]: filesize is None, expected a non-negative integer"),
-    "digest is a number": (shardlist(index=1), r"shardlist\[1\]: index is 1, expected 16 hexadecimal digits"),
-    "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
     "url goes up": (shardlist(url="../y"), r"lists '../y', which is outside the manifest's folder; .*tc.open"),
-    "absolute url": (shardlist(url="/y"), r"lists '/y', which is outside the manifest's folder; .*tc.open"),
+    "negative": (shardlist(nsamples=-1), r"shardlist\[1\]: nsamples is -1, expected a non-negative integer"),
     "more than 63 bits": (shardlist(filesize=1 << 63), r"shardlist\[1\]: filesize is 9223372036854775808, expected"),
-}  # fmt: skip
+    "no number": (shardlist(filesize=None), r"shardlist\[1\]: filesize is None, expected a non-negative integer"),
+    "digest": (shardlist(index=1), r"shardlist\[1\]: index is 1, expected 16 hexadecimal digits"),
+}
 
 
 @pytest.mark.parametrize(("text", "message"), INVALID.values(), ids=INVALID)
-def test_invalid_manifests(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_manifests(tmp_path: Path, text: str | bytes, message: str) -> None:
     path = tmp_path / "manifest.json"
-    path.write_text(text)
-    with pytest.raises(tc.FormatError, match=rf"manifest\.json: {message}"):
-        tc.open(path)
-    with pytest.raises(tc.FormatError, match=rf"manifest\.json: {message}"):
-        tc.ShardWriter(tmp_path)
-    assert path.read_text() == text
-
-
-def test_a_manifest_that_is_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    path.write_bytes(document().encode("utf-16"))
-    with pytest.raises(tc.FormatError, match=r"manifest\.json: .*the file is not JSON: 'utf-8' codec"):
-        tc.open(path)
+    path.write_bytes(content := text if isinstance(text, bytes) else text.encode())
+    for use in (tc.open, tc.ShardWriter):
+        with pytest.raises(tc.FormatError, match=rf"manifest\.json: {message}"):
+            use(tmp_path)
+    assert path.read_bytes() == content
 
 
 @pytest.fixture(scope="module")
@@ -198,11 +180,9 @@ def test_the_lines_of_an_idx(tmp_path: Path) -> None:
     assert (tmp_path / "x.idx").read_text().splitlines() == ["v1.2 4", *map(" ".join, lines.values())]
 
 
-@pytest.mark.parametrize("key", ["a\u2028b", "a\u00a0b", "a\x85b", "a\x1cb", "\u3000"])
-def test_white_space_beyond_ascii_is_part_of_a_name_in_an_idx(tmp_path: Path, key: str) -> None:
-    with wds.TarWriter(str(tmp_path / "x.tar"), encoder=False) as sink:
-        for name in (key, "next"):
-            sink.write({"__key__": name, "json": b"{}"})
+def test_white_space_beyond_ascii_is_part_of_a_name_in_an_idx(tmp_path: Path) -> None:
+    keys = ["a\u2028b", "a\u00a0b", "a\x85b", "a\x1cb", "\u3000", "next"]
+    (tmp_path / "x.tar").write_bytes(build([(f"{key}.json", b"{}") for key in keys]))
     tc.write_index(tmp_path / "x.tar")
     assert tc.verify(tmp_path / "x.tar").ok
 
@@ -227,13 +207,7 @@ def relist(folder: Path, *urls: str) -> None:
     (folder / "manifest.json").write_text(json.dumps(document))
 
 
-SPELLINGS = [
-    "./0.tar",
-    ".//0.tar",
-    "soft.tar",
-    "hard.tar",
-    "sub/link/0.tar",
-]
+SPELLINGS = ["./0.tar", "soft.tar", "hard.tar", "sub/link/0.tar"]
 
 
 @pytest.mark.parametrize("url", SPELLINGS)
@@ -266,17 +240,12 @@ def test_what_the_caller_lists_twice_comes_twice(folder: Path) -> None:
 
 
 UNREADABLE = {
-    "http://example.org/0.tar": "is a url in a local manifest",
     "file:///0.tar": "is a url in a local manifest",
-    "s3://bucket/0.tar": "is a url in a local manifest",
-    "0.tar/": "'0.tar/' is not a possible path",
     "0.tar/x": "'0.tar/x' is not a possible path",
-    "x" * 5000: "'x+.* is not a possible path",
     "x" * 256 + ".tar": "'x+.* is not a possible path",
     "/".join(["y" * 200] * 30): "'y+.* is not a possible path",
     "loop.tar": "'loop.tar' is not a possible path",
     "sub": "is a folder, pipe or device, expected a file",
-    ".": "is a folder, pipe or device, expected a file",
     "pipe.tar": "is a folder, pipe or device, expected a file",
     "/dev/zero": "lists '/dev/zero', which is outside the manifest's folder",
     "0.tar/../1.tar": "lists '0.tar/../1.tar', which is outside the manifest's folder",
@@ -298,13 +267,6 @@ def test_urls_that_are_no_files(folder: Path, url: str, message: str) -> None:
     assert any(url[:100] in str(fault) for fault in report.faults)
 
 
-def test_files_that_are_not_there(folder: Path) -> None:
-    for url in ("pipe:touch OWNED", "nowhere.tar", "nowhere/0.tar", "http:x.tar"):
-        relist(folder, "0.tar", url)
-        with pytest.raises(FileNotFoundError, match=url):
-            tc.open(folder)
-
-
 def test_the_longest_names(folder: Path) -> None:
     """Beside which no index can lie: its name would be longer than the file system allows."""
     for nbytes in (240, 249, 251, 252, 255):
@@ -317,32 +279,18 @@ def test_the_longest_names(folder: Path) -> None:
         os.remove(folder / name)
 
 
-def test_what_is_listed_by_another_spelling_is_replaced(folder: Path) -> None:
-    samples = [{"__key__": f"{i}", "tensorcache": diffusion_sample(i)} for i in range(3)]
-    with open(folder / "0.tar", "wb") as file, wds.TarWriter(file, encoder=tc.encoder(), mtime=0) as sink:
-        for sample in samples:
-            sink.write(sample)
-    relist(folder, "./0.tar", "1.tar")
-    tc.write_index(folder / "0.tar")
-    with tc.open(folder) as cache:
-        assert len(cache) == 5
-
-
 @pytest.mark.parametrize("table", ["caches", "fingerprints"])
-@pytest.mark.parametrize("value", [None, 5, []])
-def test_tables_that_are_not_objects_are_ignored_by_readers_and_refused_by_writers(
-    tmp_path: Path, table: str, value: Any
-) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar") as sink:
-        sink.write("0", {"x": 1})
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["tensorcache"][table] = value
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with tc.open(tmp_path) as cache:
-        assert cache[0] == {"x": 1}
-    assert not tc.verify(tmp_path).ok
-    with pytest.raises(tc.FormatError, match="must both be objects"):
-        tc.ShardWriter(tmp_path / "b.tar")
+def test_writers_and_verify_refuse_tables_that_readers_ignore(tmp_path: Path, table: str) -> None:
+    path = write(tmp_path)
+    for value in (None, 5, []):
+        document = json.loads(path.read_text())
+        document["tensorcache"][table] = value
+        path.write_text(json.dumps(document))
+        with tc.open(tmp_path) as cache:
+            assert cache[0] == {"x": 0}
+        assert not tc.verify(tmp_path).ok
+        with pytest.raises(tc.FormatError, match="must both be objects"):
+            tc.ShardWriter(tmp_path / "b.tar")
 
 
 def test_a_shard_that_is_written_anew_while_its_folder_is_indexed_stays_listed(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.shards.tars import (
     scan,
     scan_file,
 )
+from wds_tensorcache.shards.tar import build_tar_header
 
 
 def test_shards_have_the_bytes_of_webdataset(tmp_path: Path) -> None:
@@ -135,3 +136,11 @@ def test_global_names() -> None:
     archive = pax(record(b"path", b"p.x"), kind=b"g") + member + pax(record(b"path", b"q.x")) + member + bytes(1024)
     assert scan(archive) == by_tarfile(io.BytesIO(archive))
     assert [name for name, _, _ in scan(archive)] == ["p.x", "q.x"]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 8**11 - 1, 8**11, 10**10 - 1, 10**10, 123 * 1024 * GIB])
+@pytest.mark.parametrize("name", ["a.b", "d/" + "x" * 92 + ".json"])
+def test_headers_of_members_that_are_too_large_for_a_test(name: str, nbytes: int) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode, member.uname, member.gname = nbytes, 0o444, "bigdata", "bigdata"
+    assert build_tar_header(name, nbytes) == member.tobuf(tarfile.PAX_FORMAT)

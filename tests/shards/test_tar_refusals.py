@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
 import lzma
@@ -38,23 +37,43 @@ from tests.shards.tars import (
 
 GOOD = raw_header(b"a", b"0", b"1") + bytes(512)
 SPARSE = record(b"GNU.sparse.major", b"1") + record(b"GNU.sparse.minor", b"0")
-HUGE = raw_header(b"pax", b"x", b"%o" % (1 << 21)) + bytes(1 << 21)
+HUGE, LONG = (raw_header(b"pax", kind, b"%o" % (1 << 21)) + b"q" * (1 << 21) for kind in (b"x", b"L"))
+IS_HUGE = "byte 0: the extended header has 2097152 bytes, expected at most 1048576"
+IS_SPARSE = "a GNU sparse member, expected one without holes"
+MALFORMED = [
+    b"x",
+    b"0 a=b\n",
+    b"5 a=b\n",
+    b"7 a=b\n",
+    b"6 a-b\n",
+    b"5 =b\n",
+    b" 6 a=b",
+    b"-6 a=b\n",
+    b"6 a=b\0",
+    b"3 \n",
+]
+MALFORMED += [b"9" * 20 + b" a=b\n", b"9" * 19 + b" a=b\n"]
+
+
+def sized(size: bytes) -> bytes:
+    return raw_header(b"a", b"0", size) + LAST
+
+
+def with_record(key: bytes, value: bytes) -> bytes:
+    return pax(record(key, value)) + GOOD + LAST
+
+
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "byte 0: the file is empty, expected a tar"),
     "gzip": (gzip.compress(GOOD + LAST), "byte 0: gzip: a compressed tar cannot be indexed; decompress it, or read"),
-    "bzip2": (bz2.compress(os.urandom(2000)), "byte 0: bzip2: a compressed tar"),
     "xz": (lzma.compress(os.urandom(2000)), "byte 0: xz: a compressed tar"),
-    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "byte 0: zstd: a compressed tar"),
     "text": (
         b"hello" * 200,
         r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'; the file is not a tar",
     ),
     "checksum": (GOOD + GOOD[:3] + b"x" + GOOD[4:] + LAST, "byte 1024: bad checksum: the bytes add up to 005325, the"),
     # the signed bytes add up to -1
-    "signed checksum is not a number": (
-        b"\x80\x80\xff".ljust(148, b"\0") + b"zzzzzzzz".ljust(364, b"\0") + LAST,
-        "byte 0: bad checksum",
-    ),
+    "signed checksum": (b"\x80\x80\xff".ljust(148, b"\0") + b"z" * 8 + bytes(356) + LAST, "byte 0: bad checksum"),
     "checksum is not a number": (GOOD + GOOD[:148] + b"\xfe2345678" + GOOD[156:] + LAST, "byte 1024: bad checksum"),
     "short": (
         b"abc",
@@ -68,31 +87,16 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         GOOD + raw_header(b"b", b"0", b"1750") + bytes(999),
         "byte 1024: truncated, or a wrong size: b'b' has 1000 bytes from byte 1536 on, but the file has 2535",
     ),
-    "negative size": (
-        raw_header(b"a", b"0", b"-7") + LAST,
-        "byte 0: the size is b'-7.*', expected a non-neg",
-    ),
-    "negative size, known owner": (
-        GOOD + raw_header(b"a", b"0", b"-00000000001") + LAST,
-        "byte 1024: the size is b'-00",
-    ),
-    "negative base 256": (
-        raw_header(b"a", b"0", b"\xff" * 11 + b"\xfe") + LAST,
-        "byte 0: the size is b'.*, expected a non-neg",
-    ),
-    "size is not a number": (
-        raw_header(b"a", b"0", b"12x4") + LAST,
-        "byte 0: the size is b'12x4.*', expected a non-neg",
-    ),
-    "size of 2^88": (raw_header(b"a", b"0", b"\x80" + b"\xff" * 11) + LAST, f"byte 0: .* b'a' has {2**88 - 1} bytes"),
-    "sparse": (raw_header(b"a", b"S", b"0") + LAST, "byte 0: b'a' is a GNU sparse member, expected one without holes"),
-    "sparse, pax": (GOOD + pax(SPARSE) + GOOD + LAST, "byte 1536: a GNU sparse member, expected one without holes"),
-    "sparse, global": (pax(SPARSE, kind=b"g") + GOOD + LAST, "byte 512: a GNU sparse member"),
-    "large records": (HUGE + LAST, "byte 0: the extended header has 2097152 bytes, expected at most 1048576"),
-    "large name": (
-        raw_header(b"name", b"L", b"%o" % (1 << 21)) + b"q" * (1 << 21) + GOOD + LAST,
-        "byte 0: the extended header has 2097152 bytes, expected at most 1048576",
-    ),
+    "negative size": (sized(b"-7"), "byte 0: the size is b'-7.*', expected a non-neg"),
+    "negative size, known owner": (GOOD + sized(b"-00000000001"), "byte 1024: the size is b'-00"),
+    "negative base 256": (sized(b"\xff" * 11 + b"\xfe"), "byte 0: the size is b'.*, expected a non-neg"),
+    "size is not a number": (sized(b"12x4"), "byte 0: the size is b'12x4.*', expected a non-neg"),
+    "size of 2^88": (sized(b"\x80" + b"\xff" * 11), f"byte 0: .* b'a' has {2**88 - 1} bytes"),
+    "sparse": (raw_header(b"a", b"S", b"0") + LAST, f"byte 0: b'a' is {IS_SPARSE}"),
+    "sparse, pax": (GOOD + pax(SPARSE) + GOOD + LAST, f"byte 1536: {IS_SPARSE}"),
+    "sparse, global": (pax(SPARSE, kind=b"g") + GOOD + LAST, f"byte 512: {IS_SPARSE}"),
+    "large records": (HUGE + LAST, IS_HUGE),
+    "large name": (LONG + GOOD + LAST, IS_HUGE),
     "long name without end": (pax(b"qqq", kind=b"L") + GOOD + LAST, "byte 512: the long name has 3 bytes, expected"),
     "records end the archive": (
         GOOD + pax(record(b"a", b"b")) + bytes(1024),
@@ -101,40 +105,21 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "records end the file": (GOOD + pax(record(b"a", b"b")), "byte 2048: truncated: the file ends at byte 2048, with"),
     "global size": (
         pax(record(b"size", b"1"), kind=b"g") + GOOD + LAST,
-        "byte 0: a global pax header declares one size for",
+        "byte 0: a global pax header declares one size",
     ),
-    "pax size is negative": (
-        pax(record(b"size", b"-1")) + GOOD + LAST,
-        "byte 512: the pax record of a size has .* b'-1'",
-    ),
-    "pax size is long": (
-        pax(record(b"size", b"9" * 20)) + GOOD + LAST,
-        "byte 512: the pax record of a size has .* b'9+'",
-    ),
-    "pax size is empty": (pax(record(b"size", b"")) + GOOD + LAST, "byte 512: the pax record of a size has .* b''"),
-    "pax size beyond": (pax(record(b"size", b"99999")) + GOOD + LAST, "byte 1024: truncated, .* b'a' has 99999 bytes"),
-    "pax path is empty": (pax(record(b"path", b"/")) + GOOD + LAST, "byte 512: the pax record of a path has .* b'/'"),
+    "pax size is negative": (with_record(b"size", b"-1"), "byte 512: the pax record of a size has .* b'-1'"),
+    "pax size is long": (with_record(b"size", b"9" * 20), "byte 512: the pax record of a size has .* b'9+'"),
+    "pax size is empty": (with_record(b"size", b""), "byte 512: the pax record of a size has .* b''"),
+    "pax size beyond": (with_record(b"size", b"99999"), "byte 1024: truncated, .* b'a' has 99999 bytes"),
+    "pax path is empty": (with_record(b"path", b"/"), "byte 512: the pax record of a path has .* b'/'"),
+    "second record": (pax(record(b"a", b"b"), b"9 a=b\n") + GOOD + LAST, "byte 518: malformed pax record b'9 a=b"),
     **{
         f"records {records!r}": (
             pax(records) + GOOD + LAST,
             f"byte 512: malformed pax record {re.escape(repr(records))}",
         )
-        for records in (
-            b"x",
-            b"0 a=b\n",
-            b"5 a=b\n",
-            b"7 a=b\n",
-            b"6 a-b\n",
-            b"5 =b\n",
-            b" 6 a=b",
-            b"-6 a=b\n",
-            b"99999999999999999999 a=b\n",
-            b"9999999999999999999 a=b\n",
-            b"6 a=b\0",
-            b"3 \n",
-        )
+        for records in MALFORMED
     },
-    "second record": (pax(record(b"a", b"b"), b"9 a=b\n") + GOOD + LAST, "byte 518: malformed pax record b'9 a=b"),
 }
 
 

@@ -1,7 +1,7 @@
 """Check the bytes after the end of an archive: tools index or copy a shard only if they are zeros, an index, or both.
 
-Readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
-after the zeros. A copy of the part before them, or an index of it, would lose these members.
+Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come after
+the zeros, and a copy or an index of the part before them would lose these members.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import contextlib
 import os
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.dali_index import listed_after
 from wds_tensorcache.shards.footer import read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.load_index import load_index, parse_both
 from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
 from wds_tensorcache.shards.tar import BLOCK, HIDDEN_REMEDY, find_header, hidden_members
@@ -28,39 +26,30 @@ _REMEDY = (
 
 
 def find_unseen(index: ShardIndex, path: str, nbytes: int) -> TarFormatError | None:
-    """Return the error for members that a scan, with this result, did not see; None if nothing shows any.
-
-    Args:
-        index: Index of the shard; only a scan finds such members.
-        path: Path or url of the shard.
-        nbytes: Length of a local shard; 0 for a remote one.
-    """
+    """Return the error for members that a scan, with this result, did not see; `nbytes` is 0 for a remote shard."""
     if index.hidden is not None:
         return hidden_members(index.end, index.hidden).at(path)
-    # if zeros have overwritten members, and the footer with them, only DALI's index lists these members
+    # if zeros have overwritten members, and the footer with them, only the manifest lists these members
     if index.digest is None and nbytes - index.end >= _MIN_LOST_NBYTES:
         with contextlib.suppress(OSError):
-            return _find_lost(path, index.end, nbytes)
+            return _find_lost(path, index.end, nbytes, len(index.keys))
     return None
 
 
-def _find_lost(path: str, end: int, nbytes: int) -> TarFormatError | None:
-    """Return the error for zeros from byte `end` of a shard, if DALI's index lists a member after them; otherwise None."""
-    idx = dali_index_path(path)
-    listed = listed_after(idx, end, nbytes)
-    if listed is None:
-        return None
-    problem = f"zeros, although {os.path.basename(idx)} lists a member at byte {listed}: readers stop there, and see no member"
-    remedy = f"from here on; {_REMEDY}; delete {idx} if it is stale"
-    return TarFormatError(f"{problem} {remedy}", offset=end, kind="lost").at(path)
+def _find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatError | None:
+    """Return the error for zeros from byte `end` on, if the manifest lists more samples for a shard of this length."""
+    folder, name = os.path.split(os.path.abspath(path))
+    with contextlib.suppress(FileNotFoundError, FormatError):
+        for entry in read_manifest(os.path.join(folder, MANIFEST))[0]:
+            is_it = os.path.normpath(entry.url) == name and entry.nbytes == nbytes
+            if is_it and entry.num_samples > num_samples:
+                problem = f"zeros after {num_samples} samples, although {MANIFEST} lists {entry.num_samples}"
+                return TarFormatError(f"{problem}; {_REMEDY}", offset=end, kind="lost").at(path)
+    return None
 
 
 def load_whole(path: str) -> ShardIndex:
-    """Return the index of a shard that a writer will extend, after checking that the shard is whole.
-
-    Raises:
-        FormatError: The file is not a shard, or is damaged, or something other than an index follows its archive.
-    """
+    """Return the index of a shard that a writer will extend; raise FormatError unless `check_end` finds it whole."""
     file = ShardFile(path)
     try:
         index = load_index(file)
@@ -72,13 +61,7 @@ def load_whole(path: str) -> ShardIndex:
 
 
 def check_end(file: ShardFile, end: int, num_samples: int) -> None:
-    """Raise TarFormatError unless a scan found every member of the file.
-
-    Args:
-        file: The shard.
-        end: Offset of the end-of-archive marker that the scan found.
-        num_samples: Number of samples that the scan found.
-    """
+    """Raise TarFormatError if there are more members than a scan found: `num_samples`, and the marker of the end at `end`."""
 
     def refuse(problem: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
         raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind=kind).at(file.path)
@@ -102,30 +85,15 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     later = max((trailer.end for trailer in trailers), default=0)
     if later > end:
         refuse(f"zeros, although an index says that the archive ends at byte {later}", end)
-    # if zeros have overwritten members, only DALI's index and the manifest list them, and a tool replaces both
-    if stop - end >= _MIN_LOST_NBYTES:
-        if (lost := _find_lost(file.path, end, file.nbytes)) is not None:
-            raise lost
-        if (count := _listed_samples(file)) > num_samples:
-            problem = f"zeros after {num_samples} samples, although {MANIFEST} lists {count} for a file of this length"
-            refuse(problem, end, "lost")
+    # if zeros have overwritten members, only the manifest lists them, and a tool replaces it
+    if stop - end >= _MIN_LOST_NBYTES and (lost := _find_lost(file.path, end, file.nbytes, num_samples)) is not None:
+        raise lost
 
 
 def _first_nonzero(file: ShardFile, begin: int, end: int) -> int | None:
-    """Return the offset of the first byte of `[begin, end)` that is not zero; None if all are."""
     for at in range(begin, end, _CHUNK_NBYTES):
         chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
         rest = chunk.lstrip(b"\0")
         if rest:
             return at + len(chunk) - len(rest)
     return None
-
-
-def _listed_samples(file: ShardFile) -> int:
-    """Return the number of samples that the manifest lists for a shard of this length; 0 if it does not list the shard."""
-    folder, name = os.path.split(os.path.abspath(file.path))
-    with contextlib.suppress(FileNotFoundError, FormatError):
-        entries, _ = read_manifest(os.path.join(folder, MANIFEST))
-        same = [entry for entry in entries if os.path.normpath(entry.url) == name and entry.nbytes == file.nbytes]
-        return max((entry.num_samples for entry in same), default=0)
-    return 0

@@ -1,11 +1,7 @@
-"""Build and parse DALI's index of a shard, `NAME.idx`, and compare a few samples of it before DALI reads it.
-
-`checking/index_check.py` compares all samples.
-"""
+"""Build DALI's index of a shard, `NAME.idx`, and compare a few samples of it before DALI reads it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -14,20 +10,18 @@ from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path
 from wds_tensorcache.shards.names import TENSORS, member_suffix
-from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder
 
-# a member: its extension, the offset and length of its content in bytes, and its name ("" in version 1.1)
+# a member: its extension, the offset and length of its content in bytes, and its name
 ListedMember = tuple[str, int, int, str]
 _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member
-_NUMBER = re.compile(r"[0-9]{1,19}").fullmatch
 _NUM_COMPARED = 64
 # the fields of a line: other white space of Unicode and other control characters may be part of a name
 _fields_of = re.compile(r"[^ \t\n\r\v\f]+").findall
 
 
 def list_members(index: ShardIndex) -> list[list[ListedMember]]:
-    """Return the members of each sample; samples and members are in the order of the shard."""
+    """Return the members of each sample, in the order of the shard."""
     samples: list[list[ListedMember]] = [[] for _ in range(len(index.keys))]
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.begins, table.sizes)
@@ -41,8 +35,7 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
     """Return a DALI index of version 1.2 for samples with these members, byte for byte as DALI's own `wds2idx` writes it.
 
     Raises:
-        InvalidKeyError: A name or an extension is empty, or contains white space, which separates fields in this format; or
-            a sample has no members.
+        InvalidKeyError: The format cannot represent a sample: its fields are separated by white space.
     """
     lines: list[bytes] = []
     for sample in samples:
@@ -65,51 +58,21 @@ def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
     folder.write(name, build_dali_index(list_members(index)))
 
 
-def _parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[ListedMember] | None]:
-    """Return the members that each line lists, one line per sample; None for a damaged line.
-
-    Args:
-        content: Bytes of an index of version 1.1 or 1.2.
-        lenient: Accept a wrong number of lines, and skip only the damaged members of a line instead of the whole line.
-
-    Raises:
-        FormatError: The first line is damaged.
-    """
-    width, lines = split_lines(content, lenient=lenient)
-    return [_parse_line(line, width, lenient) for line in lines]
-
-
-def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str]]:
-    """Return the number of fields per member (4, or 3 in version 1.1), and the lines, one per sample.
-
-    Raises:
-        FormatError: The first line is damaged.
-    """
+def split_lines(content: bytes) -> tuple[int, list[str]]:
+    """Return the number of fields per member (4, or 3 in version 1.1), and the lines, one per sample."""
     first, *lines = [line.decode("utf-8", "surrogateescape") for line in content.splitlines()] or [""]
     head = _fields_of(first)
-    width = _WIDTHS.get(first[:4] if lenient else "".join(head[:1]), 0)
-    if not width or not (lenient or head[1:] == [str(len(lines))]):
+    width = _WIDTHS.get("".join(head[:1]), 0)
+    if not width or head[1:] != [str(len(lines))]:
         problem = f"the first line is {first[:40]!r}, expected 'v1.1' or 'v1.2' and the number of samples, {len(lines)}"
         raise FormatError(problem, kind="index")
     return width, lines
 
 
 def split_line(line: str, width: int) -> list[list[str]]:
-    """Return the fields of each member in a line, `width` of them; a damaged line ends with a member that has fewer."""
+    """Return the fields of each member in a line; the last member of a damaged line has fewer than `width`."""
     fields = _fields_of(line)
     return [fields[at : at + width] for at in range(0, len(fields), width)]
-
-
-def _parse_line(line: str, width: int, lenient: bool) -> list[ListedMember] | None:
-    entries: list[ListedMember] = []
-    for fields in split_line(line, width):
-        suffix, begin, nbytes, name, *_ = [*fields, "", "", ""]
-        is_number = _NUMBER(begin) and _NUMBER(nbytes)
-        if is_number and (lenient or width == 3 or name.endswith(f".{suffix}")):
-            entries.append((suffix, int(begin), int(nbytes), name))
-        elif not lenient:
-            return None
-    return entries or None
 
 
 def seems_current(path: str, index: ShardIndex, name: str) -> bool:
@@ -131,18 +94,3 @@ def seems_current(path: str, index: ShardIndex, name: str) -> bool:
         if not any(fields[:3] == wanted for fields in split_line(line, _WIDTHS["v1.2"])):
             return False
     return True
-
-
-def listed_after(path: str, end: int, nbytes: int) -> int | None:
-    """Return the offset of the first member after byte `end` of a shard according to DALI's index at `path`, or None.
-
-    It is None if the index lists no such member, lists a member beyond the shard's `nbytes` bytes, or is missing or damaged.
-    """
-    with contextlib.suppress(FileNotFoundError, FormatError):
-        file = ShardFile(path)
-        # damaged lines are ignored
-        lines = _parse_dali_index(file.read(0, file.nbytes), lenient=True)
-        members = [member for line in lines if line is not None for member in line]
-        if all(begin + size <= nbytes for _, begin, size, _ in members):
-            return min((begin for _, begin, *_ in members if begin > end), default=None)
-    return None

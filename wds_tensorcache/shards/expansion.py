@@ -32,21 +32,14 @@ def max_expanded(stored_nbytes: int, max_expanded_nbytes: int = MAX_EXPANDED_NBY
 
 
 def check_objects(name: str, nbytes: int, stored_nbytes: int, max_expanded_nbytes: int, functions: str) -> None:
-    """Raise FormatError if a member whose content becomes objects, such as a skeleton, comes from too few stored bytes.
-
-    Args:
-        name: Name or extension of the member.
-        nbytes: Length of the member.
-        stored_nbytes: Number of compressed bytes.
-        max_expanded_nbytes: The option.
-        functions: The functions that have this option.
-    """
+    """Raise FormatError if a member whose content becomes objects, such as a skeleton, comes from too few compressed bytes."""
     extension = name.rpartition(".")[2].lower()
     share, ratio = _OBJECTS.get(extension, (1, _MAX_RATIO))
     limit = max(max_expanded_nbytes // share, ratio * stored_nbytes)
     if nbytes > limit:
-        raise FormatError(
-            f"a {extension!r:.20} of {nbytes:,} bytes in {stored_nbytes:,} compressed bytes, expected at most {limit:,}, "
-            "because its objects could take many times as much memory; if you trust the shard, pass "
-            f"max_expanded_nbytes={nbytes * share} to {functions}"
+        problem = (
+            f"a {extension!r:.20} of {nbytes:,} bytes in {stored_nbytes:,} compressed bytes, expected at most {limit:,}"
         )
+        problem += ", because its objects could take many times as much memory"
+        remedy = f"if you trust the shard, pass max_expanded_nbytes={nbytes * share} to {functions}"
+        raise FormatError(f"{problem}; {remedy}")

@@ -47,9 +47,7 @@ def check_same(where: str, stored: Mapping[str, Any] | None, expected: Mapping[s
     """Raise StaleCacheError unless the fingerprint `stored` in a cache equals `expected`, that of the new samples."""
     if stored != expected:
         check_fingerprint(where, stored, expected or {})
-        raise StaleCacheError(
-            f"{where} was made with {stored!r:.500}, but the new samples are made with {expected!r:.500}"
-        )
+        raise StaleCacheError(f"{where} was made with {stored!r:.500}, the new samples are made with {expected!r:.500}")
 
 
 def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -35,12 +35,7 @@ _ORIGINALS = ("rows", "text", "ends")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
-    """Return an index as bytes: zeros that align it (only in a footer), a safetensors file, and a trailer.
-
-    Args:
-        index: Index of the shard.
-        shard_nbytes: Length of the whole shard, for a sidecar; None for a footer right after the end-of-archive marker.
-    """
+    """Return the sidecar of a shard of `shard_nbytes` bytes; if that is None, the footer to put right after the marker."""
     named: dict[str, np.ndarray[Any, Any] | None] = {"keys.text": index.keys.text, "keys.ends": index.keys.ends}
     layouts = index.layouts
     named |= {"layouts.form": layouts.form, "layouts.data_begin": layouts.data_begin, "layouts.dims": layouts.dims}
@@ -82,25 +77,18 @@ def _digest(body: bytes | memoryview, numbers: tuple[int, int, int]) -> int:
 
 
 class Trailer(NamedTuple):
-    """The end of an index.
+    """The end of an index."""
 
-    Attributes:
-        begin: Offset of the index in its file.
-        end: Offset of the end-of-archive marker in the shard.
-        shard_nbytes: Length of the shard.
-        digest: Digest of the index, as 16 hexadecimal digits.
-    """
-
-    begin: int
-    end: int
-    shard_nbytes: int
-    digest: str
+    begin: int  # offset of the index in its file
+    end: int  # offset of the end-of-archive marker in the shard
+    shard_nbytes: int  # length of the shard
+    digest: str  # of the index, 16 hexadecimal digits
 
 
 def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> Trailer | None:
     """Return the trailer at the end of a shard or sidecar of `nbytes` bytes, whose index may be stale or damaged.
 
-    Returns None if the last bytes are not a trailer, or do not declare a shard of `shard_nbytes` bytes, unless this is None.
+    It is None if the last bytes are not a trailer, or declare a shard of another length than `shard_nbytes`, if given.
     """
     tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
@@ -113,14 +101,9 @@ def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
 
 
 def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: bytes | None = None) -> ShardIndex | None:
-    """Return the index at the end of a shard; None if there is no index, or a stale or damaged one.
+    """Return the index at the end of a shard; None if there is none, or a stale or damaged one.
 
-    Args:
-        read: `read(begin, end)` returns bytes of the shard.
-        tail: The last bytes of the shard, if they were read already.
-
-    Raises:
-        FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
+    `tail` has the last bytes of the shard, if they were read already. Raises FormatError as `parse_index` does.
     """
     end = read(max(0, shard_nbytes - _TAIL_NBYTES), shard_nbytes) if tail is None else tail
     end_begin = shard_nbytes - len(end)
@@ -144,13 +127,9 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: byte
 
 
 def read_index(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
-    """Return the index at the end of a shard or sidecar of `nbytes` bytes, even if the shard has changed since.
+    """Return the index at the end of a shard or sidecar as `parse_index` does, even if the shard has changed since.
 
-    The caller must compare every entry with the shard. If `shard_nbytes` is not None, an index is ignored unless it declares
-    a shard of this length.
-
-    Raises:
-        FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
+    The caller must compare every entry with the shard.
     """
     trailer = read_trailer(read, nbytes, shard_nbytes)
     return None if trailer is None else parse_index(read(trailer.begin, nbytes), trailer.shard_nbytes)
@@ -162,7 +141,7 @@ def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
     Raises:
         FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
 
-    Memory: the arrays of the index are views of `content`, and keep it alive.
+    Memory: the arrays of the index are views of `content`.
     """
     trailer = read_trailer(lambda begin, end: content[begin:end], len(content), shard_nbytes)
     if trailer is None or trailer.begin:
@@ -173,12 +152,8 @@ def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
     layout, _ = parse_header(body)
     arrays: dict[str, Any] = {}
     for tensor in layout.tensors.values():
-        if tensor.dtype not in _STORED.values() or len(tensor.shape) != 1:
-            raise FormatError(
-                f"the index has an array {tensor.name!r} of {tensor.dtype}{list(tensor.shape)}, "
-                "expected one dimension of unsigned integers",
-                kind="index",
-            )
+        is_right = tensor.dtype in _STORED.values() and len(tensor.shape) == 1
+        _check(is_right, f"the array {tensor.name!r}", f"{tensor.dtype}{list(tensor.shape)}")
         arrays[tensor.name] = np.frombuffer(body, f"<u{STORED[tensor.dtype][0]}", tensor.shape[0], tensor.begin)
     try:
         index = dataclasses.replace(_assemble(arrays, trailer.end), digest=trailer.digest)
@@ -190,61 +165,57 @@ def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
 
 
 def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
-    if arrays["names"].dtype != np.uint8 or arrays["keys.text"].dtype != np.uint8:
-        raise FormatError("the arrays 'names' and 'keys.text' are not both bytes (U8)", kind="index")
+    for name in {"names", "keys.text", "originals.text"}.intersection(arrays):
+        _check(arrays[name].dtype == np.uint8, f"the dtype of {name}", arrays[name].dtype)
     names = parse_json(arrays["names"].tobytes())
     for key in ("caches", "members", "forms", "references"):
         _check(type(names[key]) is list, key, names[key])
-    for key in ("caches", "members"):
-        _check(len(set(names[key])) == len(names[key]), key, names[key])
-    _check(all(str.lower(suffix) == suffix for suffix in names["members"]), "members", names["members"])
-    "".join(names["members"]).encode("utf-8", "surrogateescape")  # raises for surrogates that stand for no byte
-    _check(all(name == "" or is_cache_name(name) for name in names["caches"]), "cache names", names["caches"])
+    caches, members, references = names["caches"], names["members"], names["references"]
+    _check(
+        len(set(caches)) == len(caches) and all(name == "" or is_cache_name(name) for name in caches), "caches", caches
+    )
+    are_lower = all(str.lower(suffix) == suffix for suffix in members)
+    _check(are_lower and len(set(members)) == len(members), "members", members)
+    "".join(members).encode("utf-8", "surrogateescape")  # raises for surrogates that stand for no byte
     _check(isinstance(names.get("fingerprint", {}), dict), "fingerprint", names.get("fingerprint"))
-    forms = []
-    for raw_form in names["forms"]:
-        _check(type(raw_form) is list, "form", raw_form)
-        entries = tuple((name, dtype, ndim) for name, dtype, ndim in raw_form)
-        are_known = all(type(name) is str and dtype in STORED and type(ndim) is int for name, dtype, ndim in entries)
-        _check(are_known and all(0 <= ndim <= 64 for *_, ndim in entries), "form", entries)
-        _check(len({name for name, *_ in entries}) == len(entries), "form", entries)
-        forms.append(form_of(entries))
-    for form, texts in zip(forms, names["references"], strict=True):
+    forms = list(map(_parse_form, names["forms"]))
+    for form, texts in zip(forms, references, strict=True):
         if texts is not None:
-            _check(type(texts) is list, "references", texts)
             tensors = [name for _, name, _ in map(parse_reference, texts)]
-            _check(tensors == [entry[0] for entry in form.entries], "references", texts)
-    references = tuple(None if texts is None else tuple(texts) for texts in names["references"])
-    further = None
+            _check(type(texts) is list and tensors == [entry[0] for entry in form.entries], "references", texts)
+    further = names.get("further")
     if "further" in names:
-        _check(type(names["further"]) is list and len(names["further"]) == len(forms), "further", names["further"])
-        further = tuple(_further_of(form, raw) for form, raw in zip(forms, names["further"], strict=True))
+        _check(type(further) is list, "further", further)
+        further = tuple(_parse_further(form, pairs) for form, pairs in zip(forms, further, strict=True))
+    form_numbers, data_begins, dims = _columns(arrays, "layouts", ("form", "data_begin", "dims"))
+    texts_of_forms = tuple(None if texts is None else tuple(texts) for texts in references)
     return ShardIndex(
         Keys(arrays["keys.text"], arrays["keys.ends"]),
         {
-            name: CacheColumns(*(_column(arrays, f"cache.{number}.{column}") for column in _CACHE))
-            for number, name in enumerate(names["caches"])
+            name: CacheColumns(arrays.get(f"cache.{at}.rows"), *_columns(arrays, f"cache.{at}", _CACHE[1:]))
+            for at, name in enumerate(caches)
         },
         {
-            suffix: MemberColumns(*(_column(arrays, f"member.{number}.{column}") for column in _MEMBER))
-            for number, suffix in enumerate(names["members"])
+            suffix: MemberColumns(arrays.get(f"member.{at}.rows"), *_columns(arrays, f"member.{at}", _MEMBER[1:]))
+            for at, suffix in enumerate(members)
         },
-        LayoutTable(
-            tuple(forms),
-            references,
-            arrays["layouts.form"],
-            arrays["layouts.data_begin"],
-            arrays["layouts.dims"],
-            further,
-        ),
+        LayoutTable(tuple(forms), texts_of_forms, form_numbers, data_begins, dims, further),
         end,
         names.get("fingerprint"),
-        _assemble_origins(arrays),
+        _parse_origins(arrays),
     )
 
 
-def _further_of(form: Form, pairs: Any) -> Further:
-    """Return the further names of a form's tensors, each with the tensor's name."""
+def _parse_form(raw: Any) -> Form:
+    _check(type(raw) is list, "form", raw)
+    entries = tuple((name, dtype, ndim) for name, dtype, ndim in raw)
+    are_known = all(type(name) is str and dtype in STORED and type(ndim) is int for name, dtype, ndim in entries)
+    _check(are_known and all(0 <= ndim <= 64 for *_, ndim in entries), "form", entries)
+    _check(len({name for name, *_ in entries}) == len(entries), "form", entries)
+    return form_of(entries)
+
+
+def _parse_further(form: Form, pairs: Any) -> Further:
     _check(type(pairs) is list, "further", pairs)
     further = tuple((name, tensor) for name, tensor in pairs)
     tensors, names = {name for name, *_ in form.entries}, [name for name, _ in further]
@@ -253,22 +224,18 @@ def _further_of(form: Form, pairs: Any) -> Further:
     return further
 
 
-def _assemble_origins(arrays: dict[str, Any]) -> Origins | None:
-    digest = arrays.get("items.digest")
-    names = [f"originals.{column}" for column in _ORIGINALS]
-    has_names = any(name in arrays for name in names)
-    if digest is None and not has_names:
+def _parse_origins(arrays: dict[str, Any]) -> Origins | None:
+    has_names = any(f"originals.{column}" in arrays for column in _ORIGINALS)
+    if not has_names and "items.digest" not in arrays:
         return None
-    columns = [arrays[name] if has_names else np.empty(0, np.uint8) for name in names]
-    if columns[1].dtype != np.uint8:
-        raise FormatError("the array 'originals.text' is not bytes (U8)", kind="index")
-    return Origins(digest, *columns)
+    columns = _columns(arrays, "originals", _ORIGINALS) if has_names else [np.empty(0, np.uint8)] * 3
+    return Origins(arrays.get("items.digest"), *columns)
 
 
-def _column(arrays: dict[str, Any], name: str) -> Any:
-    return arrays.get(name) if name.endswith(".rows") else arrays[name]
+def _columns(arrays: dict[str, Any], prefix: str, names: tuple[str, ...]) -> list[Any]:
+    return [arrays[f"{prefix}.{name}"] for name in names]
 
 
 def _check(is_possible: bool, field: str, value: object) -> None:
     if not is_possible:
-        raise FormatError(f"impossible value for {field}: {value!r:.100}", kind="index")
+        raise FormatError(f"the index has an impossible value for {field}: {value!r:.100}", kind="index")

@@ -20,6 +20,7 @@ from wds_tensorcache.codec.header import Form, Further, Layout, make_layout
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import SKELETON, TENSORS, NamedKey, member_suffix
+from wds_tensorcache.shards.tar import BLOCK
 
 Array = np.ndarray[Any, Any]
 _PART = 1 << 20  # dimensions that are multiplied at once
@@ -34,17 +35,14 @@ def narrow(values: Sequence[int] | Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class MemberColumns:
-    """The members with one suffix: offsets and lengths of their contents in bytes, in the order of the samples.
+    """The members with one suffix: offsets and lengths of their contents in bytes, in the order of the samples."""
 
-    `rows` contains the number of each member's sample, ascending; it is None if all samples have a member.
-    """
-
-    rows: Array | None
+    rows: Array | None  # the number of each member's sample, ascending; None if all samples have a member
     begin: Array
     nbytes: Array
 
     def find(self, rows: Array) -> Array:
-        """Return, for each sample in `rows`, the position of its member in these columns; -1 for a sample without a member."""
+        """Return the position in these columns of the member of each sample; -1 for a sample without one."""
         if self.rows is None:
             return rows.astype(np.int64)
         if not len(self.rows):
@@ -57,18 +55,14 @@ class MemberColumns:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:
-    """The layouts of a shard: the form of each, the offset of its first tensor in the member, and all shapes in `dims`.
-
-    `references` contains, for each form, the texts with which skeletons refer to its tensors; None if they are unknown.
-    `further` contains, for each form, the further names of its tensors, each with the tensor's name; None if the index does not
-    list them, and so samples of old writers may have some.
-    """
+    """The layouts of a shard, and their forms."""
 
     forms: tuple[Form, ...]
-    references: tuple[tuple[str, ...] | None, ...]
-    form: Array
-    data_begin: Array
-    dims: Array
+    references: tuple[tuple[str, ...] | None, ...]  # of each form: texts in skeletons for its tensors; None if unknown
+    form: Array  # number of the form of each layout
+    data_begin: Array  # offset of the first tensor in the member
+    dims: Array  # all shapes, layout after layout
+    # of each form: the further names of its tensors; None if an old writer has not listed them, but there may be some
     further: tuple[Further, ...] | None = None
     dims_begin: Array = field(init=False)
     nbytes: Array = field(init=False)  # length of the whole member
@@ -122,18 +116,14 @@ class LayoutTable:
 
 @dataclass(frozen=True, slots=True)
 class CacheColumns:
-    """One cache of a shard. `rows` contains the numbers of the samples that have this cache; it is None if all have it.
+    """One cache of a shard; offsets are those of the members' contents in the shard, in bytes."""
 
-    `skeleton_begin` and `tensors_begin` are byte offsets in the shard. `layout` contains positions in the layout table.
-    `digest` contains the digest that each sample's `.safetensors` member declares; 0 if it declares none.
-    """
-
-    rows: Array | None
+    rows: Array | None  # numbers of the samples that have this cache, ascending; None if all have it
     skeleton_begin: Array
     skeleton_nbytes: Array
     tensors_begin: Array
-    layout: Array
-    digest: Array
+    layout: Array  # numbers in the layout table
+    digest: Array  # as each `.safetensors` member declares it; 0 if it declares none
 
     def __len__(self) -> int:
         return len(self.layout)
@@ -141,20 +131,16 @@ class CacheColumns:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Origins of a shard's samples, as far as their writer knew them; a scan of the shard does not find them.
+    """Origins of a shard's samples, as far as their writer knew them; a scan of the shard does not find them."""
 
-    `digest` contains a digest of each sample's item, uint64; 0 if unknown. `rows` contains the numbers of the samples whose key
-    does not hold their original name, ascending; `text` their names in UTF-8, in which they end at `ends`.
-    """
-
-    digest: Array | None
-    rows: Array
-    text: Array
-    ends: Array
+    digest: Array | None  # of each sample's item, uint64; 0 if unknown
+    rows: Array  # numbers of the samples whose key does not hold their original name, ascending
+    text: Array  # these names in UTF-8
+    ends: Array  # the offsets in `text` at which the names end
 
     @classmethod
     def of(cls, samples: Iterable[tuple[int, str | None]]) -> Origins | None:
-        """Return the origins of a shard's samples, each as in `ShardIndex.origin`; None if all are unknown."""
+        """Return the origins of samples, each as of `ShardIndex.origin`; None if all are unknown."""
         digests, rows, ends, text = array("Q"), array("Q"), array("Q"), bytearray()
         for row, (digest, name) in enumerate(samples):
             digests.append(digest)
@@ -179,11 +165,11 @@ class Origins:
 
 @dataclass(frozen=True, slots=True)
 class MemberTable:
-    """All members of a shard in the order of their offsets, as int64 arrays; `kinds` contains positions in `suffixes`."""
+    """All members of a shard in the order of their offsets, as int64 arrays."""
 
     suffixes: list[str]
     caches: list[CacheColumns | None]  # the cache of each suffix; None if a suffix belongs to no cache
-    kinds: Array
+    kinds: Array  # positions in `suffixes`
     numbers: Array  # positions in the columns of the cache or suffix
     rows: Array  # numbers of the samples
     begins: Array  # offsets of the contents, in bytes
@@ -229,11 +215,7 @@ class ShardIndex:
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
     def origin(self, row: int) -> tuple[int, str | None]:
-        """Return the digest of a sample's item, 0 if unknown, and the original name of the sample if its key does not hold it.
-
-        Raises:
-            FormatError: The name is not UTF-8.
-        """
+        """Return the digest of a sample's item, 0 if unknown, and the original name, None if the key holds it."""
         origins = self.origins
         if origins is None:
             return 0, None
@@ -245,19 +227,16 @@ class ShardIndex:
         try:
             return digest, raw.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as exc:
-            problem = f"the index has an original name that is not UTF-8: {raw!r:.100}"
-            raise FormatError(
-                f"{problem}; `tensorcache repair` (tc.repair) writes the samples without names", kind="index"
-            ) from exc
+            remedy = "`tensorcache repair` (tc.repair) writes the samples without names"
+            raise FormatError(f"the index has a name that is not UTF-8: {raw!r:.100}; {remedy}", kind="index") from exc
 
     def key(self, row: int) -> str:
-        """Return the key of a sample, as a `NamedKey` if it does not hold the original name, so that copies keep the name."""
+        """Return the key of a sample; it is a `NamedKey` if it does not hold the original name."""
         key, name = self.keys[row], self.origin(row)[1] if self.has_names else None
         return key if name is None else NamedKey(key, name)
 
     @property
     def has_names(self) -> bool:
-        """True if there are samples whose keys do not hold their original names."""
         return self.origins is not None and len(self.origins.rows) > 0
 
     def origins_of(self, keys: Iterable[str]) -> Origins | None:
@@ -267,16 +246,18 @@ class ShardIndex:
         rows = {key: row for row, key in enumerate(self.keys)}
         return Origins.of(self.origin(rows[key]) if key in rows else (0, None) for key in keys)
 
-    def members_in_order(self) -> MemberTable:
-        """Return all members, including those of caches, in the order of their offsets."""
-        everything = np.arange(len(self.keys))
-        parts: list[tuple[str, CacheColumns | None, Array | None, Array, Array]] = []
+    def columns(self) -> list[tuple[str, CacheColumns | None, Array | None, Array, Array]]:
+        """Return suffix, cache, rows, offsets and lengths of each kind of member; tensors follow their skeletons."""
+        columns: list[tuple[str, CacheColumns | None, Array | None, Array, Array]] = []
         for name, cache in self.caches.items():
             skeletons, tensors = member_suffix(name, SKELETON), member_suffix(name, TENSORS)
-            parts.append((skeletons, cache, cache.rows, cache.skeleton_begin, cache.skeleton_nbytes))
-            parts.append((tensors, cache, cache.rows, cache.tensors_begin, self.layouts.nbytes[cache.layout]))
-        for suffix, member in self.members.items():
-            parts.append((suffix, None, member.rows, member.begin, member.nbytes))
+            columns.append((skeletons, cache, cache.rows, cache.skeleton_begin, cache.skeleton_nbytes))
+            columns.append((tensors, cache, cache.rows, cache.tensors_begin, self.layouts.nbytes[cache.layout]))
+        return columns + [(suffix, None, of.rows, of.begin, of.nbytes) for suffix, of in self.members.items()]
+
+    def members_in_order(self) -> MemberTable:
+        """Return all members, also those of caches."""
+        everything, parts = np.arange(len(self.keys)), self.columns()
         begins = _concatenate(part[3] for part in parts)
         order = np.argsort(begins, kind="stable")
         return MemberTable(
@@ -298,37 +279,28 @@ class ShardIndex:
         lengths = self.keys.lengths()
         _refuse((lengths == 0).any(), "empty keys")
         _refuse((lengths < 0).any(), "keys that overlap")
-        total = 0.0
-        for columns in self.caches.values():
-            self._check_rows(columns.rows, columns.layout, num_samples)
-            is_known = not len(columns) or int(columns.layout.max()) < len(self.layouts)
+        for cache in self.caches.values():
+            is_known = not len(cache) or int(cache.layout.max()) < len(self.layouts)
             _refuse(not is_known, "a sample with a layout that does not exist")
-            tensors_nbytes = self.layouts.nbytes[columns.layout]
-            self._check_extent(columns.skeleton_begin, columns.skeleton_nbytes)
-            self._check_extent(columns.tensors_begin, tensors_nbytes)
-            total += columns.skeleton_nbytes.sum(dtype=float) + tensors_nbytes.sum(dtype=float)
-            _refuse(len(columns.digest) != len(columns), "columns of unequal lengths")
-        for member in self.members.values():
-            self._check_rows(member.rows, member.begin, num_samples)
-            self._check_extent(member.begin, member.nbytes)
-            total += member.nbytes.sum(dtype=float)
+            _refuse(len(cache.digest) != len(cache), "columns of unequal lengths")
+        total = 0.0
+        for _, _, rows, begin, nbytes in self.columns():
+            self._check_members(rows, begin, nbytes)
+            total += nbytes.sum(dtype=float)
         if self.origins is not None:
             self.origins.check(num_samples)
         # Many members could each span the whole archive; reading them all would take quadratic time.
         _refuse(total > self.end, "members that overlap")
 
-    def _check_rows(self, rows: Array | None, column: Array, num_samples: int) -> None:
-        if rows is None:
-            good = len(column) == num_samples
-        else:
-            good = len(rows) == len(column) and not (rows[1:] <= rows[:-1]).any()
-            good = good and (not len(rows) or int(rows[-1]) < num_samples)
-        _refuse(not good, "columns of unequal lengths or with impossible rows")
-
-    def _check_extent(self, begin: Array, nbytes: Array) -> None:
-        _refuse(len(begin) != len(nbytes), "columns of unequal lengths")
-        if len(begin):
-            is_outside = int(begin.min()) < 512 or int(begin.max()) > self.end or int(nbytes.max()) > self.end
+    def _check_members(self, rows: Array | None, begin: Array, nbytes: Array) -> None:
+        count = len(self.keys)
+        if rows is not None:
+            are_possible = not (rows[1:] <= rows[:-1]).any() and (not len(rows) or int(rows[-1]) < count)
+            _refuse(not are_possible, "impossible rows")
+            count = len(rows)
+        _refuse(len(begin) != count or len(nbytes) != count, "columns of unequal lengths")
+        if count:
+            is_outside = int(begin.min()) < BLOCK or max(int(begin.max()), int(nbytes.max())) > self.end
             _refuse(is_outside, "a member outside the archive")
             ends = begin.astype(np.int64) + nbytes.astype(np.int64)
             _refuse(int(ends.max()) > self.end, "a member that extends beyond the archive")

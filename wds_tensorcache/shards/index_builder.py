@@ -65,10 +65,7 @@ class IndexBuilder:
         position: int = 0,
         origin: tuple[int, str | None] = (0, None),
     ) -> None:
-        """Add a sample: its caches, and (suffix, offset, length), in bytes, of its other members.
-
-        All offsets are relative to `position`. `origin` is as in `ShardIndex.origin`.
-        """
+        """Add a sample: its caches, and suffix, offset and length of its other members; offsets are relative to `position`."""
         row = len(self._ends)
         self._text += key.encode("utf-8", "surrogateescape")
         self._ends.append(len(self._text))
@@ -79,22 +76,14 @@ class IndexBuilder:
             table = self._caches.get(cache.name)
             if table is None:
                 table = self._caches[cache.name] = array("Q")
-            table.extend(
-                (
-                    row,
-                    position + cache.skeleton_begin,
-                    cache.skeleton_nbytes,
-                    position + cache.tensors_begin,
-                    number,
-                    cache.digest or 0,
-                )
-            )
+            begins = position + cache.skeleton_begin, position + cache.tensors_begin
+            table.extend((row, begins[0], cache.skeleton_nbytes, begins[1], number, cache.digest or 0))
         self._origins.append(origin)
         for suffix, begin, nbytes in members:
             self._members.setdefault(suffix, array("Q")).extend((row, position + begin, nbytes))
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None, further: Further) -> int:
-        """Return the number of a layout; if no equal layout has one, add the layout to the table."""
+        """Return the number of a layout in the table, after adding it to the table if needed."""
         forms, form, data_begin, dims = self._table
         form_number = self._forms.setdefault((layout.form.entries, references, further), len(forms))
         if form_number == len(forms):
@@ -147,11 +136,7 @@ class IndexBuilder:
 def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
     """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
 
-    The bytes after the end of the archive are searched for a tar header, whose offset is the index's `hidden`.
-
-    Raises:
-        FormatError: The file is not a tar, or is truncated; a key occurs twice, or the members of a sample are not adjacent;
-            or the two members of a cache do not belong together.
+    The pass also looks for a tar header after the end of the archive. Raises FormatError if the file breaks a rule.
     """
     scanner = Scanner(read, nbytes)
     builder = IndexBuilder()

@@ -12,7 +12,6 @@ DALI_SUFFIX = ".idx"
 
 
 def sidecar_path(path: str) -> str:
-    """Return the path of the sidecar of the shard at `path`."""
     return path + SIDECAR_SUFFIX
 
 

@@ -1,9 +1,6 @@
 """A folder of indexes of remote shards, so that later runs and other processes need not fetch them again.
 
-A file has the name of a digest of the shard's url, and contains one line of JSON (public url, tag and length of the shard, a
-digest of these and the query, where the index was found, and the index's digest there), then the index as in a sidecar
-(FORMAT.md 4). Readers execute nothing in it. If any of these fields does not match, a reader ignores the file, and fetches the
-index again.
+A file is named by a digest of the shard's url. It has one line of JSON (`_head`), then the index as in a sidecar (FORMAT.md 4).
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.codec.header import parse_json
-from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.footer import parse_index
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
@@ -32,14 +28,12 @@ _VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
 _MAX_NBYTES = 1 << 30
 _MAX_LINE_NBYTES = 1 << 16
 _SUFFIX = ".kept"
+_MIN_FILES = 8  # a longer index than this share of the folder is not kept
 _PRUNES_EVERY = 64  # about one write of so many looks at the length of the folder
 
 
 def default_folder() -> str | None:
-    """Return the folder for kept indexes; None if the environment variable `TENSORCACHE_INDEXES` is `off`.
-
-    It is the value of this variable; by default a folder of the user: `$XDG_CACHE_HOME` or `~/.cache` on Linux.
-    """
+    """Return the folder of kept indexes: `$TENSORCACHE_INDEXES`, or one in `$XDG_CACHE_HOME` or `~/.cache`; None for `off`."""
     chosen = os.environ.get(_VARIABLE)
     if chosen:
         return None if chosen.lower() == "off" else os.path.abspath(os.path.expanduser(chosen))
@@ -52,11 +46,9 @@ def default_folder() -> str | None:
 
 
 class KeptIndexes:
-    """Indexes of remote shards in a folder. The least recently used ones are removed above a total of `max_nbytes`.
+    """Indexes of remote shards in a folder, which several processes may use; without it, there are only further requests.
 
-    A folder that cannot be written or read has no effect but further requests.
-
-    Threads/fork/pickle: safe everywhere; several processes may use one folder.
+    The least recently used ones are removed above a total of `max_nbytes`.
     """
 
     def __init__(self, folder: str, max_nbytes: int = _MAX_NBYTES) -> None:
@@ -71,42 +63,33 @@ class KeptIndexes:
         digest = hashlib.sha256(unsigned(url).encode("utf-8", "surrogateescape")).hexdigest()
         return os.path.join(self.folder, digest[:40] + _SUFFIX)
 
-    def _most_nbytes(self) -> int:
-        return self.max_nbytes // 8
-
     def has(self, url: str) -> bool:
-        """Return whether there is a file for a shard, perhaps a stale one."""
+        """Return whether there is an index of a shard, perhaps a stale one."""
         return os.path.exists(self._path(url))
 
     def read(self, url: str, info: ObjectInfo) -> ShardIndex | None:
         """Return the index of a shard in this state; None if there is none."""
-        if info.tag is None:
-            return None
-        try:
+        index = None
+        # a file that is damaged, or not of this package: fetch the index again
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             file = ShardFile(self._path(url))
-            if file.nbytes > self._most_nbytes():
+            if info.tag is None or file.nbytes > self.max_nbytes // _MIN_FILES:
                 return None
             content = file.read(0, file.nbytes)
             line = content[:_MAX_LINE_NBYTES].partition(b"\n")[0]
             head = parse_json(line)
-            if head != _head(url, info, head["digest"]):
-                return None
-            index = parse_index(content[len(line) + 1 :], info.nbytes)
-        except (OSError, FormatError, ValueError, KeyError, TypeError, RecursionError):
-            return None  # damaged, or not a file of this package: fetch the index again
-        if index is None:
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(file.path)  # recently used
-        return replace(index, digest=head["digest"])
+            if head == _head(url, info, head["digest"]):
+                index = parse_index(content[len(line) + 1 :], info.nbytes)
+                index = index and replace(index, digest=head["digest"])
+                os.utime(file.path)  # recently used
+        return index
 
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:
         """Keep an index as the bytes of a sidecar, which may differ from those with the given `digest`, at the shard."""
         line = json.dumps(_head(url, info, digest)).encode("ascii") + b"\n"
-        nbytes = len(line) + len(footer)
-        if info.tag is None or len(line) > _MAX_LINE_NBYTES or nbytes > self._most_nbytes():
+        is_long = len(line) > _MAX_LINE_NBYTES or len(line) + len(footer) > self.max_nbytes // _MIN_FILES
+        if info.tag is None or is_long:
             return
-        # A full disk or a folder that cannot be written costs requests, and nothing else.
         with contextlib.suppress(OSError):
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             write_atomically(self._path(url), [line, footer], fsync=False)
@@ -125,16 +108,12 @@ class KeptIndexes:
                     if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
                         kept.append((status.st_mtime_ns, status.st_size, entry.path))
-        excess = sum(nbytes for _, nbytes, _ in kept) - self.max_nbytes
-        if excess <= 0:
-            return
-        excess += self.max_nbytes // 10
-        for _, nbytes, path in sorted(kept):
-            if excess <= 0:
-                return
-            with contextlib.suppress(OSError):
-                os.remove(path)
-                excess -= nbytes
+        total = sum(nbytes for _, nbytes, _ in kept)
+        for _, nbytes, path in sorted(kept) if total > self.max_nbytes else ():
+            if total > self.max_nbytes - self.max_nbytes // 10:
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+                    total -= nbytes
 
 
 def _head(url: str, info: ObjectInfo, digest: Any) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from operator import mul
+from operator import lt, mul
 from struct import unpack
 from typing import Any
 
@@ -55,8 +56,16 @@ class Keys:
         return [text[begin:end] for begin, end in pairwise([0, *ends])]
 
     def lengths(self) -> Array:
-        """Return the length of each key in bytes, int64."""
         return np.diff(self.ends.astype(np.int64), prepend=0)
+
+    def ascending(self, rows: Array | None = None) -> Array | None:
+        """Return the keys as bytes without the zeros at their ends, if they have one length and ascend; otherwise None."""
+        nbytes, rest = divmod(len(self.text), len(self) or 1)
+        if not nbytes or rest or (self.lengths() != nbytes).any():
+            return None
+        column = self.text.view(f"S{nbytes}")
+        column = column if rows is None else column[rows]
+        return column if (column[1:] > column[:-1]).all() else None
 
     def extents(self, rows: Array | None = None) -> tuple[Array, Array]:
         """Return the offsets at which keys begin in `text`, and their lengths in bytes, both int64."""
@@ -65,10 +74,8 @@ class Keys:
         return (begins, lengths) if rows is None else (begins[rows], lengths[rows])
 
     def hashes(self, rows: Array | None = None) -> Array:
-        """Return `_hash` of each key, uint64."""
+        """Return `_hash` of each key, at least one, uint64."""
         begins, lengths = self.extents(rows)
-        if not len(lengths):
-            return np.empty(0, np.uint64)
         words, firsts = _words(_windows(self.text), begins, lengths)
         factors = _factors(int(lengths.max()) // _WORD_NBYTES + 2)
         places = np.arange(1, len(words) + 1) - np.repeat(firsts, lengths // _WORD_NBYTES + 1)
@@ -84,10 +91,7 @@ def _windows(text: Array) -> Array:
 
 
 def _words(windows: Array, begins: Array, lengths: Array) -> tuple[Array, Array]:
-    """Return the words of keys, uint32, and the position of each key's first word.
-
-    Each key has `length // 4 + 1` words: zeros complete the last one.
-    """
+    """Return the words of keys, uint32, and the position of each key's first word; zeros complete its last one."""
     counts = lengths // _WORD_NBYTES + 1
     firsts = np.cumsum(counts) - counts
     offsets = np.repeat(begins - _WORD_NBYTES * firsts, counts) + _WORD_NBYTES * np.arange(counts.sum())
@@ -97,11 +101,9 @@ def _words(windows: Array, begins: Array, lengths: Array) -> tuple[Array, Array]
 
 
 def _hash(raw: bytes) -> int:
-    """Return the hash of a key, 64 bits: its length and its words, each times a secret factor.
-
-    A hostile shard could contain keys with equal hashes, which are slow to look up. Two keys have the same upper 32
-    bits with a probability of at most 2^-31, if the factors are random and unknown (multilinear hashing).
-    """
+    """Return the hash of a key, 64 bits: its length and its words, each times a secret factor."""
+    # Hazard: a hostile shard could contain keys with equal hashes, which are slow to look up. Two keys have the same upper 32
+    # bits with a probability of at most 2^-31, if the factors are random and unknown (multilinear hashing).
     count = len(raw) // _WORD_NBYTES + 1
     words = unpack(f"<{count}I", raw.ljust(_WORD_NBYTES * count, b"\0"))
     total: int = sum(map(mul, (len(raw), *words), _factors(count + 1).tolist()))
@@ -109,7 +111,6 @@ def _hash(raw: bytes) -> int:
 
 
 def _factors(count: int) -> Array:
-    """Return the first `count` secret factors, uint64."""
     if count > _NUM_FACTORS:
         return np.random.PCG64(_SECRET).random_raw(count)
     return _FACTORS[:count]
@@ -120,29 +121,32 @@ KeyRows = Sequence[tuple[Keys, "Array | None"]]
 
 
 class KeyTable:
-    """Look-up of sample positions by key, across all shards of a cache, in 8 bytes per key.
-
-    The table has the hash of each key, sorted; the key's position replaces the low bits of the hash.
-
-    Args:
-        parts: Keys of each shard, and the numbers of the samples to include, ascending; None for all samples.
-    """
+    """Look-up of sample positions by key, across all shards of a cache: by bisection if the keys ascend, else by hashes."""
 
     def __init__(self, parts: Iterable[tuple[Keys, Array | None]]) -> None:
-        self._parts = list(parts)
+        self._parts = [(keys, rows) for keys, rows in parts if len(keys if rows is None else rows)]
         counts = [len(keys) if rows is None else len(rows) for keys, rows in self._parts]
         self._starts: list[int] = np.cumsum([0, *counts], dtype=np.int64).tolist()
         self._bits = np.uint64(self._starts[-1].bit_length())
         self._mask = (np.uint64(1) << self._bits) - np.uint64(1)
-        self._packed = np.empty(self._starts[-1], np.uint64)
+        self._lasts = [self.raw(end - 1) for end in self._starts[1:]]
+        columns = [column for keys, rows in self._parts if (column := keys.ascending(rows)) is not None]
+        ascend = len(columns) == len(counts) and all(map(lt, self._lasts, map(self.raw, self._starts[1:-1])))
+        self._columns = columns if ascend else None
+
+    @cached_property
+    def _packed(self) -> Array:
+        """The hash of each key, sorted; the key's position replaces the low bits of the hash."""
+        packed = np.empty(self._starts[-1], np.uint64)
         for (keys, rows), (first, last) in zip(self._parts, pairwise(self._starts), strict=True):
-            self._packed[first:last] = (keys.hashes(rows) & ~self._mask) | np.arange(first, last, dtype=np.uint64)
-        self._packed.sort()
+            packed[first:last] = (keys.hashes(rows) & ~self._mask) | np.arange(first, last, dtype=np.uint64)
+        packed.sort()
+        return packed
 
     def find(self, key: str) -> list[int]:
         """Return the positions of the key, ascending: at most one, unless several shards contain the key.
 
-        A key of `safe_key` is also found under the key that an earlier version of `safe_key` made of the same name.
+        A key is also found under the one that an earlier version of `safe_key` made of the same name.
         """
         positions = self._find(key)
         older = None if positions else older_key(key)
@@ -150,23 +154,26 @@ class KeyTable:
 
     def _find(self, key: str) -> list[int]:
         raw = key.encode("utf-8", "surrogateescape")
+        if self._columns is not None:
+            number = bisect_left(self._lasts, raw)
+            # otherwise numpy would convert the whole column
+            if number == len(self._lasts) or len(raw) != self._columns[number].itemsize:
+                return []
+            position = self._starts[number] + int(self._columns[number].searchsorted(raw))
+            return [position] if self.raw(position) == raw else []
         least = np.uint64(_hash(raw)) & ~self._mask
         first, last = self._packed.searchsorted(least), self._packed.searchsorted(least | self._mask, "right")
         positions: list[int] = (self._packed[first:last] & self._mask).tolist()
         return [position for position in positions if self.raw(position) == raw]
 
     def raw(self, position: int) -> bytes:
-        """Return the key of the sample at `position` as UTF-8."""
         number = bisect_right(self._starts, position) - 1
         keys, rows = self._parts[number]
         row = position - self._starts[number]
         return keys.raw(row if rows is None else rows.item(row))
 
     def pair(self, other: KeyTable) -> Array | None:
-        """Return, for each key, the position in `other` of a key with the same hash, `[n]`; equal keys are paired.
-
-        Returns None if the hashes of the two tables differ.
-        """
+        """Return, for each key, the position in `other` of a key with the same hash, or None; equal keys are paired."""
         count = len(self._packed)
         if count != len(other._packed) or ((self._packed ^ other._packed) >> self._bits).any():
             return None
@@ -182,20 +189,21 @@ class KeyTable:
 
     def shared(self) -> list[str]:
         """Return the keys that occur in several shards."""
+        if self._columns is not None:
+            return []
         counts = Counter(map(self.raw, (self._packed[~self._are_unique()] & self._mask).tolist()))
         return sorted(raw.decode("utf-8", "surrogateescape") for raw, count in counts.items() if count > 1)
 
     def _are_unique(self) -> Array:
-        """Return a mask of the hashes that occur once."""
         differ = np.ones(len(self._packed) + 1, np.bool_)
         differ[1:-1] = (self._packed[1:] ^ self._packed[:-1]) >> self._bits != 0
         return differ[:-1] & differ[1:]
 
 
 def match_unique_keys(parts: KeyRows, others: KeyRows) -> Array | None:
-    """Return, for each key of `parts` in the order of the shards, its position in `others`, `[n]`.
+    """Return, for each key of `parts`, its position in `others`, `[n]`; None if their keys differ, or a key occurs twice.
 
-    Returns None if their keys differ, or if a key occurs twice. Memory during the call: about 40 bytes per key, plus the keys.
+    Memory during the call: about 40 bytes per key, plus the keys.
     """
     positions = KeyTable(parts).pair(KeyTable(others))
     if positions is None:

@@ -11,7 +11,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import sidecar_path
-from wds_tensorcache.shards.names import TENSORS, member_suffix
+from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 from wds_tensorcache.storage.files import File, ShardFile
 
 _NAME_NBYTES = 100  # the width of a tar header's name field
@@ -32,13 +32,8 @@ def load_index(file: File) -> ShardIndex:
 def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: bytes | None = None) -> ShardIndex | None:
     """Return the index of a shard from its footer, otherwise from its sidecar; None if it has neither.
 
-    Args:
-        file: The shard.
-        read_sidecar: Returns the sidecar; None if there is none.
-        tail: The last bytes of the shard, if they were read already.
-
-    Raises:
-        FormatError: The index is malformed, or the sidecar does not match the shard.
+    `tail` has the last bytes of the shard, if they were read already. Raises FormatError if the index is malformed, or if the
+    sidecar does not match the shard.
     """
     try:
         index = read_footer(file.read, file.nbytes, tail)
@@ -80,13 +75,7 @@ def _read_sidecar(path: str) -> bytes | None:
 def parse_both(
     file: ShardFile, parse: Callable[[ShardFile], _Parsed | None], *, lenient: bool = False
 ) -> Iterator[_Parsed]:
-    """Yield the results of `parse` for a shard and for its sidecar; either may contain an index.
-
-    Args:
-        file: The shard.
-        parse: Function that returns None, or raises FormatError, for a file without an index.
-        lenient: Skip a file that the system cannot read instead of raising OSError.
-    """
+    """Yield what `parse` returns for a shard and for its sidecar, except None, FormatError and, if `lenient`, OSError."""
     for is_sidecar in (False, True):
         parsed = None
         with contextlib.suppress(FormatError, *[OSError] * lenient):
@@ -101,13 +90,15 @@ def check_sidecar(index: ShardIndex, file: File) -> None:
 
     A shard may have been replaced by one of the same length, next to which the old sidecar remains.
     """
-    from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
-
-    places = list(_places(index))
-    begins = [begin for *_, begin, _ in places]
-    headers = file.read_many([begin - BLOCK for begin in begins], begins)
-    for (row, suffix, begin, nbytes), header in zip(places, headers, strict=True):
-        key, stored_name = index.keys.raw(row), header[:_NAME_NBYTES].partition(b"\0")[0]
+    columns = index.columns()
+    if not columns:
+        return
+    suffix, _, rows, begins, sizes = columns[1 if index.caches else 0]
+    places = sorted({0, len(begins) // 2, len(begins) - 1}) if len(begins) else []
+    headers = file.read_many([begins.item(at) - BLOCK for at in places], [begins.item(at) for at in places])
+    for at, header in zip(places, headers, strict=True):
+        key, begin, nbytes = index.keys.raw(at if rows is None else rows.item(at)), begins.item(at), sizes.item(at)
+        stored_name = header[:_NAME_NBYTES].partition(b"\0")[0]
         if parse_number(header[_SIZE]) == nbytes and _is_member(stored_name, key, suffix):
             continue
         # extended headers may contain the name and the length
@@ -121,25 +112,6 @@ def check_sidecar(index: ShardIndex, file: File) -> None:
         raise FormatError(problem, offset=begin - BLOCK, kind="index")
 
 
-def _places(index: ShardIndex) -> Iterator[tuple[int, str, int, int]]:
-    """Yield the number of the sample, suffix, offset and length of three members: tensors if there is a cache."""
-    for name, cache in index.caches.items():
-        for at in _spread(len(cache)):
-            row = at if cache.rows is None else cache.rows.item(at)
-            nbytes = index.layouts.nbytes.item(cache.layout.item(at))
-            yield row, member_suffix(name, TENSORS), cache.tensors_begin.item(at), nbytes
-        return
-    for suffix, member in index.members.items():
-        for at in _spread(len(member.begin)):
-            row = at if member.rows is None else member.rows.item(at)
-            yield row, suffix, member.begin.item(at), member.nbytes.item(at)
-        return
-
-
-def _spread(count: int) -> list[int]:
-    return sorted({0, count // 2, count - 1}) if count else []
-
-
 def _is_member(name: bytes, key: bytes, suffix: str) -> bool:
-    """Return whether a tar header names a sample's member; other writers may write suffixes in capitals."""
+    # other writers may write suffixes in capitals
     return name.startswith(key + b".") and name[len(key) + 1 :].decode("utf-8", "surrogateescape").lower() == suffix

@@ -36,21 +36,13 @@ _MIN_VALUE_NBYTES, _NUM_SHORT = 6, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One shard in a manifest.
-
-    Attributes:
-        url: Path relative to the manifest's folder.
-        num_samples: Number of samples, also of those without a cache.
-        nbytes: Length of the whole file.
-        digest: Digest of the index, as of `stored_digest`; None if the manifest lists none.
-        caches: Number of samples by name of the cache; None if it is not listed. Only `locate_shards` sets it.
-        fingerprint: Fingerprint of the shard; None as for `caches`.
-    """
+    """One shard in a manifest; its `url` is relative to the manifest's folder. Unlisted fields are None."""
 
     url: str
-    num_samples: int
-    nbytes: int
-    digest: str | None = None
+    num_samples: int  # also those without a cache
+    nbytes: int  # length of the whole file
+    digest: str | None = None  # of the index, as of `stored_digest`
+    # numbers of samples by name of the cache, and fingerprint: only `locate_shards` sets these
     caches: Mapping[str, int] | None = None
     fingerprint: Mapping[str, Any] | None = None
 
@@ -61,67 +53,41 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A shard that was found: by its own name, in a folder, or in a manifest.
+    """A shard that was found: by its own name, in a folder, or in a manifest. What does not apply is None."""
 
-    Attributes:
-        path: Path or url.
-        entry: Entry in the manifest; None without a manifest.
-        manifest: Path or url of the manifest, for messages.
-        status: Status of a local file that a manifest lists; None if there is an error.
-        same_as: The url of an earlier entry for the same file, which is an error.
-        error: The reason why a listed shard cannot be read.
-    """
-
-    path: str
-    entry: ShardEntry | None = None
-    manifest: str | None = None
-    status: os.stat_result | None = None
-    same_as: str | None = None
-    error: FormatError | OSError | None = None
+    path: str  # path or url
+    entry: ShardEntry | None = None  # in the manifest
+    manifest: str | None = None  # path or url of the manifest, for messages
+    status: os.stat_result | None = None  # of a local file that a manifest lists
+    same_as: str | None = None  # the url of an earlier entry for the same file, which is an error
+    error: FormatError | OSError | None = None  # the reason why a listed shard cannot be read
 
     @property
     def fingerprint(self) -> Mapping[str, Any] | None:
-        """Fingerprint that the manifest lists, if any."""
         return None if self.entry is None else self.entry.fingerprint
 
 
 def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any], *, fsync: bool = True) -> None:
-    """Write a manifest, one line per shard.
-
-    Args:
-        path: Path of the manifest.
-        shards: Shards in the order in which readers number samples.
-        extra: Value of the key `tensorcache`, which wids ignores; must be representable in JSON.
-        fsync: Wait for the disk.
-    """
+    """Write a manifest: its shards in the order in which readers number samples, and the value of its key `tensorcache`."""
     from wds_tensorcache.storage.atomic import write_atomically
 
     write_atomically(path, [_build_manifest(shards, extra)], fsync)
 
 
 def _build_manifest(shards: Sequence[ShardEntry], extra: dict[str, Any]) -> bytes:
-    entries = [
-        json.dumps(
-            {"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes}
-            | ({} if s.digest is None else {"index": s.digest})
-        )
+    listed = [
+        {"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes} | ({"index": s.digest} if s.digest else {})
         for s in shards
     ]
-    text = (
-        f'{{\n"__kind__": "{_KIND}",\n"wids_version": {_WIDS_VERSION},\n"shardlist": [\n'
-        + ",\n".join(entries)
-        + f'\n],\n"{_OURS}": {json.dumps(extra, allow_nan=False)}\n}}\n'
-    )
-    return text.encode("ascii")
+    head = f'{{\n"__kind__": "{_KIND}",\n"wids_version": {_WIDS_VERSION},\n"shardlist": [\n'
+    end = f'\n],\n"{_OURS}": {json.dumps(extra, allow_nan=False)}\n}}\n'
+    return (head + ",\n".join(map(json.dumps, listed)) + end).encode("ascii")
 
 
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
-    """Return the shards of a manifest, in order, and the value of its key `tensorcache`, which is empty if the key is missing.
+    """Return the shards of the manifest at a path or url, in order, and the value of its key `tensorcache`, `{}` by default.
 
     Manifests from wids's own tool are also accepted, except those that use `base` or `datasets`.
-
-    Args:
-        path: Path or url of the manifest. A url takes one request.
 
     Raises:
         FormatError: The file is not a manifest, uses `base` or `datasets`, or lists a file outside its folder.
@@ -146,8 +112,7 @@ def locate_shards(
 ) -> Iterator[FoundShard]:
     """Yield the location of each of `entries`, in order; urls start from the folder of the manifest at `path`.
 
-    Args:
-        extra: Value of the manifest's key `tensorcache`, to add its caches and fingerprints to the entries.
+    The caches and fingerprints in `extra`, the value of the manifest's key `tensorcache`, are added to the entries.
     """
     firsts: dict[Any, str] = {}  # the first url of each file
     is_remote = is_url(path)
@@ -175,7 +140,7 @@ def locate_shards(
             error = exc.at(path)
         except FileNotFoundError:
             remedy = (
-                "copy it again, or let `tensorcache repair` (tc.repair) write the remaining shards into another folder"
+                "copy it again, or write the remaining shards into another folder with `tensorcache repair` (tc.repair)"
             )
             error = MissingShardError(f"{entry.url!r:.200} is listed but does not exist; {remedy}").at(path)
         except OSError as exc:
@@ -186,34 +151,20 @@ def locate_shards(
 def shard_url(folder: str, listed: str) -> str:
     """Return the url of a shard that a manifest in the folder at url `folder` lists.
 
-    The manifest may be hostile. It must not make readers send requests, perhaps with credentials, to another host or to
-    another folder, run a command, or open local files.
-
-    Args:
-        listed: Path of the shard relative to the folder, as a local manifest has it, not percent-encoded; or the url of an
-            object in the folder.
-
-    Raises:
-        FormatError: `listed` names anything else.
+    Hazard: a hostile manifest could make readers send requests, perhaps with credentials, to another host or folder, run a
+    command, or open local files. So `listed` is a path relative to the folder, not percent-encoded, or the url of an object in
+    the folder; anything else raises FormatError.
     """
     if _PLAIN(listed):  # most shards of large manifests
         return keep_secrets(folder, f"{folder}/{listed}")
-    check_inside(listed)
-    name = listed
-    if "://" in listed:
-        if not listed.startswith(f"{folder}/"):
-            problem = f"lists {shown(listed)!r:.200}, which is not in the folder of the manifest"
-            raise FormatError(f"{problem}; pass the urls of such shards to tc.open, in a list", kind="index")
-        name = listed[len(folder) + 1 :]
+    _check_inside(listed)
+    name = listed.removeprefix(f"{folder}/") if "://" in listed else listed
     parts = [part for part in name.split("/") if part != "."]
-    if (
-        _COMMAND.match(name)
-        or "\\" in name
-        or not (parts and all(parts))
-        or (name != listed and is_web(folder) and re.search("[?#]|%2[eEfF]|%5[cC]", name))
-    ):
+    is_encoded = name != listed and is_web(folder) and re.search("[?#]|%2[eEfF]|%5[cC]", name)
+    if "://" in name or _COMMAND.match(name) or "\\" in name or not (parts and all(parts)) or is_encoded:
         problem = f"lists {shown(listed)!r:.200}, expected the path of a shard in the folder of the manifest"
-        raise FormatError(f"{problem}: relative, with '/' between names and without '..'", kind="index")
+        remedy = "pass the urls of other shards to tc.open, in a list"
+        raise FormatError(f"{problem}: relative, with '/' between names and without '..'; {remedy}", kind="index")
     path = "/".join(parts)
     return keep_secrets(folder, f"{folder}/{path}") if name != listed else join_url(folder, path)
 
@@ -260,17 +211,9 @@ def stored_digest(path: str) -> str | None:
 def check_listed(
     path: str, entry: ShardEntry, manifest: str | None, *, num_samples: int | None = None, digest: str | None = None
 ) -> None:
-    """Compare the shard at `path` with its entry in a manifest.
+    """Raise FormatError if a shard has another number of samples, or another digest of its index, than its entry in a manifest.
 
-    Args:
-        path: Path or url of the shard.
-        entry: Entry of the shard.
-        manifest: Path or url of the manifest, for messages.
-        num_samples: Number of samples in the shard; None if unknown.
-        digest: Digest of the shard's index; None if unknown.
-
-    Raises:
-        FormatError: They have different numbers of samples, or different digests.
+    Each is None if unknown.
     """
     if num_samples not in (None, entry.num_samples):
         raise other_count(path, f"{num_samples} samples in all", entry.num_samples)
@@ -279,17 +222,15 @@ def check_listed(
         command = f"`tensorcache index {quote(os.path.dirname(path) or os.curdir)}`"
         remedy = "upload its own manifest again" if is_url(path) else f"list its folder anew with {command}"
         remedy = f"copy the right shard again, or, if this is the right one and another tool has indexed it, {remedy}"
-        problem = f"another shard has replaced the one that was listed: {problem}"
-        raise FormatError(f"{problem}; {remedy}", kind="index").at(path)
+        problem = f"another shard has replaced the one that was listed: {problem}; {remedy}"
+        raise FormatError(problem, kind="index").at(path)
 
 
 def other_count(path: str, counted: str, listed: int | None) -> FormatError:
     """Return the error for a shard that has another number of samples, `counted`, than the manifest lists."""
-    verify = f"`tensorcache verify` (tc.verify){' of a local copy' if is_url(path) else ''}"
-    verify += " reports whether the shard is damaged"
-    remedy = f"if it is not, run `tensorcache index {quote(path)}` (tc.write_index)"
-    problem = f"{counted}, but the manifest lists {listed}: one of the two is wrong"
-    return FormatError(f"{problem}; {verify}; {remedy}").at(path)
+    remedy = f"`tensorcache verify` (tc.verify){' of a local copy' * is_url(path)} reports whether the shard is damaged"
+    remedy += f"; if it is not, run `tensorcache index {quote(path)}` (tc.write_index)"
+    return FormatError(f"{counted}, but the manifest lists {listed}: one of the two is wrong; {remedy}").at(path)
 
 
 def are_counts(counts: Any) -> bool:
@@ -298,13 +239,10 @@ def are_counts(counts: Any) -> bool:
 
 
 def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
-    """Return the shards and the value of the key `tensorcache` of a manifest with this content; see `read_manifest`."""
     # Small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each.
     num_values = sum(map(content.count, (b"{", b"[", b",", b":")))
     if num_values > _NUM_SHORT + len(content) // _MIN_VALUE_NBYTES:
-        problem = (
-            f"{num_values:,} keys, values and containers in {len(content):,} bytes, more than the limit for a manifest"
-        )
+        problem = f"{num_values:,} keys, values and containers in {len(content):,} bytes, more than the limit"
         raise FormatError(f"{problem}: {_NUM_SHORT:,}, and one for each {_MIN_VALUE_NBYTES} bytes", kind="index")
     try:
         document = parse_json(content)
@@ -333,31 +271,26 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
 def _parse_shard(shard: Any, where: str) -> ShardEntry:
     if not isinstance(shard, dict):
         raise _wrong(where, shard, "an object")
-    url, num_samples, nbytes = shard.get("url"), shard.get("nsamples"), shard.get("filesize")
+    url, digest = shard.get("url"), shard.get("index")
     if not isinstance(url, str) or not url or _NO_PATH.search(url):
         raise _wrong(f"{where}: url", url, "a path or a url")
-    check_inside(url)
-    for key, count in (("nsamples", num_samples), ("filesize", nbytes)):
-        if type(count) is not int or not 0 <= count < 1 << 63:
-            raise _wrong(f"{where}: {key}", count, "a non-negative integer below 2^63")
-    digest = shard.get("index")
+    _check_inside(url)
+    for key in ("nsamples", "filesize"):
+        if type(shard.get(key)) is not int or not 0 <= shard[key] < 1 << 63:
+            raise _wrong(f"{where}: {key}", shard.get(key), "a non-negative integer below 2^63")
     if digest is not None and not (isinstance(digest, str) and _DIGEST(digest)):
         raise _wrong(f"{where}: index", digest, "16 hexadecimal digits")
-    return ShardEntry(url, num_samples, nbytes, digest)  # type: ignore[arg-type]
+    return ShardEntry(url, shard["nsamples"], shard["filesize"], digest)
 
 
-def check_inside(url: str) -> None:
-    """Raise FormatError if a manifest lists a file that is not in its folder.
-
-    A downloaded manifest must not make a reader or a tool read private files.
-    """
+def _check_inside(url: str) -> None:
+    # Hazard: a downloaded manifest could make a reader or a tool read private files.
     if os.path.isabs(url) or ".." in re.split(r"[/\\]", url):
         remedy = "a manifest lists only files in its folder; to read another shard, pass its own path to tc.open"
         raise FormatError(f"lists {shown(url)!r:.200}, which is outside the manifest's folder; {remedy}", kind="index")
 
 
 def _expect(is_good: bool, key: str, value: object, expected: str, kind: Kind = "index") -> None:
-    """Raise FormatError with `key`, `value` and `expected` unless `is_good`."""
     if not is_good:
         raise _wrong(key, value, expected, kind)
 
@@ -384,16 +317,12 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Folder) -> Manifest:
-        """Return the manifest of a folder, or an empty one; raise FormatError as `parse` does."""
+        """Return the manifest of a folder, or an empty one."""
         return cls.parse(folder.read(MANIFEST, MAX_NBYTES), shown(folder.locate(MANIFEST)))
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:
-        """Parse the content of a manifest, None if there is none; `path` is its path for messages.
-
-        Raises:
-            FormatError: The content is not a manifest, or its `caches` or `fingerprints` are not objects.
-        """
+        """Parse the content of a manifest, None if there is none; raise FormatError, with `path`, if it is not one."""
         try:
             entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:
@@ -416,13 +345,13 @@ class Manifest:
             self.fingerprints[entry.url] = dict(index.fingerprint)
 
     def remove(self, *urls: str) -> None:
-        """Remove the shards with these urls; ignore urls that are not listed."""
+        """Remove the shards with these urls, if they are listed."""
         for url in {*urls, *(self._spelled.pop(url, url) for url in urls)}:
             for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
 
     def write(self, path: str, fsync: bool = True) -> None:
-        """Write the manifest to `path`, with the shards in the order in which they were added."""
+        """Write the manifest with the shards in the order in which they were added."""
         write_manifest(path, *self._content(), fsync=fsync)
 
     def build(self) -> bytes:
@@ -440,9 +369,7 @@ class Manifest:
 def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
     """Let a function change the manifest of a folder; it is called again if another process was faster.
 
-    Raises:
-        FormatError: The manifest is damaged.
-        Exception: `change` raised it, and the manifest stays as it is.
+    If the manifest is damaged, or `change` raises an error, the manifest stays as it is.
     """
 
     def apply(content: bytes | None) -> bytes:

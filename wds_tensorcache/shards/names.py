@@ -35,9 +35,8 @@ is_plain_key = re.compile(rf"(?!__)[A-Za-z0-9_-]{{1,{_SAFE_LENGTH}}}", re.ASCII)
 def check_key(key: object) -> None:
     """Raise InvalidKeyError unless every reader of tar shards reads `key` back unchanged."""
     if not isinstance(key, str) or not key:
-        raise InvalidKeyError(
-            f"__key__ is {key!r:.100}, expected a non-empty str; number the samples, for example '000017'"
-        )
+        remedy = "number the samples, for example '000017'"
+        raise InvalidKeyError(f"__key__ is {key!r:.100}, expected a non-empty str; {remedy}")
     parts = key.split("/")
     blank = _BLANK.search(key)
     if blank is not None:
@@ -49,9 +48,7 @@ def check_key(key: object) -> None:
     elif "." in parts[-1]:
         problem = "has a dot in its last part, where every reader would end the key; replace it, e.g. by '_'"
     elif not all(parts) or "." in parts or ".." in parts:
-        problem = (
-            "is not a plain relative path: tar could extract it to another folder; remove '.', '..' and empty parts"
-        )
+        problem = "is not a plain relative path: tar could extract it elsewhere; remove '.', '..' and empty parts"
     elif parts[0].startswith("__"):
         problem = "begins with '__': stock readers skip such members; choose another first character"
     else:
@@ -60,11 +57,7 @@ def check_key(key: object) -> None:
 
 
 class NamedKey(str):
-    """A key made by `safe_key` that does not hold its name; writers store the name in the index of the shard.
-
-    Attributes:
-        original: Name of the sample.
-    """
+    """A key made by `safe_key` that does not hold its name, `original`; writers store the name in the index of the shard."""
 
     __slots__ = ("original",)
     original: str
@@ -104,16 +97,14 @@ def safe_key(name: str) -> str:
 
 
 def hashed_key(name: str) -> NamedKey:
-    """Return a key with a hash of a name that is too long for a key.
-
-    Earlier versions used it for all names whose key would have more than 80 characters, see `older_key`.
-    """
+    """Return a key with a hash of a name that is too long for a key."""
     key, digest = _UNSAFE.sub(_percent_encode, name), hashlib.sha256(_as_bytes(name)).hexdigest()[:40]
     return NamedKey(key[: _HASHED_LENGTH - len(_HASHED + digest)] + _HASHED + digest, name)
 
 
 def older_key(key: str) -> str | None:
     """Return the key that earlier versions of `safe_key` made of the name in a key; None if it is the same."""
+    # they hashed all names whose key would have more than 80 characters
     with contextlib.suppress(InvalidKeyError):
         if _HASHED_LENGTH < len(key) <= _SAFE_LENGTH:
             return str(hashed_key(original_name(key)))
@@ -175,10 +166,8 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
             raise InvalidKeyError(f"sample {key!r:.100}: {suffix!r:.100} {problem}")
         nbytes = len(f"{key}.{suffix}".encode())
         if nbytes > MAX_MEMBER_NBYTES:
-            raise InvalidKeyError(
-                f"member name {key!r:.100}.{suffix} has {nbytes} bytes: "
-                f"DALI without an index reads at most {MAX_MEMBER_NBYTES}; shorten the key, or use tc.safe_key"
-            )
+            problem = f"has {nbytes} bytes: DALI without an index reads at most {MAX_MEMBER_NBYTES}"
+            raise InvalidKeyError(f"member name {key!r:.100}.{suffix} {problem}; shorten the key, or use tc.safe_key")
 
 
 def split_member(name: str) -> tuple[str, str] | None:
@@ -188,12 +177,7 @@ def split_member(name: str) -> tuple[str, str] | None:
 
 
 def cache_name(name: str) -> str:
-    """Return `name` unchanged after checking that a cache may have it.
-
-    Raises:
-        InvalidKeyError: The name contains characters other than `a-z0-9_-` (webdataset lowercases suffixes, DALI does not),
-            begins with `_` (stock writers skip such fields), or is `skel`, `pyd` or `safetensors`, as in suffixes.
-    """
+    """Return `name` unchanged; raise InvalidKeyError if a cache cannot have it."""
     if not is_cache_name(name):
         raise InvalidKeyError(
             f"cache name {name!r:.100} must match [a-z0-9-][a-z0-9_-]* and not be one of {sorted(_RESERVED)}; "
@@ -203,7 +187,7 @@ def cache_name(name: str) -> str:
 
 
 def is_cache_name(name: str) -> bool:
-    """Return whether a cache may have this name."""
+    # webdataset makes suffixes lower case, DALI does not; stock writers skip fields that begin with `_`
     return name not in _RESERVED and _CACHE_NAME.fullmatch(name) is not None
 
 
@@ -220,17 +204,17 @@ def is_reserved(field: str) -> bool:
 
 
 def member_suffix(name: str, suffix: str) -> str:
-    """Return the suffix of one of the two members of cache `name`, for `suffix` SKELETON or TENSORS."""
+    """Return the suffix of a member of cache `name`, for `suffix` SKELETON or TENSORS."""
     return f"{name}.{suffix}" if name else suffix
 
 
 class Half(NamedTuple):
-    """One of the two members of a cache: name and field of the cache, which half it is, and the suffix of the other half."""
+    """One of the two members of a cache."""
 
-    name: str
-    field: str
+    name: str  # of the cache
+    field: str  # of the cache in a sample
     is_skeleton: bool
-    other: str
+    other: str  # suffix of the other half
 
 
 @lru_cache(maxsize=256)  # samples share a few suffixes
@@ -245,11 +229,10 @@ def half_of(suffix: str) -> Half | None:
 
 
 def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool], hint: str = APART) -> Half | None:
-    """Return the half of a cache that a member is; None if it belongs to no cache.
+    """Return the half of a cache that a member of a sample is; None if it belongs to no cache.
 
     Args:
-        suffix: Suffix of the member, in lowercase.
-        members: Suffixes of all members of its sample.
+        suffix: Suffix of the member, in lowercase, as all `members` of the sample.
         is_bound: Function that returns whether the member, a safetensors file, declares that it belongs to a skeleton.
         hint: Text at the end of the error message.
 

@@ -16,30 +16,18 @@ _ZEROS = bytes(BLOCK)
 
 @dataclass(slots=True)
 class PackedSample:
-    """The members of a sample with their tar headers. They have the same bytes at any position, a multiple of 512.
-
-    Attributes:
-        key: Key of the sample.
-        parts: Bytes-like parts, in order; empty if another process has them.
-        nbytes: Total length of the parts.
-        caches: Caches of the sample; their offsets are relative to the first part.
-        members: (suffix, offset, length) of each other member, with a relative offset.
-        item_digest: Digest of the item from which the sample was made; 0 if unknown.
-    """
+    """The members of a sample with their tar headers. They have the same bytes at any position, a multiple of 512."""
 
     key: str
-    parts: list[Any]
-    nbytes: int
-    caches: list[CacheEntry]
-    members: list[tuple[str, int, int]]
-    item_digest: int = 0
+    parts: list[Any]  # bytes-like; empty if another process has them
+    nbytes: int  # total length of the parts
+    caches: list[CacheEntry]  # offsets here are relative to the first part
+    members: list[tuple[str, int, int]]  # suffix, offset, length of each other member
+    item_digest: int = 0  # of the item from which the sample was made; 0 if unknown
 
 
 def pack(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[str, bytes]) -> PackedSample:
-    """Return the members of a sample: encoded caches by name, and bytes of other members by extension.
-
-    Memory: the parts alias the tensors of the encoded samples.
-    """
+    """Return the members of a sample: encoded caches by name, whose tensors are aliased, and other members by extension."""
     parts: list[Any] = []
     position = 0
     entries: list[CacheEntry] = []

@@ -28,31 +28,20 @@ _DENIED = (401, 403)  # of stores that do not tell a missing object from one tha
 
 @dataclass(frozen=True, slots=True)
 class RemoteIndexes:
-    """The places where the indexes of remote shards are looked for.
+    """The places, besides a shard and its sidecar, where the indexes of remote shards are looked for."""
 
-    Attributes:
-        folder: Folder or url of a folder that contains `NAME.tar.index` for shards `NAME.tar`; None if there is none.
-        kept: Indexes of earlier runs; None to fetch all indexes.
-    """
-
-    folder: str | None = None
-    kept: KeptIndexes | None = None
+    folder: str | None = None  # path or url of a folder that contains `NAME.tar.index` for shards `NAME.tar`
+    kept: KeptIndexes | None = None  # from earlier runs
 
     def load(self, file: File, num_samples: int | None = None, *, may_scan: bool = True) -> ShardIndex | None:
-        """Return the index of a shard.
+        """Return the index of a shard; without `may_scan`, return None for a shard without one, which must be read as a whole.
 
-        Args:
-            file: The shard.
-            num_samples: Number of samples that the manifest lists, from which the length of the index is guessed.
-            may_scan: Read the whole shard if it has no index. False returns None for such a shard.
+        Cost: in most cases one request, of the shard's end, whose length is guessed by `num_samples`, or of its state.
 
         Raises:
             MissingShardError: The shard does not exist.
             FormatError: The shard is not a tar, is damaged, or has changed.
             RemoteError: A request failed.
-
-        Cost: one request, of the shard's end, in most cases. With a kept index, one request of its state. A shard without an
-            index is read as a whole.
         """
         assert isinstance(file, RemoteFile)
         index = self._in_folder(file)
@@ -90,17 +79,14 @@ class RemoteIndexes:
         content = _read_if_allowed(lambda: folder.read(sidecar_path(name), _MAX_INDEX_NBYTES))
         if content is None:
             return None
-        nbytes = file.identity[0]
-        if nbytes is None:
-            trailer = read_trailer(lambda begin, end: content[begin:end], len(content))
-            if trailer is None:
-                return None
-            nbytes = trailer.shard_nbytes
+        trailer = read_trailer(lambda begin, end: content[begin:end], len(content), file.identity[0])
+        if trailer is None:
+            return None
         try:
-            index = parse_index(content, nbytes)
+            index = parse_index(content, trailer.shard_nbytes)
             if index is None:
                 return None
-            file.expect(nbytes)
+            file.expect(trailer.shard_nbytes)
             check_sidecar(index, file)
         except FormatError as exc:
             raise exc.at(file.path) from exc
@@ -109,7 +95,7 @@ class RemoteIndexes:
 
 
 def _read_if_allowed(read: Callable[[], bytes | None]) -> bytes | None:
-    """Return the index that `read` returns; None if there is none, or if a store does not tell whether there is one."""
+    """Return the index that `read` returns; None if there is none, or if the store denies access to it."""
     try:
         return read()
     except FileNotFoundError:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -52,17 +52,12 @@ class _Loaded(Generic[_T]):
 class Shard:
     """One cache of one shard. A `row` is a sample's number among the samples that have this cache.
 
-    Attributes:
-        index: Index of the shard; loaded on first use of any of these attributes.
-        columns: Columns of this cache in the index.
-        layout_of_all: Layout of all samples; None unless the shard has exactly one.
-
     Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """
 
     index = _Loaded["ShardIndex"]()
-    columns = _Loaded["CacheColumns"]()
-    layout_of_all = _Loaded["Layout | None"]()
+    columns = _Loaded["CacheColumns"]()  # of this cache in the index
+    layout_of_all = _Loaded["Layout | None"]()  # None unless the shard has exactly one layout
     _template_numbers = _Loaded[Array]()  # the number of each sample's template, uint8; 0 if unknown
 
     def __init__(
@@ -109,11 +104,7 @@ class Shard:
         return [(self.index.layouts.forms[at], row) for at, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
 
     def with_names(self) -> Shard:
-        """Return this shard with an index that has the further names of tensors, from a scan: old indexes lack them.
-
-        Raises:
-            FormatError: The shard does not match its index.
-        """
+        """Return this shard with an index that has the further names of tensors, from a scan: old indexes lack them."""
         from wds_tensorcache.shards.load_index import scan
 
         scanned = scan(self.file)
@@ -129,14 +120,11 @@ class Shard:
         )  # fmt: skip
 
     def take_index(self, other: Shard) -> None:
-        """Use the index that is loaded in `other`, another cache of the same shard."""
+        """Use the index of another cache of the same shard."""
         self._index = other.index
 
     def load(self, *, may_scan: bool = True) -> bool:
-        """Load the index, unless it is loaded, and return True.
-
-        Without `may_scan`, return False for a remote shard that has no index, and so must be read as a whole.
-        """
+        """Load the index, and return True; without `may_scan`, return False for a remote shard without an index."""
         if not self.is_loaded:
             index = self._index or self._read_index(may_scan)
             if index is None:
@@ -177,15 +165,16 @@ class Shard:
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
         """Return the error for members that a scan, with this result, did not see; None if nothing shows any."""
-        if index.hidden is None and (index.digest is not None or self.is_remote):
+        # the numbers of samples of shards in a manifest are compared in any case
+        is_alone = index.digest is None and not self.is_remote and self._entry is None
+        if index.hidden is None and not is_alone:
             return None
         from wds_tensorcache.shards.after_end import find_unseen
 
-        return find_unseen(index, self.path, 0 if self.is_remote else self.file.nbytes)
+        return find_unseen(index, self.path, self.file.nbytes if is_alone else 0)
 
     @property
     def is_loaded(self) -> bool:
-        """True if the index is loaded, so that `index` and the other attributes cost nothing."""
         return "index" in self.__dict__
 
     @property
@@ -223,10 +212,9 @@ class Shard:
         return [self.layout(row) for row in rows[first_rows].tolist()], inverse
 
     def sample(self, row: int, stored: bytes | None = None) -> Any:
-        """Return a sample with lazy tensors. Cost: one read, of the sample's skeleton, unless `stored` contains it.
+        """Return a sample with lazy tensors.
 
-        Args:
-            stored: The bytes at `skeleton_extent`, if they were read already.
+        Cost: one read, of the sample's skeleton, unless `stored` contains the bytes at `skeleton_extent`.
 
         Raises:
             FormatError: The shard is damaged, or does not match its index.
@@ -234,7 +222,7 @@ class Shard:
         """
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
-        skeleton, begin = self._skeleton(row, layout, stored)
+        skeleton, begin = self.skeleton(row, layout, stored)
         source = FileRange(self, columns.tensors_begin.item(row))
         try:
             return decode_body(skeleton, begin, layout, source, True, self._allow)
@@ -242,11 +230,7 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def template(self, row: int, stored: bytes | None = None) -> Template | None:
-        """Return the template that a sample's skeleton matches; None if it matches none.
-
-        Skeletons that match one template differ only in plain values. This method reads the skeleton, since the index does
-        not contain templates, and remembers a match. `stored` is as in `sample`.
-        """
+        """Return the template that a sample's skeleton matches, and remember it; None if it matches none."""
         number: int = self._template_numbers.item(row)
         if number:
             return self._templates[number - 1]
@@ -254,7 +238,7 @@ class Shard:
         template: Template | None = layout.form.template
         if template is None:
             return None
-        skeleton, begin = self._skeleton(row, layout, stored)
+        skeleton, begin = self.skeleton(row, layout, stored)
         if template.match(skeleton, begin) is MISS:
             return None
         self.note_template(row, template)
@@ -271,16 +255,8 @@ class Shard:
             self._templates.append(template)
             self.note_template(rows, template)
 
-    def skeleton(self, row: int) -> tuple[bytes, int]:
-        """Return a sample's skeleton member, and the offset of the body in it.
-
-        Raises:
-            FormatError: The shard does not match its index.
-        """
-        return self._skeleton(row, self.layout(row))
-
     def knows_template(self, row: int) -> bool:
-        """Return whether the template of a sample is known, so that neither `template` nor a structure needs its skeleton."""
+        """Return whether `template` needs no read."""
         return bool(self._template_numbers.item(row))
 
     def skeleton_extent(self, row: int) -> tuple[int, int]:
@@ -293,9 +269,9 @@ class Shard:
         begins = self.columns.skeleton_begin[rows].astype(np.int64)
         return begins, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
 
-    def _skeleton(self, row: int, layout: Layout, stored: bytes | None = None) -> tuple[bytes, int]:
-        """Return a sample's skeleton member, and the offset of the body in it. Its preamble is compared with the index."""
-        columns = self.columns
+    def skeleton(self, row: int, layout: Layout | None = None, stored: bytes | None = None) -> tuple[bytes, int]:
+        """Return a sample's skeleton member, and the offset of the body in it; `stored` is as in `sample`."""
+        columns, layout = self.columns, layout or self.layout(row)
         digest = columns.digest.item(row)
         if stored is None:
             begin = columns.skeleton_begin.item(row)
@@ -316,26 +292,19 @@ class Shard:
         return np.full(len(rows), -1) if members is None else members.find(samples)
 
     def member_extent(self, suffix: str, number: int) -> tuple[int, int]:
-        """Return the range of bytes of a member; `number` is the position that `find_members` returned."""
+        """Return the range of bytes of a member at a position that `find_members` returned."""
         members = self.index.members[suffix]
         begin = members.begin.item(number)
         return begin, begin + members.nbytes.item(number)
 
     def member(self, suffix: str, number: int) -> bytes:
-        """Return the content of a member; `number` is the position that `find_members` returned."""
         file = self.file
         content = file.read(*self.member_extent(suffix, number))
         file.check_unchanged()
         return content
 
     def skeletons(self, rows: Array, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
-        """Return the skeleton members of many samples, and the offsets of their bodies.
-
-        `fetched` contains the bytes at each sample's `skeleton_extent`, if they were read already.
-
-        Raises:
-            FormatError: The shard does not match its index.
-        """
+        """Return `skeleton` of many samples; `fetched` has the bytes at each `skeleton_extent`, if they were read already."""
         file = self.file
         if fetched is None:
             fetched = file.read_many(*(ends.tolist() for ends in self.skeleton_extents(rows)))
@@ -348,7 +317,7 @@ class Shard:
             body = PREAMBLE_NBYTES
             if not is_preamble(skeleton, bound[16 * i : 16 * i + 16]):
                 row = rows.item(i)
-                skeleton, body = self._skeleton(row, self.layout(row), skeleton)
+                skeleton, body = self.skeleton(row, None, skeleton)
             skeletons.append(skeleton)
             bodies.append(body)
         file.check_unchanged()
@@ -356,7 +325,6 @@ class Shard:
 
 
 def _columns_in(index: ShardIndex, name: str) -> CacheColumns:
-    """Return the columns of a cache in an index, which are empty if it has no such cache."""
     if name in index.caches:
         return index.caches[name]
     from wds_tensorcache.shards.index import CacheColumns
@@ -364,26 +332,12 @@ def _columns_in(index: ShardIndex, name: str) -> CacheColumns:
     return CacheColumns(None, *[np.empty(0, np.uint64)] * 5)
 
 
-class _OpenFile(Protocol):
-    """The attributes of a shard that a `FileRange` needs."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def pool(self) -> Pool: ...
-    @property
-    def file(self) -> File: ...
-
-
 class FileRange:
-    """A source of tensor bytes: a file from offset `begin` on. Each read checks that the file is unchanged.
-
-    A pickle contains path and identity of the file. Implements `codec.reference.ByteSource`.
-    """
+    """A `codec.reference.ByteSource`: a file from offset `begin` on. Each read checks that the file is unchanged."""
 
     __slots__ = ("_begin", "_owner")
 
-    def __init__(self, owner: _OpenFile, begin: int) -> None:
+    def __init__(self, owner: Shard | _UnpickledFile, begin: int) -> None:
         self._owner = owner
         self._begin = begin
 

@@ -59,7 +59,7 @@ _COMPRESSED = {
 
 
 def padding(nbytes: int) -> int:
-    """Return the number of zero bytes after `nbytes` bytes of content, up to the next multiple of 512."""
+    """Return the number of zeros after `nbytes` bytes of content."""
     return -nbytes % BLOCK
 
 
@@ -79,14 +79,9 @@ def is_header(block: bytes) -> bool:
 
 
 def build_tar_header(name: str, nbytes: int) -> bytes:
-    """Return the header of an ordinary file, byte for byte what webdataset's `TarWriter(mtime=0)` writes.
+    """Return the header of an ordinary file, named by at most 100 ASCII bytes, as webdataset's `TarWriter(mtime=0)` writes it.
 
-    Args:
-        name: Name of the member, at most 100 ASCII bytes, as `names.check_suffixes` ensures.
-        nbytes: Length of the content in bytes, not negative.
-
-    Returns:
-        512 bytes; for 8 GiB or more 1,536 bytes, since such a size needs a pax record before the header.
+    It has 512 bytes; for 8 GiB or more 1,536 bytes, since such a size needs a pax record before the header.
     """
     if nbytes >= _MAX_OCTAL_NBYTES:
         return _build_by_tarfile(name, nbytes, 0o444, "bigdata")
@@ -169,36 +164,20 @@ def _error(problem: str, offset: int, kind: Kind) -> TarFormatError:
 
 
 class Header(NamedTuple):
-    """A parsed header. The member's name and size may come from extended headers before it.
+    """A parsed header. The member's name and size may come from extended headers before it."""
 
-    Attributes:
-        kind: Type of the member: the header's byte 156, the typeflag.
-        name: Name, decoded as UTF-8 with surrogateescape.
-        nbytes: Length of the content after the header, without padding.
-        is_file: True for an ordinary file.
-    """
-
-    kind: int
-    name: str
-    nbytes: int
-    is_file: bool
+    kind: int  # the typeflag, byte 156
+    name: str  # decoded as UTF-8 with surrogateescape
+    nbytes: int  # length of the content, without padding
+    is_file: bool  # True for an ordinary file
 
 
 class Headers:
-    """A parser of the headers of one tar, in order. It applies extended headers to the members that follow them.
-
-    Args:
-        read: `read(begin, end)` returns exactly those bytes of the tar.
-        nbytes: Length of the tar.
-
-    Attributes:
-        own: Path and size for the next member, from extended headers.
-        common: Path for all following members, from global headers.
-    """
+    """A parser of the headers of one tar of `nbytes` bytes, in order; `read(begin, end)` returns exactly those bytes of it."""
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
-        self.own: Records = {}
-        self.common: Records = {}
+        self.own: Records = {}  # path and size for the next member, from extended headers
+        self.common: Records = {}  # path for all following members, from global headers
         self._read = read
         self._nbytes = nbytes
         self._expected_at = -1  # after an extended header, the offset at which another header must follow
@@ -247,7 +226,6 @@ class Headers:
         return Header(kind, path.decode("utf-8", "surrogateescape"), nbytes, kind in _FILE_TYPES)
 
     def _apply(self, kind: int, header_begin: int, nbytes: int) -> None:
-        """Read the content of an extended header, for the members that follow."""
         if nbytes > _MAX_RECORDS_NBYTES:
             problem = f"the extended header has {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}"
             raise _error(problem, header_begin, "extended-header")
@@ -268,29 +246,22 @@ class Headers:
 
 
 class Scanner:
-    """The ordinary files of one uncompressed tar: iterating yields `(name, begin, nbytes)` for each.
+    """The ordinary files of one uncompressed tar: iterating yields name, offset and length of the content of each.
 
-    `begin` is the offset of the content in the tar and `nbytes` its length, both in bytes. Names are decoded as UTF-8,
-    other bytes with surrogateescape. The scanner skips directories, links, devices and names that webdataset reserves for
-    its own metadata (`__…__`). It reads headers in windows of 256 KiB; after a large member, it reads 8 KiB.
+    The scanner skips directories, links, devices and names that webdataset reserves for its own metadata (`__…__`). It reads
+    headers in windows of 256 KiB; after a large member, it reads 8 KiB. One iteration at a time.
 
     Args:
-        read: `read(begin, end)` returns exactly those bytes of the file.
-        nbytes: Length of the file.
+        read: `read(begin, end)` returns bytes of the file, which has `nbytes`.
         begin: Offset of the first header.
 
     Raises:
         TarFormatError: The tar is compressed or truncated (stock readers accept a missing end-of-archive block), contains a
             sparse member, or breaks another rule of the format. Raised while iterating, with the offset in the tar.
-
-    Attributes:
-        links: Names of the symbolic and hard links that the last iteration has skipped so far, at most 1,000.
-
-    Threads: not thread-safe; one iteration at a time.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int, begin: int = 0) -> None:
-        self.links: list[str] = []
+        self.links: list[str] = []  # names of the first 1,000 links that were skipped
         self.end = -1  # offset of the end-of-archive block, once an iteration has reached it
         self.header_begin = begin  # offset of the last header that `Headers.parse` read or refused
         self._read = read
@@ -377,7 +348,7 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield the possible names and lengths of the member whose content starts at byte `begin` in a file of `nbytes` bytes.
 
-    It is unknown how many extended headers precede the member's header; each number may give another name and length.
+    Each possible number of extended headers before the member's own header may give another name.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         at, headers = begin - blocks * BLOCK, Headers(read, nbytes)
@@ -419,7 +390,5 @@ def find_header_in(blocks: bytes) -> int | None:
 
 def hidden_members(end: int, offset: int) -> TarFormatError:
     """Return the error for a tar header at byte `offset`, after the end of the archive at byte `end`."""
-    problem = (
-        f"a tar header after the end of the archive at byte {end}: readers stop there, and see no member from here on"
-    )
+    problem = f"a tar header after the end of the archive at byte {end}: readers see no member from here on"
     return _error(f"{problem}; {HIDDEN_REMEDY}", offset, "trailing")

@@ -36,10 +36,9 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
 
 
 class TarStream:
-    """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz. Iterating yields `(name, read)` for each file.
+    """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz, as of `Scanner`. Iterate once.
 
-    `read()` returns a copy of the content. Call it before requesting the next member. The stream skips directories, links,
-    devices and webdataset's own metadata (`__…__`).
+    Iterating yields the name of each file, and a function that returns its content until the next file is requested.
 
     Args:
         stream: Object with `read(n)`, which may return fewer than n bytes.
@@ -48,15 +47,9 @@ class TarStream:
         max_expanded_nbytes: Limit for the decompressed bytes of the whole tar, which may always be 64 times the bytes that
             were read from `stream`. Members that become objects have lower limits, see `check_objects`.
 
-    Attributes:
-        start: Offset of the current member's first header, at which another stream of this tar can begin. None if the tar is
-            compressed, or a global header precedes the member, so that no stream can begin there.
-
     Raises:
         TarFormatError: The stream ends without an end-of-archive block, breaks a rule of the format, or expands too much.
             Raised while iterating or reading, with the offset in the decompressed tar.
-
-    Threads: not thread-safe. Iterate once.
     """
 
     def __init__(
@@ -66,6 +59,8 @@ class TarStream:
         skip: Callable[[int], int] | None = None,
         max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     ) -> None:
+        # Offset of the current member's first header, at which another stream of this tar can begin; None if the tar is
+        # compressed, or if a global header precedes the member.
         self.start: int | None = None
         self._stream = stream
         self._skip = skip
@@ -97,13 +92,10 @@ class TarStream:
             block = self._take(BLOCK)
 
     def finish(self) -> TarFormatError | None:
-        """Read the stream to its end, which verifies the checksum of a compressed stream.
-
-        Returns:
-            The error for members after the end of the archive, which iterating did not yield; None if there are none.
+        """Read the stream to its end, and return the error for members after the end of the archive, if there are any.
 
         Raises:
-            FormatError: The compressed stream is cut short or damaged.
+            FormatError: The compressed stream is cut short, or does not match its checksum.
         """
         end, hidden = self._at - BLOCK, None
         while (hidden is None or self._compressed is not None) and (blocks := self._take(_MAX_SKIP_NBYTES)):
@@ -149,7 +141,6 @@ class TarStream:
                 raise TarFormatError(problem, offset=begin, kind="truncated")
 
     def _take(self, nbytes: int) -> bytes:
-        """Return the next `nbytes` bytes of the stream, or fewer at its end."""
         # Usually one read. A header may declare more bytes than the stream has, so each read is limited.
         content = self._read(min(nbytes, _MAX_READ_NBYTES))
         if len(content) < nbytes:

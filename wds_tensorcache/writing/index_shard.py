@@ -59,7 +59,7 @@ def write_index(
             except OSError, nothing is written.
         FormatError: The file is not a tar, or is damaged; the error has the byte offset.
         FormatError: Bytes other than an index follow the end of the archive, for example members after a lost header.
-        FormatError: Zeros follow the end of the archive, but an index, the `.idx` file or the manifest lists more members.
+        FormatError: Zeros follow the end of the archive, but an index or the manifest lists more members.
         OSError: The disk is full, …
         RemoteError: A request failed.
         ValueError: `index_folder` is not None for a local shard, or the indexes cannot be written to a web server.
