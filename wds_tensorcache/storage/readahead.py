@@ -35,26 +35,26 @@ class Digest:
     """The running XXH3-64 of the bytes `[begin, end)` of a file.
 
     Attributes:
-        value: Digest of the bytes so far, 64 bits; 0 before the first byte.
         error: Error with which a read of these bytes failed; None if none failed.
     """
 
-    __slots__ = ("_hash", "begin", "end", "error", "value")
+    __slots__ = ("_hash", "begin", "end", "error")
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end  # the bytes that are not hashed yet
-        self.value = 0
         self.error: Exception | None = None
         self._hash: xxhash.xxh3_64 | None = None
 
-    def add(self, piece: memoryview) -> None:
+    @property
+    def value(self) -> int:
+        """Digest of the bytes so far, 64 bits; 0 before the first byte."""
+        return 0 if self._hash is None else self._hash.intdigest()
+
+    def add(self, piece: memoryview | bytes) -> None:
         """Hash the next bytes of the file."""
-        if self._hash is None and len(piece) == self.end - self.begin:
-            self.value = xxhash.xxh3_64_intdigest(piece)
-        else:
-            self._hash = self._hash or xxhash.xxh3_64()
-            self._hash.update(piece)
-            self.value = self._hash.intdigest()
+        if self._hash is None:
+            self._hash = xxhash.xxh3_64()
+        self._hash.update(piece)
         self.begin += len(piece)
 
 
@@ -171,10 +171,8 @@ class ReadAhead:
             try:
                 while begin < last:
                     stop = min(last, begin + step)
-                    if begin >= first:
-                        digest.add(memory[begin - first : stop - first])
-                    else:
-                        digest.add(memoryview(self._file.read(begin, stop)))
+                    is_here = begin >= first
+                    digest.add(memory[begin - first : stop - first] if is_here else self._file.read(begin, stop))
                     begin = stop
             except (OSError, FormatError) as exc:
                 digest.error = exc
