@@ -67,28 +67,19 @@ def list_in_manifest(path: str, urls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("source", [".", "*.tar", "./*.tar", "{*,}.tar", "*"], ids=str)
+@pytest.mark.parametrize("source", [".", "*.tar", "./*.tar", "{[!.]*,good}.tar", "*"], ids=str)
 def test_listings(here: Path, read: Any, source: str) -> None:
     names = fill(["good.tar", *NAMES])
-    if source == "{*,}.tar":
-        source = "{[!.]*,good}.tar"
-        names = [*names, "good.tar"]
-    assert sorted(read(source)) == sorted(hexed(names))
+    assert sorted(read(source)) == sorted(hexed([*names, "good.tar"] if "good" in source else names))
     assert not (here / "OWNED").exists()
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("source", ["manifest.json", "*.json", ".", "manifest.{json,}"])
+@pytest.mark.parametrize("source", ["manifest.json", "*.json", ".", "manifest.{json,json}"])
 def test_manifests(here: Path, read: Any, source: str) -> None:
-    names = [name for name in fill(["good.tar", *NAMES]) if "\udcff" not in name]
-    for name in os.listdir():
-        if "\udcff" in name:
-            os.remove(name)  # not listed
+    names = fill([name for name in ["good.tar", *NAMES] if "\udcff" not in name])
     list_in_manifest("manifest.json", names)
-    if source == "manifest.{json,}":
-        source = "manifest.{json,json}"
-        names = [*names, *names]
-    assert sorted(read(source)) == sorted(hexed(names))
+    assert sorted(read(source)) == sorted(hexed(names * (2 if "{" in source else 1)))
     assert not (here / "OWNED").exists()
 
 
