@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, BlockRuns
@@ -126,19 +127,16 @@ def _wait(busy: Sequence[Wanted]) -> None:
 
 def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
     """Fetch and publish blocks, some at a time."""
-    wave: list[tuple[Wanted, tuple[int, int]]] = []
-    nbytes = 0
-    for entry in claimed:
-        for first, last in entry.runs:
-            for at in range(first, last, _MAX_REQUEST_NBYTES // BLOCK):
-                run = at, min(last, at + _MAX_REQUEST_NBYTES // BLOCK)
-                if wave and nbytes + BLOCK * (run[1] - run[0]) > _MAX_WAVE_NBYTES:
-                    _fetch_wave(wave, fetch)
-                    wave, nbytes = [], 0
-                wave.append((entry, run))
-                nbytes += BLOCK * (run[1] - run[0])
-    if wave:
-        _fetch_wave(wave, fetch)
+    step = _MAX_REQUEST_NBYTES // BLOCK
+    pieces = [
+        (entry, (at, min(last, at + step)))
+        for entry in claimed
+        for first, last in entry.runs
+        for at in range(first, last, step)
+    ]
+    ends = accumulate(BLOCK * (last - first) for _, (first, last) in pieces)
+    for _, wave in groupby(zip(ends, pieces, strict=True), lambda piece: piece[0] // _MAX_WAVE_NBYTES):
+        _fetch_wave([piece for _, piece in wave], fetch)
 
 
 def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]], fetch: Fetch) -> None:
