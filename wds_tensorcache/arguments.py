@@ -40,12 +40,12 @@ def check_options(
     """
     known = list(known)
     for name in given:
-        if name in known:
-            continue
-        remedy = (remedies or {}).get(name)
-        own = [each.name for each in inspect.signature(call).parameters.values() if each.kind != each.VAR_KEYWORD]
-        hint = f"use {remedy}" if remedy else f"there are {list_names(list(dict.fromkeys([*own, *known])), name)}"
-        raise TypeError(f"{call.__name__} has no argument {name!r:.100}; {hint}")
+        if name not in known:
+            parameters = inspect.signature(call).parameters.values()
+            names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+            remedy = (remedies or {}).get(name)
+            hint = f"use {remedy}" if remedy else f"there are {list_names(list(dict.fromkeys([*names, *known])), name)}"
+            raise TypeError(f"{call.__name__} has no argument {name!r:.100}; {hint}")
 
 
 def user_level() -> int:

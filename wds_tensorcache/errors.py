@@ -182,14 +182,9 @@ _NUM_LISTED, _NUM_COMPARED, _NUM_CHARS = 8, 1000, 80
 
 
 def list_names(known: Collection[object], wanted: object = "", count: int | None = None) -> str:
-    """Return known names as text for a message, for example `'latent', 'text' and 3 more`.
+    """Return known names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
 
     Of the first 1,000 names, those similar to `wanted` come first. At most 8 names are listed, each with at most 80 characters.
-
-    Args:
-        known: Names, in the order in which to list them.
-        wanted: Name that was looked up.
-        count: Number of all names, if `known` has only some of them.
     """
     texts = {str(name)[:_NUM_CHARS]: name for name in islice(known, _NUM_COMPARED)}
     near = difflib.get_close_matches(str(wanted)[:_NUM_CHARS], texts, _NUM_LISTED, cutoff=0.5)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import pickle
-import tarfile
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,8 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
+from tests.hostile.pickles import little_memory
+from tests.shards.tars import build
 
 EMPTY_SETS = b"\x80\x05](" + b"\x8f" * 4_000_000 + b"e."  # 400 bytes of memory for each byte
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
@@ -26,13 +25,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": 
 
 
 def tar_of(*members: tuple[str, bytes]) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, content in members:
-            header = tarfile.TarInfo(name)
-            header.size = len(content)
-            tar.addfile(header, io.BytesIO(content))
-    return made.getvalue()
+    return build(list(members))
 
 
 def stream(url: object, **options: Any) -> list[dict[str, Any]]:
@@ -45,13 +38,8 @@ def resumable(url: object, **options: Any) -> list[dict[str, Any]]:
 
 def refused(read: Callable[..., Any], *args: Any) -> str:
     """Return the text of the error with which bytes are refused, after a check that they took little memory."""
-    tracemalloc.start()
-    try:
-        with pytest.raises(tc.FormatError) as caught:
-            read(*args)
-        assert tracemalloc.get_traced_memory()[1] < 4 * (64 << 20)
-    finally:
-        tracemalloc.stop()
+    with little_memory(4 * (64 << 20)), pytest.raises(tc.FormatError) as caught:
+        read(*args)
     return str(caught.value)
 
 
@@ -62,10 +50,7 @@ def test_a_small_stream_with_a_large_skeleton(tmp_path: Path, kind: str, read: A
     path.write_bytes(COMPRESSORS[kind](tar_of(("0.skel.pyd", EMPTY_SETS), ("0.safetensors", NO_TENSORS))))
     assert path.stat().st_size < 10_000
     text = refused(read, path)
-    assert path.name in text
-    assert "0.skel.pyd" in text
-    assert "4,000,006 bytes" in text
-    assert "max_expanded_nbytes=" in text
+    assert all(part in text for part in (path.name, "0.skel.pyd", "4,000,006 bytes", "max_expanded_nbytes="))
 
 
 @pytest.mark.parametrize("name", ["0.pyd", "0.PKL", "0.pickle", "0.pth"])

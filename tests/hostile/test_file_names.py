@@ -17,35 +17,11 @@ import wds_tensorcache as tc
 RUN = "pipe:touch OWNED;cat good.tar #.tar"
 NAMES = [
     RUN,
-    "http:x.tar",
-    "https:#.tar",
-    "file:x.tar",
-    "hf:datasets.tar",
-    "gs:bucket.tar",
-    "ais:x.tar",
-    "unknown+scheme:x.tar",
-    "-rf.tar",
-    "a::pipe:touch OWNED #.tar",
-    "${HOME}.tar",
-    "${base}.tar",
-    "{a,b}.tar",
-    "{pipe:touch OWNED #,b}.tar",
-    "x{1..3}.tar",
-    "half{.tar",
-    "star*.tar",
-    "q?.tar",
-    "[ab].tar",
-    "line\nfeed.tar",
-    "100%d.tar",
-    "a#b.tar",
-    "a%41.tar",
-    "{0}{url}.tar",
-    "back\\slash\\{.tar",
-    " blank .tar",
-    "surrogate\udcff.tar",
-    "é.tar",
-    "a.index.tar",
-]
+    *("http:x.tar", "https:#.tar", "file:x.tar", "hf:datasets.tar", "gs:bucket.tar", "ais:x.tar", "unknown+scheme:x.tar"),
+    *("-rf.tar", "a::pipe:touch OWNED #.tar", "${HOME}.tar", "${base}.tar", "{a,b}.tar", "{pipe:touch OWNED #,b}.tar"),
+    *("x{1..3}.tar", "half{.tar", "star*.tar", "q?.tar", "[ab].tar", "line\nfeed.tar", "100%d.tar", "a#b.tar", "a%41.tar"),
+    *("{0}{url}.tar", "back\\slash\\{.tar", " blank .tar", "surrogate\udcff.tar", "é.tar", "a.index.tar"),
+]  # fmt: skip
 
 
 def write(path: str, of: str = "") -> None:
@@ -91,33 +67,26 @@ def list_in_manifest(path: str, urls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("source", [".", "*.tar", "./*.tar", "{*,}.tar", "*"], ids=str)
+@pytest.mark.parametrize("source", [".", "*.tar", "./*.tar", "{[!.]*,good}.tar", "*"], ids=str)
 def test_listings(here: Path, read: Any, source: str) -> None:
     names = fill(["good.tar", *NAMES])
-    if source == "{*,}.tar":
-        source = "{[!.]*,good}.tar"
-        names = [*names, "good.tar"]
-    assert sorted(read(source)) == sorted(hexed(names))
+    assert sorted(read(source)) == sorted(hexed([*names, "good.tar"] if "good" in source else names))
     assert not (here / "OWNED").exists()
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("source", ["manifest.json", "*.json", ".", "manifest.{json,}"])
+@pytest.mark.parametrize("source", ["manifest.json", "*.json", ".", "manifest.{json,json}"])
 def test_manifests(here: Path, read: Any, source: str) -> None:
-    names = [name for name in fill(["good.tar", *NAMES]) if "\udcff" not in name]
-    for name in os.listdir():
-        if "\udcff" in name:
-            os.remove(name)  # not listed
+    names = fill([name for name in ["good.tar", *NAMES] if "\udcff" not in name])
     list_in_manifest("manifest.json", names)
-    if source == "manifest.{json,}":
-        source = "manifest.{json,json}"
-        names = [*names, *names]
-    assert sorted(read(source)) == sorted(hexed(names))
+    assert sorted(read(source)) == sorted(hexed(names * (2 if "{" in source else 1)))
     assert not (here / "OWNED").exists()
 
 
 @pytest.mark.parametrize("read", READERS)
 def test_braces(here: Path, read: Any) -> None:
+    with pytest.raises(OSError, match="pipe"):
+        read("{pipe://;touch OWNED #,a}.tar")
     fill(["a.tar", "good.tar", RUN, "pipe:touch OWNED #.tar"])
     assert read("{pipe:touch OWNED #,a}.tar") == hexed(["pipe:touch OWNED #.tar", "a.tar"])
     assert read("{a,pipe:touch OWNED;cat good.tar #}.tar") == hexed(["a.tar", RUN])
@@ -127,43 +96,38 @@ def test_braces(here: Path, read: Any) -> None:
     assert not (here / "OWNED").exists()
 
 
-@pytest.mark.parametrize("read", READERS)
+def by_webdataset(source: Any) -> list[str]:
+    pipeline = wds.DataPipeline(wds.SimpleShardList(source), tc.tarfile_to_samples(), tc.decode())
+    return [sample["tensorcache"]["of"] for sample in pipeline]
+
+
+@pytest.mark.parametrize("read", [*READERS, by_webdataset])
 def test_lists_of_names_that_are_there(here: Path, read: Any) -> None:
     """Names from `os.listdir` or `glob` that the caller passes on."""
     names = fill(["good.tar", *NAMES])
     assert read(names) == hexed(names)
-    assert [name for each in names for name in read(each)] == hexed(names)
+    if read is not by_webdataset:
+        assert [name for each in names for name in read(each)] == hexed(names)
     assert not (here / "OWNED").exists()
 
 
-def test_names_that_webdatasets_pipeline_gives(here: Path) -> None:
-    names = fill(["good.tar", *NAMES])
-    pipeline = wds.DataPipeline(wds.SimpleShardList(names), tc.tarfile_to_samples(), tc.decode())
-    assert [sample["tensorcache"]["of"] for sample in pipeline] == hexed(names)
-    assert not (here / "OWNED").exists()
-
-
-def test_links_that_lead_nowhere_are_not_expanded(here: Path) -> None:
-    fill(["a.tar", "b.tar"])
-    for name in ("{a,b}.tar", "[ab].tar", "{pipe:touch OWNED #,a}.tar"):
-        os.symlink("nowhere", name)
-        for read in READERS:
-            for source in ("[{]*.tar", "[[]*.tar") if "{" not in name else ("[{]*.tar",):
-                if name[0] == source[1]:
-                    with pytest.raises(FileNotFoundError):
-                        read(source)
-        os.remove(name)
-    assert not (here / "OWNED").exists()
-
-
-def test_files_that_vanish_are_not_taken_for_commands(here: Path) -> None:
-    fill(["good.tar", RUN])
-    list_in_manifest("list.json", ["good.tar", RUN])
-    streams = [tc.ResumablePipeline(source, tc.decode()) for source in ("*.tar", ".", "*.json")]
+def test_links_and_files_that_vanish_are_not_expanded(here: Path) -> None:
+    fill(["a.tar", "b.tar", "good.tar", RUN])
+    streams = [tc.ResumablePipeline(source, tc.decode()) for source in ("pipe*.tar", ".")]
     os.remove(RUN)
     for stream in streams:
         with pytest.raises(FileNotFoundError):
             list(stream)
+    for name, source in (
+        ("{a,b}.tar", "[{]*.tar"),
+        ("[ab].tar", "[[]*.tar"),
+        ("{pipe:touch OWNED #,a}.tar", "[{]*.tar"),
+    ):
+        os.symlink("nowhere", name)
+        for read in READERS:
+            with pytest.raises(FileNotFoundError):
+                read(source)
+        os.remove(name)
     assert not (here / "OWNED").exists()
 
 
@@ -208,26 +172,11 @@ def test_folders_that_look_like_patterns(here: Path) -> None:
     assert not (here / "OWNED").exists()
 
 
-@pytest.mark.parametrize("pattern", ["{folder}/*.tar", "{folder}/{{0..0}}.tar", "{folder}/0.tar", "{folder}"])
-@pytest.mark.parametrize("name", ["x::pipe:touch OWNED;#", "pipe:touch OWNED;#", "${{X}}"])
-def test_folders_with_the_names_of_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pattern: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WDS_X", "pipe:touch OWNED;#")
-    name = name.format()
+@pytest.mark.parametrize("pattern", ["{}/*.tar", "{}/{{0..0}}.tar", "{}/0.tar", "{}"])
+@pytest.mark.parametrize("name", ["x::pipe:touch OWNED;#", "pipe:touch OWNED;#", "${base}"])
+def test_folders_with_the_names_of_commands(here: Path, name: str, pattern: str) -> None:
     Path(name).mkdir()
-    with tc.ShardWriter(Path(name, "0.tar")) as writer:
-        writer.write("a", torch.ones(2))
-    for folder in (name, f"./{name}", f"{tmp_path}/{name}"):
-        try:
-            assert len(list(tc.ResumablePipeline(pattern.format(folder=folder), tc.decode()))) == 1
-        finally:
-            assert not Path("OWNED").exists()
-
-
-def test_braces_around_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(OSError, match="pipe"):
-        list(tc.ResumablePipeline("{pipe://;touch OWNED #,a}.tar", tc.decode(), shuffle=False))
-    assert not Path("OWNED").exists()
+    write(f"{name}/0.tar")
+    for folder in (name, f"./{name}", f"{here}/{name}"):
+        assert streamed(pattern.format(folder)) == ["0.tar"]
+    assert not (here / "OWNED").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run_any
+from tests.hostile.pickles import little_memory
 from tests.remote.servers.http_server import HttpServer
 
 OUTSIDE = (
@@ -74,11 +74,6 @@ def test_commands_do_not_copy_it(downloaded: Path, tmp_path: Path, command: str)
     assert copied == (["d0", "d1", "d2"] if command == "repair" else [])
 
 
-def test_the_remedy(downloaded: Path, tmp_path: Path) -> None:
-    with tc.open([tmp_path / "private" / "p-000000.tar", downloaded / "d-000000.tar"]) as cache:
-        assert list(cache.keys()) == ["p0", "p1", "p2", "d0", "d1", "d2"]
-
-
 def test_over_http(downloaded: Path) -> None:
     with HttpServer(downloaded.parent) as server, pytest.raises(tc.FormatError, match=r"outside the manifest's folder"):
         tc.open(f"{server.url}/downloaded")
@@ -112,32 +107,17 @@ def manifest(**changes: str) -> bytes:
     return ("{" + ", ".join(f'"{key}": {value}' for key, value in parts.items()) + "}").encode()
 
 
-BOMBS: dict[str, tuple[str, str]] = {
-    "objects": ("[%s{}]", "{},"),
-    "lists": ("[%s0]", "[],"),
-    "objects with a key": ("[%s{}]", '{"a":1},'),
-    "keys": ("[%s{}]", '{"aa":0,"ab":0,"ac":0,"ad":0},'),
-    "numbers": ("[%s0]", "0,"),
-}
-
-
 @pytest.mark.parametrize("where", ["tensorcache", "x", "shardlist"])
-@pytest.mark.parametrize(("whole", "part"), BOMBS.values(), ids=BOMBS)
-def test_small_values_are_refused_by_their_number(tmp_path: Path, whole: str, part: str, where: str) -> None:
-    """At 3968093, 60 MB of `{},` took 1.8 GB."""
-    values = whole % (part * (12_000_000 // len(part)))
+@pytest.mark.parametrize("part", ["{},", "[],", '{"a":1},', '{"aa":0,"ab":0,"ac":0,"ad":0},', "0,"])
+def test_small_values_are_refused_by_their_number(tmp_path: Path, part: str, where: str) -> None:
+    """60 MB of `{},` would take 1.8 GB."""
+    values = f"[{part * (12_000_000 // len(part))}0]"
     path = tmp_path / "manifest.json"
     path.write_bytes(manifest(**{where: f'{{"x": {values}}}' if where == "tensorcache" else values}))
     nbytes = path.stat().st_size
-    tracemalloc.start()
-    try:
-        with pytest.raises(
-            tc.FormatError, match=r"manifest\.json: [0-9,]+ keys, values and containers in 1[0-9,]+ bytes, more than"
-        ):
-            tc.open(tmp_path)
-        assert tracemalloc.get_traced_memory()[1] < 2 * nbytes
-    finally:
-        tracemalloc.stop()
+    match = r"manifest\.json: [0-9,]+ keys, values and containers in 1[0-9,]+ bytes, more than"
+    with little_memory(2 * nbytes), pytest.raises(tc.FormatError, match=match):
+        tc.open(tmp_path)
 
 
 def test_a_manifest_that_is_too_long(tmp_path: Path) -> None:

@@ -9,11 +9,8 @@ import os
 import struct
 import subprocess
 import sys
-import tarfile
-import tracemalloc
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,8 @@ from PIL import Image
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
+from tests.hostile.pickles import little_memory
+from tests.shards.tars import build
 
 
 def decoded(field: str, raw: bytes, *handlers: Any, **options: Any) -> Any:
@@ -121,12 +120,10 @@ BAD = {
     "npy: nothing": ("npy", b""),
     "npy: text": ("npy", b"something else"),
     "npy: cut": ("npy", npy(np.arange(100))[:-1]),
-    "npy: header cut": ("npy", npy(np.arange(100))[:9]),
     "npy: version": ("npy", b"\x93NUMPY\x09\0" + bytes(100)),
     "npy: object": ("npy", npy(np.array([{}], object), allow_pickle=True)),
     "npy: terabytes": ("npy", shaped("(1 << 40,)") + bytes(64)),
     "npy: 400 GB": ("npy", shaped("(100000000000,)") + bytes(64)),
-    "npy: 400 GB, version 2": ("npy", shaped("(100000000000,)", version=2) + bytes(64)),
     "npy: 400 GB, version 3": ("npy", shaped("(100000000000,)", version=3) + bytes(64)),
     "npy: overflow": ("npy", shaped("(4294967296, 4294967296)") + bytes(64)),
     "npy: negative": ("npy", shaped("(-1,)") + bytes(64)),
@@ -134,35 +131,32 @@ BAD = {
     "npy: no elements of many bytes": ("npy", shaped("(1000000000000,)", "'|V0'") + bytes(64)),
     "npy: code": ("npy", header("__import__('os').system('touch OWNED')")),
     "npz: text": ("npz", b"something else"),
-    "npz: an npy": ("npz", npy(np.arange(3))),
-    "npz: cut": ("npz", npz(a=np.arange(99))[:-9]),
     "npz: 400 GB": ("npz", zipped([("a.npy", shaped("(100000000000,)") + bytes(64))])),
     "npz: bomb": ("npz", LARGE_NPZ),
     "npz: many": ("npz", zipped([(f"{i}.npy", npy(np.zeros(1 << 20, np.uint8))) for i in range(80)])),
     "npz: LZMA": ("npz", zipped([("a.npy", npy(np.zeros(9)))], zipfile.ZIP_LZMA)),
     "npz.gz: bomb": ("npz.gz", gzip.compress(LARGE_NPZ)),
     "npz.gz: bomb in a bomb": ("npz.gz", gzip.compress(PADDED_NPZ)),
-    "ten: text": ("ten", b"something else"),
     "ten: cut": ("ten", ten(np.arange(100))[:-100]),
     "ten: huge": ("ten", b"~TenBin~" + struct.pack("<q", 1 << 62) + bytes(64)),
     "ten: negative": ("tb", b"~TenBin~" + struct.pack("<q", -80) + bytes(64)),
     "ten: round and round": ("ten", chunks(0, 0, 0, -64)),
     "json: text": ("json", b"{something else"),
     "json: deep": ("json", b"[" * 1_000_000),
-    "json: deep objects": ("json", b'{"a":' * 200_000),
     "json: digits": ("json", b"9" * 1_000_000),
     "json: not UTF-8": ("json", b'"\xff\xfe\xff"'),
-    "json.gz: deep": ("json.gz", gzip.compress(b"[" * 1_000_000)),
     "gz: text": ("txt.gz", b"something else"),
     "gz: cut": ("txt.gz", gzip.compress(b"abc" * 99)[:-5]),
     "gz: checksum": ("txt.gz", gzip.compress(b"abc" * 99)[:-6] + b"xxxxxx"),
     "gz: bomb": ("txt.gz", LARGE_GZ),
-    "gz: bomb, no text": ("bin.gz", LARGE_GZ),
     "gz: bomb in parts": ("txt.gz", gzip.compress(bytes(1 << 20)) * 80),
     "txt": ("txt", b"\xff"),
     "cls": ("cls", b"seven"),
-    "cls: digits": ("cls", b"9" * 1_000_000),
     "pth: text": ("pth", b"something else"),
+    "pth: zip": ("pth", b"PK\x03\x04" + bytes(60)),
+    "pyd: nothing": ("pyd", b""),
+    "pkl: text": ("pkl", b"something else"),
+    "pickle: cut": ("pickle", b"\x80\x02}"),
     "pth: bomb": ("pth", zipped([("a/data.pkl", b"x"), ("a/data/0", ZEROS)])),
     "cbor: deep": ("cbor", b"\x81" * 100_000),
     "jpg: EPS": ("jpg", EPS),
@@ -177,15 +171,14 @@ BAD = {
 @pytest.mark.parametrize(("field", "raw"), BAD.values(), ids=BAD)
 def test_bad_bytes(field: str, raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    tracemalloc.start()
-    with pytest.raises(tc.FormatError, match=f"^s.tar: sample 'k': member '{field}': ") as caught:
+    # what a gzip may become is kept until it becomes more
+    with (
+        little_memory((5 << 24 if field.endswith(".gz") else 1 << 25) + 64 * len(raw)),
+        pytest.raises(tc.FormatError, match=f"^s.tar: sample 'k': member '{field}': ") as caught,
+    ):
         decoded(field, raw, "pil")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert caught.value.__cause__ is not None
     assert type(caught.value.__cause__).__name__ != "DecodingError"
-    # what a gzip may become is kept until it becomes more
-    assert peak < (5 << 24 if field.endswith(".gz") else 1 << 25) + 64 * len(raw)
     assert not list(tmp_path.iterdir())
     assert list(tc.decode("pil", handler=wds.ignore_and_continue)([{"__key__": "k", field: raw}])) == []
 
@@ -193,15 +186,11 @@ def test_bad_bytes(field: str, raw: bytes, tmp_path: Path, monkeypatch: pytest.M
 GOOD = {
     "npy": npy(np.arange(6).reshape(2, 3)),
     "npy of records": npy(np.zeros(3, [("a", "<i4"), ("b", "<f8")])),
-    "npy of records beyond ASCII": npy(np.zeros(3, [("é\u4e2d", "<i4")]), version=(3, 0)),
-    "npy, version 2": npy(np.arange(3), version=(2, 0)),
     "npy of Python 2": shaped("(3L,)") + bytes(12),
     "npy in the order of Fortran": npy(np.asfortranarray(np.arange(6).reshape(2, 3))),
     "npy without elements": npy(np.zeros((0, 1 << 40))),
-    "npy of a scalar": npy(7.5),
     "npy of empty texts": npy(np.array(["", ""])),
     "npz": npz(a=np.arange(3), b=np.zeros((2, 0))),
-    "npz with a text": zipped([("a.npy", npy([1])), ("readme", b"text")]),
     "npz of zeros": npz(a=np.zeros(8 << 20, np.uint8)),
     "ten": ten(np.arange(3), np.zeros((2, 2), np.float32)),
     "json": json.dumps({"a": [1, None, 2.5]}).encode(),
@@ -249,35 +238,12 @@ def test_any_change(data: st.DataObject) -> None:
     assert message.startswith(place)
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [
-        {"txt.gz": gzip.compress(b"") * 400_000},  # the rest of the bytes, copied for each
-        {
-            "x" * 15_000 + str(i): b"" for i in range(1_000)
-        },  # webdataset looks for dots in all of it, again from each byte
-    ],
-    ids=["gz of empty gzips", "long extensions"],
-)
-def test_costs_grow_with_the_bytes(sample: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("what", ["gz of empty gzips", "long extensions"])
+def test_costs_grow_with_the_bytes(what: str) -> None:
+    sample = {"txt.gz": gzip.compress(b"") * 400_000}  # the rest of the bytes, copied for each
+    if what == "long extensions":  # webdataset looks for dots in all of it, again from each byte
+        sample = {"x" * 15_000 + str(i): b"" for i in range(1_000)}
     assert run_in_child(lambda: tc.decode("pil")({"__key__": "k", **sample}), kill_after_s=90) == 0  # else minutes
-
-
-def count_checksums(decode: Callable[[], bytes]) -> int:
-    """Return how many pieces of what `decode` expands are added to a checksum."""
-    calls: list[str] = []
-    sys.setprofile(lambda frame, event, arg: calls.append(arg.__name__) if event == "c_call" else None)
-    try:
-        decode()
-    finally:
-        sys.setprofile(None)
-    return calls.count("crc32")
-
-
-def test_a_gzip_is_expanded_once() -> None:
-    raw = gzip.compress(b"text" * 9) * 3000
-    assert decoded("bin.gz", raw) == b"text" * 9 * 3000
-    assert count_checksums(lambda: decoded("bin.gz", raw)) <= count_checksums(gzip.open(io.BytesIO(raw)).read) + 1
 
 
 def test_no_program_runs_for_a_picture(tmp_path: Path) -> None:
@@ -322,12 +288,8 @@ def test_errors_of_the_callers_functions_are_theirs() -> None:
     def fails_inside(raw: bytes) -> Any:
         raise Mine
 
-    for handlers, options in (
-        ([fails], {}),
-        ([wds.handle_extension("x", fails_inside)], {}),
-        ([], {"pre": [fails]}),
-        ([], {"post": [fails]}),
-    ):
+    inside = wds.handle_extension("x", fails_inside)
+    for handlers, options in (([fails], {}), ([inside], {}), ([], {"pre": [fails]}), ([], {"post": [fails]})):
         with pytest.raises(Exception) as caught:  # noqa: PT011 - newer webdataset releases wrap it
             decoded("x", b"1", *handlers, **options)
         assert isinstance(caught.value, Mine) or isinstance(caught.value.__cause__, Mine)
@@ -338,11 +300,7 @@ def test_errors_of_the_callers_functions_are_theirs() -> None:
 
 def test_in_a_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        for name, raw in (("0.json", b"{}"), ("1.json", b"{"), ("2.json", b"{}")):
-            info = tarfile.TarInfo(name)
-            info.size = len(raw)
-            tar.addfile(info, io.BytesIO(raw))
+    path.write_bytes(build([("0.json", b"{}"), ("1.json", b"{"), ("2.json", b"{}")]))
     with pytest.raises(tc.FormatError, match=r"a\.tar: sample '1': member 'json': "):
         list(tc.ResumablePipeline(str(path), tc.decode()))
     stage = tc.decode(handler=wds.ignore_and_continue)

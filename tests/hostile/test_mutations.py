@@ -101,26 +101,8 @@ def test_any_bytes(body: bytes, prefix: bytes) -> None:
 
 
 OPCODES = [bytes([code]) for code in b"(.0123NR]})abehjst\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94\x81\x92"]
-PIECES = [
-    *OPCODES,
-    b"K\x07",
-    b"h\x00",
-    b"h\x01",
-    text("a"),
-    text("builtins"),
-    text("format"),
-    text("list"),
-    text("tensor:x"),
-]
-PIECES += [
-    text("collections"),
-    text("defaultdict"),
-    text("deque"),
-    text("torch"),
-    text("Size"),
-    text("float32"),
-    b"G" + bytes(8),
-]
+NAMES = "a builtins format list tensor:x collections defaultdict deque torch Size float32".split()
+PIECES = [*OPCODES, b"K\x07", b"h\x00", b"h\x01", b"G" + bytes(8), *map(text, NAMES)]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map(b"".join), st.booleans())

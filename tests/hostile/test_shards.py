@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import wds_tensorcache as tc
 from tests.hostile.forged import READERS, by_stream, header, put
-from tests.hostile.pickles import PROTO, call, text
+from tests.hostile.pickles import PROTO, little_memory, reference
 from tests.shards.tars import build
 
 X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -21,66 +18,35 @@ WIDE = {"dtype": "U32", "shape": [1], "data_offsets": [0, 4]}
 
 
 def refer(*names: str) -> bytes:
-    references = [call("builtins", "format", text(name) + b"\x85") for name in names]
-    return PROTO + b"(" + b"".join(references) + b"t."
+    return PROTO + b"(" + b"".join(map(reference, names)) + b"t."
 
 
 SKELETON = refer("tensor:x")
-HUGE = "9" * 4300
-# refused by all that open a shard
+# refused by all that open a shard; `test_headers` has the others
 HEADERS: dict[str, bytes] = {
-    "header beyond the member": header({"x": X}, length=1000),
-    "header of 2^31": header({"x": X}, length=1 << 31),
     "header of 2^63": header({"x": X}, length=1 << 63),
-    "header of 2^64 - 1": header({"x": X}, length=(1 << 64) - 1),
-    "no header": b"abc",
     "empty": b"",
     "overlapping offsets": header({"x": X, "y": {**X, "data_offsets": [1, 3]}}, b"abc"),
-    "a hole": header({"x": {**X, "data_offsets": [1, 3]}}, b"abc"),
-    "missing offsets": header({"x": {"dtype": "U8", "shape": [2]}}),
-    "negative offsets": header({"x": {**X, "data_offsets": [-2, 0]}}),
-    "offsets of 4,300 digits": header(
-        b'{"x":{"dtype":"U8","shape":[2],"data_offsets":[%s7,%s9]}}' % ((HUGE[1:].encode(),) * 2)
-    ),
     "offsets of 2^63": header({"x": {**X, "data_offsets": [(1 << 63) - 2, 1 << 63]}}),
-    "offsets beyond": header({"x": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}),
-    "bytes after the tensors": header({"x": X}, b"abc"),
-    "wrong shape": header({"x": {**X, "shape": [3]}}),
     "overflowing shape": header({"x": {**X, "shape": [1 << 32, 1 << 32]}}),
-    "negative shape": header({"x": {**X, "shape": [-1, -2]}}),
-    "duplicate names": header(b'{"x":%s,"x":%s}' % ((b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}',) * 2)),
     "duplicate names, escaped": header(b'{"x":%s,"\\u0078":%s}' % ((b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}',) * 2)),
     "not UTF-8": header(b'{"x\xff":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'),
-    "a surrogate": header(b'{"\\ud800":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'),
-    "deep JSON": header(b'{"x":' + b"[" * 100_000),
-    "deep JSON of objects": header(b'{"a":' * 100_000),
     "JSON as deep as it goes": header(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"),
     "a number": header(b"1234567890123"),
 }  # fmt: skip
 # refused by all that decode the sample
 DECODED: dict[str, tuple[bytes, bytes]] = {
     "tensors that are not there": (refer("tensor:x", "tensor:y"), header({"x": X})),
-    "tensors that no skeleton names": (refer("tensor:x"), header({"x": X, "y": {**X, "data_offsets": [2, 4]}}, b"abcd")),
-    "no tensor named": (PROTO + b"N.", header({"x": X})),
-    "one in two ways": (refer("tensor:x", "ndarray:x"), header({"x": X})),
-    "unknown attributes": (refer("tensor:x?strides=1"), header({"x": X})),
+    "tensors that no skeleton names": (SKELETON, header({"x": X, "y": {**X, "data_offsets": [2, 4]}}, b"abcd")),
     "bools that are 7": (SKELETON, header({"x": BOOLS}, b"\x00\x07")),
     "text beyond Unicode": (refer("ndarray:x?dtype=U1"), header({"x": {**WIDE, "shape": [1]}}, b"\0\0\x11\0")),
-    "a view of other shape": (refer("tensor:x?dtype=complex128"), header({"x": X})),
-    "bytes after STOP": (SKELETON + b"evil", header({"x": X})),
     "no skeleton": (b"", header({"x": X})),
-    "protocol 2": (b"\x80\x02N.", header({})),
 }  # fmt: skip
 
 
-def refused(path: Path, reader: str, **limits: Any) -> tc.TensorCacheError:
-    tracemalloc.start()
-    started = time.process_time()
-    with pytest.raises(tc.TensorCacheError) as caught:
+def refused(path: Path, reader: str) -> tc.TensorCacheError:
+    with little_memory(20 * path.stat().st_size + 4_000_000), pytest.raises(tc.TensorCacheError) as caught:
         READERS[reader](path)
-    assert time.process_time() - started < 10
-    assert tracemalloc.get_traced_memory()[1] < 20 * path.stat().st_size + 4_000_000
-    tracemalloc.stop()
     assert str(path) in str(caught.value)
     return caught.value
 

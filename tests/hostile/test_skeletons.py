@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import struct
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from datetime import date
 from enum import Enum
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.hostile.pickles import NO_TENSORS, ONE_TENSOR, PROTO, call, decode, refused, text
+from tests.hostile.pickles import NO_TENSORS, ONE_TENSOR, PROTO, call, decode, fetch, reference, refused, text
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3])
@@ -25,119 +26,68 @@ def test_old_protocols(protocol: int) -> None:
         tc.decode_sample(pickle.dumps({"a": 1}, protocol), NO_TENSORS)
 
 
-LEAKS = {
-    "alone": text("builtins") + text("format") + b"\x93",
-    "in a list": b"]" + text("builtins") + text("format") + b"\x93a",
-    "in a tuple": text("decimal") + text("Decimal") + b"\x93\x85",
-    "memoized": b"(" + text("builtins") + text("format") + b"\x93\x94h\x00e",
-    "after a call": text("builtins")
-    + text("complex")
-    + b"\x93\x94"
-    + b"G"
-    + bytes(8)
-    + b"G"
-    + bytes(8)
-    + b"\x86R0h\x00",
-    "as a factory twice": (
-        text("builtins")
-        + text("list")
-        + b"\x93\x85\x940"  # the factory's argument tuple, kept
-        + text("collections")
-        + text("defaultdict")
-        + b"\x93h\x00R"
-        + text("collections")
-        + text("defaultdict")
-        + b"\x93h\x00R\x86"
-        + text("decimal")
-        + text("Decimal")
-        + b"\x93\x86"
+DECIMAL, LIST, FORMAT = fetch("decimal", "Decimal"), fetch("builtins", "list"), fetch("builtins", "format")
+DEFAULTDICT, COMPLEX = fetch("collections", "defaultdict"), fetch("builtins", "complex")
+NEVER_CALLED = {
+    "popped": DECIMAL + b"0N",
+    "popped with a mark": b"(" + DECIMAL + b"1N",
+    "overwritten": b"}" + text("a") + DECIMAL + b"s" + text("a") + b"Ns",
+    "overwritten in one batch": b"}(" + text("a") + DECIMAL + text("a") + b"Nu",
+    "pushed out of a deque": call("collections", "deque", b")K\x01\x86") + DECIMAL + b"aNa",
+    "kept in the memo": DECIMAL + b"\x940N",
+    "one factory for two": b"(" + LIST + b"\x85\x940" + DEFAULTDICT + b"\x94h\x00R" + b"h\x01h\x00Rt" + b"0" + DECIMAL + b"0N",
+    "a factory in its own tuple": b"(" + LIST + b"\x85\x94" + DEFAULTDICT + b"h\x00Rt",
+    "a value, after a call": COMPLEX + b"\x94" + b"G" + bytes(8) + b"G" + bytes(8) + b"\x86R0h\x00",
+    "a value, after two that are factories": (
+        LIST + b"\x85\x940" + DEFAULTDICT + b"h\x00R" + DEFAULTDICT + b"h\x00R\x86" + DECIMAL + b"\x86"
     ),
-    "as a key": b"}" + text("builtins") + text("format") + b"\x93Ns",
-    "as a factory, then used": b"]" + text("builtins") + text("list") + b"\x93\x94a",
-    "argument": call("builtins", "format", text("builtins") + text("format") + b"\x93\x85"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEAKS)
-def test_callables_are_not_values(name: str) -> None:
-    refused(LEAKS[name])
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_every_callable_is_called(name: str) -> None:
+    refused(NEVER_CALLED[name])
 
 
-def test_reference_arguments() -> None:
-    for arguments in (b")", b"N\x85", text("tensor:x") + text("d") + b"\x86", b"K\x01\x85", b"C\x01x\x85"):
-        refused(call("builtins", "format", arguments), "a reference takes one string", tensors=ONE_TENSOR)
+def test_callables_that_are_called_from_the_memo() -> None:
+    one = LIST + b"\x85\x94"
+    body = b"(" + DEFAULTDICT + b"\x94" + one + b"R" + b"h\x00h\x01R" + b"h\x00)Rt"
+    assert [value.default_factory for value in decode(body)] == [list, list, None]
 
 
 @pytest.mark.parametrize(
-    ("reference", "message"),
+    "arguments", [b")", b"N\x85", text("tensor:x") + text("d") + b"\x86", b"K\x01\x85", b"C\x01x\x85"]
+)
+def test_arguments_of_references(arguments: bytes) -> None:
+    refused(call("builtins", "format", arguments), "a reference takes one string", tensors=ONE_TENSOR)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
     [
-        ("tensor:y", "'y', which is not in the safetensors member"),
-        ("tensor:", "is not in the safetensors member"),
-        ("file:x", "neither 'tensor:' nor 'ndarray:'"),
-        ("x", "neither"),
-        ("tensor:x?strides=1", "unknown attribute 'strides=1'"),
-        ("tensor:x?dtype=complex128", "not stored as F32"),
-        ("tensor:x?dtype=float32", "not stored as F32"),
-        ("ndarray:x?dtype=O", "not stored as F32"),
-        ("ndarray:x?dtype=datetime64[ns]", "not stored as F32"),
-        ("tensor:x?dtype=complex32&dtype=complex32", "unknown attribute"),
+        (reference("tensor:y"), "'y', which is not in the safetensors member"),
+        (reference("tensor:"), "is not in the safetensors member"),
+        (reference("file:x"), "neither 'tensor:' nor 'ndarray:'"),
+        (reference("x"), "neither"),
+        (reference("tensor:x?"), "unknown attribute ''"),
+        (reference("tensor:x?strides=1"), "unknown attribute 'strides=1'"),
+        (reference("tensor:x?dtype=complex128"), "not stored as F32"),
+        (reference("tensor:x?dtype=float32"), "not stored as F32"),
+        (reference("ndarray:x?dtype=O"), "not stored as F32"),
+        (reference("ndarray:x?dtype=datetime64[ns]"), "not stored as F32"),
+        (reference("tensor:x?dtype=complex32&dtype=complex32"), "unknown attribute"),
+        (b"N", r"tensors that the skeleton does not refer to: \['x'\]"),
+        (b"(" + reference("tensor:x") + reference("ndarray:x") + b"t", "in two ways"),
     ],
 )
-def test_references(reference: str, message: str) -> None:
-    refused(call("builtins", "format", text(reference) + b"\x85"), message.replace("[", r"\["), tensors=ONE_TENSOR)
-
-
-def test_tensors_that_no_skeleton_names() -> None:
-    refused(b"N", r"tensors that the skeleton does not refer to: \['x'\]", tensors=ONE_TENSOR)
-
-
-def test_one_tensor_referred_to_in_two_ways() -> None:
-    both = (
-        b"("
-        + call("builtins", "format", text("tensor:x") + b"\x85")
-        + call("builtins", "format", text("ndarray:x") + b"\x85")
-        + b"t"
-    )
-    refused(both, "in two ways", tensors=ONE_TENSOR)
+def test_references(body: bytes, message: str) -> None:
+    refused(body, message, tensors=ONE_TENSOR)
 
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"",
-        b"0",
-        b"1",
-        b"t",
-        b"e",
-        b"a",
-        b"N\x86",
-        b"\x94",
-        b"h\x00",
-        b"R",
-        b"NR",
-        b"NNa",
-        b"NNNs",
-        b"(NNu",
-        b"](NNu",
-        b"}(Nu",
-        b"(",
-        b"NN",
-        b"(N",
-    ]
-    + [
-        b"NNR",
-        b"N)R",
-        b"\x91",
-        b"(\x90",
-        b"](N\x90",
-        b"(]\x91",
-        b"}]Ns",
-        b"G\x00",
-        b"J\x00",
-        b"M",
-        b"K",
-        b"\x8c\x02\xff\xfe",
-    ],
+    b"|0|1|t|e|a|N\x86|\x94|h\x00|R|NR|NNa|NNNs|(NNu|](NNu|}(Nu|(|NN|(N|NNR|N)R|\x91|(\x90|](N\x90|(]\x91|}]Ns|G\x00|J\x00|M|K"
+    b"|\x8c\x02\xff\xfe".split(b"|"),
     ids=repr,
 )
 def test_malformed_stacks_and_opcodes(body: bytes) -> None:
@@ -152,13 +102,6 @@ def test_bytes_behind_the_end() -> None:
             tc.decode_sample((PROTO + b"N")[:cut], NO_TENSORS)
 
 
-def test_a_lazy_tensor_takes_no_state() -> None:
-    tensor = call("builtins", "format", text("tensor:x") + b"\x85")
-    state = b"}" + text("_source") + b"Ns"
-    refused(tensor + state + b"b", "BUILD", tc.UnsafeSkeletonError, tensors=ONE_TENSOR)
-    refused(tensor + state + b"b", "BUILD", tc.UnsafeSkeletonError, tensors=ONE_TENSOR, allow=[Trusted])
-
-
 class Trusted:
     safe = True
 
@@ -167,24 +110,31 @@ class Member(Enum):
     ONE = 1
 
 
-def test_build_never_touches_a_class_or_an_enum() -> None:
-    cls = text(Trusted.__module__) + text("Trusted") + b"\x93"
-    state = b"}" + text("safe") + b"\x89s"
-    refused(cls + state + b"b", "BUILD", tc.UnsafeSkeletonError, allow=[Trusted])
-    member = call(Member.__module__, "Member", b"K\x01\x85")
-    refused(member + b"}" + text("_value_") + b"K\x02sb", "BUILD", tc.UnsafeSkeletonError, allow=[Member])
-    refused(b"]" + state + b"b", "BUILD on a list", tc.UnsafeSkeletonError, allow=[Trusted])
-    refused(cls + b")\x81N" + state + b"\x86b\x86", allow=[Trusted])  # more on the stack than one object
+CLASS = fetch(__name__, "Trusted")
+STATE = b"}" + text("safe") + b"\x89s"
+BUILDS = {
+    "on a lazy tensor": reference("tensor:x") + b"}" + text("_source") + b"Nsb",
+    "on a class": CLASS + STATE + b"b",
+    "on a member of an Enum": call(__name__, "Member", b"K\x01\x85") + b"}" + text("_value_") + b"K\x02sb",
+    "on a list": b"]" + STATE + b"b",
+    "sets __class__": CLASS + b")\x81" + b"N}" + text("__class__") + b"Ns\x86b",
+    "on a class, with slots": CLASS + b"N" + STATE + b"\x86b",
+}
+
+
+@pytest.mark.parametrize("what", BUILDS)
+def test_build_never_touches_a_class_an_enum_or_a_tensor(what: str) -> None:
+    match = what if "sets" in what else "BUILD"
+    refused(BUILDS[what], match, tc.UnsafeSkeletonError, tensors=ONE_TENSOR if "lazy" in what else NO_TENSORS, allow=[Trusted, Member])  # fmt: skip
     assert Trusted.safe
     assert Member.ONE.value == 1
-    slots = cls + b")\x81" + b"N}" + text("__class__") + b"Ns\x86b"
-    refused(slots, "sets __class__", tc.UnsafeSkeletonError, allow=[Trusted])
-    assert decode(cls + b")\x81" + state + b"b", allow=[Trusted]).safe is False
 
 
 def test_allow_does_not_open_anything_else() -> None:
-    refused(text("os") + text("system") + b"\x93)\x81", allow=[Trusted])
-    refused(text("builtins") + text("list") + b"\x93)\x81", "NEWOBJ", tc.UnsafeSkeletonError, allow=[Trusted])
+    assert decode(CLASS + b")\x81" + STATE + b"b", allow=[Trusted]).safe is False
+    refused(CLASS + b")\x81N" + STATE + b"\x86b\x86", allow=[Trusted])  # more on the stack than one object
+    refused(fetch("os", "system") + b")\x81", allow=[Trusted])
+    refused(LIST + b")\x81", "NEWOBJ", tc.UnsafeSkeletonError, allow=[Trusted])
 
 
 LISTED_IN_ALLOW: dict[type, bytes] = {
@@ -200,7 +150,7 @@ LISTED_IN_ALLOW: dict[type, bytes] = {
     np.bool_: call(np.bool_.__module__, np.bool_.__qualname__, b"K\x01\x85"),
     np.longlong: call("numpy", "longlong", b"K\x01\x85"),
     type(np.dtype("f4")): call(type(np.dtype("f4")).__module__, type(np.dtype("f4")).__qualname__, b")"),
-    UUID: text("uuid") + text("UUID") + b"\x93)\x81}" + text("int") + b"K\x01sb",
+    UUID: fetch("uuid", "UUID") + b")\x81}" + text("int") + b"K\x01sb",
 }
 
 
@@ -210,12 +160,9 @@ def test_listed_types_in_allow_stay_listed(cls: type) -> None:
         refused(LISTED_IN_ALLOW[cls], allow=allow)
 
 
-def test_listed_types_in_allow_take_no_state() -> None:
+def test_listed_types_in_allow_have_no_state_and_count() -> None:
     state = b"}" + text("a") + b"K\x01sb"
     refused(call("collections", "OrderedDict", b")") + state, "BUILD", allow=[OrderedDict, Trusted])
-
-
-def test_deques_in_allow_count() -> None:
     many = b"](" + call("collections", "deque", b")") * 1001 + b"e"
     refused(many, "1000 deques", allow=[deque])
 
@@ -236,39 +183,50 @@ class AppendOnly:
 
 
 def test_objects_without_extend_receive_items_one_by_one() -> None:
-    cls = call(AppendOnly.__module__, "AppendOnly", b")")
+    cls = call(__name__, "AppendOnly", b")")
     for items in (b"K\x01aK\x02a", b"(K\x01K\x02e", b"(eK\x01a(K\x02e"):
         assert decode(cls + items, allow=[AppendOnly]).items == [1, 2]
-    refused(call(Trusted.__module__, "Trusted", b")") + b"K\x01a", "append", allow=[Trusted])
+    refused(call(__name__, "Trusted", b")") + b"K\x01a", "append", allow=[Trusted])
+
+
+@dataclasses.dataclass
+class Node:
+    name: Any = None
+    shared: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: Any = None
+
+
+HANDED: dict[str, Callable[[bytes], bytes]] = {
+    "argument": lambda fetched: fetched + b"\x85R",
+    "in a list": lambda fetched: b"](" + fetched + b"e\x85R",
+    "NEWOBJ": lambda fetched: fetched + b"\x85\x81",
+    "NEWOBJ_EX": lambda fetched: b")}" + text("name") + fetched + b"s\x92",
+    "BUILD": lambda fetched: b")R}" + text("shared") + b"](" + fetched + b"es" + b"b",
+    "BUILD of slots": lambda fetched: b")\x81" + fetched + b"\x85b",
+    "in a tuple": lambda fetched: fetched + b"\x85\x85R",
+}
+
+
+@pytest.mark.parametrize("how", HANDED)
+@pytest.mark.parametrize("cls", [Node, Slotted])
+def test_no_class_is_handed_a_callable(how: str, cls: type) -> None:
+    for fetched in (LIST, LIST + b"\x85", DECIMAL):
+        body = fetch(__name__, cls.__name__) + HANDED[how](fetched)
+        refused(body, "uses a callable as a value", tc.UnsafeSkeletonError, allow=[Node, Slotted])
 
 
 def test_a_newer_version_is_refused_by_its_number() -> None:
     skeleton, tensors = tc.encode_sample({"x": torch.ones(2)})
     newer = skeleton[:15] + struct.pack("<H", 2) + skeleton[17:]
-    with pytest.raises(tc.FormatError, match="format version 2; this release reads version 1"):
-        tc.decode_sample(newer, tensors)
     longer = skeleton[:3] + bytes([skeleton[3] + 8]) + newer[4:41] + bytes(8) + skeleton[41:]
-    with pytest.raises(tc.FormatError, match="format version 2"):
-        tc.decode_sample(longer, tensors)
-    with pytest.raises(tc.FormatError, match="format version 2"):
-        tc.decode_sample(skeleton, tensors.replace(b'"tensorcache":"1 ', b'"tensorcache":"2 '))
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    value: object
-
-
-def test_callables_do_not_hide_in_slots() -> None:
-    cls = text(Slotted.__module__) + text("Slotted") + b"\x93"
-    leak = text("decimal") + text("Decimal") + b"\x93"
-    for body in (
-        cls + leak + b"\x85R",
-        cls + leak + b"\x85\x81",
-        cls + b"]" + leak + b"a\x85R",
-        cls + b")\x81" + leak + b"\x85b",
-    ):
-        refused(body, "callable as a value", tc.UnsafeSkeletonError, allow=[Slotted])
+    of_tensors = tensors.replace(b'"tensorcache":"1 ', b'"tensorcache":"2 ')
+    for members in ((newer, tensors), (longer, tensors), (skeleton, of_tensors)):
+        with pytest.raises(tc.FormatError, match="format version 2; this release reads version 1"):
+            tc.decode_sample(*members)
 
 
 def test_damage_is_not_called_an_attack() -> None:
@@ -282,10 +240,7 @@ def test_damage_is_not_called_an_attack() -> None:
 
 
 def test_an_error_says_what_it_would_need_also_further_up() -> None:
-    _, tensors = tc.encode_sample({})
-    with pytest.raises(tc.UnsafeSkeletonError) as caught:
-        tc.decode_sample(b"\x80\x04\x8c\x02os\x8c\x06system\x93.", tensors)
-    assert caught.value.needs == caught.value.at("x.tar").needs == "os.system"
-    with pytest.raises(tc.UnsafeSkeletonError) as caught:
-        tc.decode_sample(b"\x80\x04i.", tensors)
-    assert caught.value.needs is None
+    for body, needs in ((fetch("os", "system"), "os.system"), (b"i", None)):
+        with pytest.raises(tc.UnsafeSkeletonError) as caught:
+            decode(body)
+        assert caught.value.needs == caught.value.at("x.tar").needs == needs

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.remote.nursery import Nursery
+from tests.remote.objects import Objects
 from tests.remote.servers.http_server import HttpServer
 from tests.remote.servers.s3 import S3Server
 from tests.remote.servers.write_server import WriteServer
@@ -27,6 +29,17 @@ def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
 def _no_kept_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep no indexes in the folder of the user."""
     monkeypatch.setenv("TENSORCACHE_INDEXES", "off")
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> Objects:
+    return Objects(tmp_path / "objects")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A place for the folder of a node's cache."""
+    return tmp_path / "cache"
 
 
 @pytest.fixture

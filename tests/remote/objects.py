@@ -21,6 +21,11 @@ def cached(cache: NodeCache, added: Added) -> CachedFile:
     return CachedFile(cache, *added)
 
 
+def nbytes_on_disk(folder: Path) -> int:
+    """Return the bytes that the files of a folder take."""
+    return sum(512 * file.lstat().st_blocks for file in folder.iterdir())
+
+
 class Objects:
     """Objects of pseudorandom bytes.
 
@@ -44,7 +49,7 @@ class Objects:
         """Return the bytes of an object."""
         return (self.folder / url.rpartition("/")[2]).read_bytes()
 
-    def fetch(self, ranges: Sequence[Range]) -> None:
+    def fetch(self, ranges: Sequence[Range], *, merges: bool = True) -> None:
         """Read ranges, and log them."""
         lines = "".join(json.dumps([file.url, begin, sum(map(len, buffers))]) + "\n" for file, begin, buffers in ranges)
         # one call appends all lines, so that those of several processes do not mix

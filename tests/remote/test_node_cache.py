@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests import children
-from tests.remote.objects import Objects, cached
+from tests.remote.objects import Objects, cached, nbytes_on_disk
 from wds_tensorcache.storage.node_cache import fill
 from wds_tensorcache.storage.node_cache.block_file import BLOCK
 from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache, open_node_cache
@@ -22,16 +21,6 @@ from wds_tensorcache.storage.node_cache.identity import digest_of
 from wds_tensorcache.storage.remote.client import ObjectInfo
 
 MB = 1 << 20
-
-
-@pytest.fixture
-def objects(tmp_path: Path) -> Objects:
-    return Objects(tmp_path / "objects")
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
 
 
 def read_random(cache: NodeCache, objects: Objects, files: list[CachedFile], seed: int, rounds: int) -> None:
@@ -57,10 +46,6 @@ def blocks_requested(requests: list[tuple[str, int, int]]) -> Counter[tuple[str,
         for url, begin, nbytes in requests
         for block in range(begin // BLOCK, -(-(begin + nbytes) // BLOCK))
     )
-
-
-def nbytes_on_disk(path: Path) -> int:
-    return sum(512 * each.lstat().st_blocks for each in path.iterdir())
 
 
 def test_the_second_read_makes_no_request(objects: Objects, path: Path) -> None:
@@ -95,17 +80,6 @@ def test_states_of_an_object_do_not_mix(objects: Objects, path: Path) -> None:
     new = objects.add("a.tar", 2 * BLOCK, tag="new")
     assert cached(cache, new).read(0, 2 * BLOCK) == objects.content(url) != before
     assert cached(cache, old).read(0, 2 * BLOCK) == before
-
-
-def test_a_copy_in_another_process_reads_the_same_folder(objects: Objects, path: Path) -> None:
-    added = url, *_ = objects.add("a.tar", 2 * BLOCK)
-    cache = open_node_cache(path, MB, objects.fetch)
-    cached(cache, added).read(0, BLOCK)
-    copy = pickle.loads(pickle.dumps(cache.folder))
-    again = NodeCache(copy, objects.fetch)
-    objects.requests()
-    assert cached(again, added).read(0, 100) == objects.content(url)[:100]
-    assert objects.requests() == []
 
 
 def test_eight_processes_request_each_block_once(objects: Objects, path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,41 +79,37 @@ def contents(held: Any) -> bytes:
     return tensor_bytes(held) if isinstance(held, torch.Tensor) else held.tobytes()
 
 
-def sources(cache: Any, rng: random.Random) -> torch.Tensor:
-    i = rng.randrange(40)
-    how = rng.randrange(5)
-    if how == 0:
-        batch = cache.read_batch([i, (i + 1) % 40, i])
-        return batch["x"] if rng.random() < 0.5 else torch.from_numpy(batch["y"])
-    if how == 1:
-        lists = cache.read_batch([i, 3], collate="list")
-        return lists["x"][0]
-    if how == 2:
-        return cache[i]["x"].load()
-    if how == 3:
-        return torch.from_numpy(cache[i]["y"].load())
-    return cache[i]["x"][: rng.randrange(19_000, 20_000)]
+# ways to take memory, each with a sample's number
+TAKE: dict[str, Callable[[Any, int], torch.Tensor]] = {
+    "batch": lambda cache, i: cache.read_batch([i, (i + 1) % 40, i])["x"],
+    "row": lambda cache, i: cache.read_batch([1, i, 3], collate="list")["x"][1],
+    "padded": lambda cache, i: cache.read_batch([i, 2, 3], collate="pad")["x"],
+    "array of a batch": lambda cache, i: torch.from_numpy(cache.read_batch([1, i, 3])["y"]),
+    "load": lambda cache, i: cache[i]["x"].load(),
+    "array": lambda cache, i: torch.from_numpy(cache[i]["y"].load()),
+    "part": lambda cache, i: cache[i]["x"][:19_000],
+}
 
 
 def test_no_memory_is_reused_while_it_is_held(cache: Any, without_gc: None) -> None:
     """Threads take, hold and drop; what is held keeps its contents."""
-    wrong: list[str] = []
+    wrong: list[int] = []
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
         held: list[tuple[Any, bytes]] = []
         for _ in range(120):
-            taken = rng.choice(HELD)(sources(cache, rng))
+            taken = rng.choice(HELD)(TAKE[rng.choice(list(TAKE))](cache, rng.randrange(40)))
             held.append((taken, contents(taken)))
             del taken
             if len(held) > rng.randrange(1, 12):
                 kept, expected = held.pop(rng.randrange(len(held)))
                 if contents(kept) != expected:
-                    wrong.append(f"seed {seed}")
+                    wrong.append(seed)
                 if isinstance(kept, torch.Tensor) and not kept.is_inference() and rng.random() < 0.5:
                     kept.zero_()  # the caller's memory alone
                 del kept
-        wrong.extend(f"seed {seed}" for kept, expected in held if contents(kept) != expected)
+        wrong.extend(seed for kept, expected in held if contents(kept) != expected)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -123,29 +120,21 @@ def test_no_memory_is_reused_while_it_is_held(cache: Any, without_gc: None) -> N
 
 
 @pytest.mark.parametrize("number", range(len(HELD)))
-@pytest.mark.parametrize("how", ["batch", "row", "padded", "array of a batch", "load", "array", "part"])
+@pytest.mark.parametrize("how", TAKE)
 def test_it_comes_back_when_the_last_holder_goes(cache: Any, without_gc: None, how: str, number: int) -> None:
-    take: dict[str, Callable[[], Any]] = {
-        "batch": lambda: cache.read_batch([1, 2, 3])["x"],
-        "row": lambda: cache.read_batch([1, 2, 3], collate="list")["x"][1],
-        "padded": lambda: cache.read_batch([1, 2, 3], collate="pad")["x"],
-        "array of a batch": lambda: torch.from_numpy(cache.read_batch([1, 2, 3])["y"]),
-        "load": lambda: cache[1]["x"].load(),
-        "array": lambda: torch.from_numpy(cache[1]["y"].load()),
-        "part": lambda: cache[1]["x"][:19_000],
-    }
-    taken = take[how]()
+    take = partial(TAKE[how], cache)
+    taken = take(1)
     address = taken.data_ptr()
     held = HELD[number](taken)
     del taken
     expected = contents(held)
-    others = [take[how]() for _ in range(3)]
+    others = [take(1) for _ in range(3)]
     assert address not in {other.data_ptr() for other in others}
     for other in others:
         other.fill_(99)
     assert contents(held) == expected
     del other, others, held
-    assert take[how]().data_ptr() == address  # the memory that came back last is taken first
+    assert take(1).data_ptr() == address  # the memory that came back last is taken first
 
 
 def test_gradients_hold_it(cache: Any, without_gc: None) -> None:
@@ -175,15 +164,6 @@ def test_idle_memory_is_bounded(shards: Path, num_batches: int) -> None:
 
 def resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_a_closed_cache_and_its_tensors(cache: Any) -> None:
-    batch = cache.read_batch([1, 2])
-    loaded = cache[3]["x"].load()
-    cache.close()
-    del cache
-    gc.collect()
-    assert (int(batch["x"][1, 19_999]), int(loaded[19_999])) == (2, 3)
 
 
 def test_a_forked_child_has_its_own(cache: Any) -> None:

@@ -29,25 +29,24 @@ def path(tmp_path: Path) -> str:
 @contextmanager
 def child_that_waits(prepare: Callable[[], object]) -> Iterator[int]:
     """Run `prepare` in a forked child, which then waits for the end of the `with` block; yield its process id."""
-    ready, told = os.pipe()
-    gate, opened = os.pipe()
+    ready, gate = os.pipe(), os.pipe()
 
     def work() -> None:
-        os.close(opened)
+        os.close(gate[1])
         prepare()
-        os.write(told, b"x")
-        os.read(gate, 1)
+        os.write(ready[1], b"x")
+        os.read(gate[0], 1)
 
     child = start(work)
-    os.close(told)
+    os.close(ready[1])
     try:
-        assert os.read(ready, 1) == b"x"
+        assert os.read(ready[0], 1) == b"x"
         yield child
     finally:
-        os.close(opened)
+        os.close(gate[1])
         assert finish([child])[0] in (0, -signal.SIGKILL)
-        os.close(ready)
-        os.close(gate)
+        os.close(ready[0])
+        os.close(gate[0])
 
 
 def test_objects_exclude_each_other_in_one_thread(path: str) -> None:

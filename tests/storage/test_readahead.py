@@ -90,11 +90,3 @@ def test_only_what_lies_in_a_bad_place_cannot_be_read(
     assert [isinstance(digest.error, OSError) for digest in digests] == [False, False, True, False, False, False]
     for digest, (begin, end) in zip(digests, places, strict=True):
         assert digest.error or digest.value == xxhash.xxh3_64_intdigest(CONTENT[begin:end])
-
-
-def test_memory_is_used_again_by_the_next_file(file: ShardFile) -> None:
-    readers = Readers()
-    for _ in range(3):
-        with ReadAhead(file, readers) as ahead:
-            ahead.read(len(CONTENT) - 1, len(CONTENT))
-        assert len(readers.spare) == 1

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
 _COPIED_NBYTES = 1 << 16  # from this size on, a copy out of a map takes as little as half the time of a read
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
-_UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
 # A FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
@@ -154,7 +153,6 @@ class ShardFile:
         self._may_map = may_map and _CAN_MAP
         self._map: _Map | None = None
         self.is_in_memory = False  # known once it is mapped
-        self._can_probe = bool(_NOWAIT)
 
     def _open(self) -> tuple[Descriptor, os.stat_result]:
         try:
@@ -191,7 +189,8 @@ class ShardFile:
                 descriptor, status = self._open()
             except FileNotFoundError as exc:
                 raise _missing_file(self.path, self._manifest) from exc
-            self._check(status)
+            if _identity(status) != self.identity:
+                raise self._changed(status)
             self._keep(descriptor)
         return descriptor
 
@@ -203,13 +202,12 @@ class ShardFile:
         except FileNotFoundError as exc:
             raise _missing_file(self.path, self._manifest) from exc
         if (status.st_ino, status.st_size, status.st_mtime_ns) != self.identity:
-            self._check(status)
+            raise self._changed(status)
 
-    def _check(self, status: os.stat_result) -> None:
+    def _changed(self, status: os.stat_result) -> Exception:
         if status.st_ino == self.identity[0] and status.st_size < self.nbytes:
-            raise self._cut_short(status.st_size)
-        if _identity(status) != self.identity:
-            raise FormatError("the shard was changed since it was opened; open it again").at(self.path)
+            return self._cut_short(status.st_size)
+        return _changed_file(self.path)
 
     def _cut_short(self, nbytes: int) -> Exception:
         problem = f"the file was cut short and ends at byte {nbytes}; copy it again"
@@ -292,16 +290,10 @@ class ShardFile:
 
     def is_resident(self, begin: int) -> bool:
         """Return whether the byte at offset `begin` is in memory; without system support, True only on tmpfs and ramfs."""
-        if self._can_probe:
+        if _NOWAIT:
             descriptor = self.descriptor()
-            try:
+            with suppress(OSError):  # not in memory, or the file system cannot tell
                 return os.preadv(descriptor.fd, [bytearray(1)], begin, _NOWAIT) == 1
-            except BlockingIOError:
-                return False
-            except OSError as exc:
-                if exc.errno not in _UNKNOWN:
-                    raise
-                self._can_probe = False
         return device_kind(self._device, self.path)[0] in MEMORY
 
     def will_need(self, begin: int, end: int) -> None:
@@ -311,29 +303,7 @@ class ShardFile:
             os.posix_fadvise(descriptor.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
 
-class File(Protocol):
-    """An open file of a shard: a `ShardFile`, or a `RemoteFile`, whose reads are requests."""
-
-    path: str
-    is_remote: bool
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def identity(self) -> Any: ...
-    def read(self, begin: int, end: int) -> bytes: ...
-    def read_into(self, buffers: Sequence[Any], begin: int) -> None: ...
-    def read_many(self, begins: Iterable[int], ends: Iterable[int]) -> Iterable[bytes]: ...
-    def read_through(self) -> AbstractContextManager[Callable[[int, int], bytes]]: ...
-    def view(self, begin: int, end: int) -> np.ndarray[Any, Any] | None: ...
-    def check_unchanged(self) -> None: ...
-
-
-class _NodeCache(Protocol):
-    """See `node_cache.cache.NodeCache`, which imports this module."""
-
-    def file(self, url: str, nbytes: int | None, tag: str | None, manifest: str | None, /) -> RemoteFile: ...
-    def close(self) -> None: ...
+File: TypeAlias = "ShardFile | RemoteFile"  # the reads of a `RemoteFile` are requests
 
 
 class Files:
@@ -342,7 +312,7 @@ class Files:
     Args:
         may_map: False if batches must not be copied out of memory maps.
         max_open: The most descriptors of local shards that the process keeps, for all caches; None leaves the limit as it is.
-        node_cache: The cache through which remote files are read.
+        node_cache: The `NodeCache` through which remote files are read.
         identities: Identities of the expected files, by path or url.
         manifests: The manifest that lists a file, by path or url, for messages.
 
@@ -353,7 +323,7 @@ class Files:
         self,
         may_map: bool = True,
         max_open: int | None = None,
-        node_cache: _NodeCache | None = None,
+        node_cache: Any = None,
         identities: Mapping[str, Identity | RemoteIdentity] | None = None,
         manifests: Mapping[str, str] | None = None,
     ) -> None:
@@ -393,16 +363,15 @@ class Files:
         except FileNotFoundError as exc:
             raise _missing_file(path, manifest) from exc
         if self._identities.setdefault(path, file.identity) != file.identity:
-            raise FormatError("the shard was changed since it was opened; open it again").at(path)
+            raise _changed_file(path)
         return file
 
     def expect(
         self, path: str, manifest: str | None = None, status: os.stat_result | None = None, nbytes: int | None = None
     ) -> None:
-        """Record the file now at `path`, so that `get` refuses any other.
+        """Record the file now at `path`, so that `get` refuses any other, and the manifest that lists it.
 
         Args:
-            manifest: The manifest that lists the file.
             status: Status of a local file, if it is known.
             nbytes: Length of a remote file, if it is known.
 
@@ -433,6 +402,10 @@ class Files:
     def __reduce__(self) -> Any:
         identities = self._identities | {path: file.identity for path, file in list(self._files.items())}
         return Files, (self._may_map, self._max_open, self._node_cache, identities, self._manifests)
+
+
+def _changed_file(path: str) -> FormatError:
+    return FormatError("the shard was changed since it was opened; open it again").at(path)
 
 
 def _missing_file(path: str, manifest: str | None) -> MissingShardError:

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.files import ShardFile
@@ -15,78 +15,12 @@ from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
     from wds_tensorcache.storage.output import Output
-    from wds_tensorcache.storage.remote.remote_file import RemoteFile
+    from wds_tensorcache.storage.remote.object_folder import ObjectFolder
 
 _MAX_NBYTES = 1 << 28
 
 
-class Folder(Protocol):
-    """A folder of shards, their indexes and a manifest. A `name` is that of a file directly in the folder.
-
-    Attributes:
-        path: Path or url of the folder.
-        is_remote: True if `path` is a url.
-
-    Raises (all methods):
-        OSError: The system refused it.
-        RemoteError: A request failed.
-        ValueError: The url cannot be written, for methods that change files.
-
-    Threads/fork/pickle: one thread at a time; files of an object store cannot be changed in a forked child.
-    """
-
-    path: str
-    is_remote: bool
-
-    def make(self) -> None:
-        """Make the folder if it is missing; raise if an object store cannot be written to at all."""
-        ...
-
-    def locate(self, name: str) -> str:
-        """Return the path or url of a file."""
-        ...
-
-    def names(self) -> list[str]:
-        """Return the sorted names of all files; none if there is no such folder."""
-        ...
-
-    def open(self, name: str) -> ShardFile | RemoteFile:
-        """Open a file for positioned reads. If there is none, this call or the first read raises FileNotFoundError."""
-        ...
-
-    def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
-        """Return the content of a file; None if there is none. A longer file than `max_nbytes` is an error."""
-        ...
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file, or replace it as a whole."""
-        ...
-
-    def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
-        """Replace the content of a file, which any number of processes may change at once; none undoes another's change.
-
-        Args:
-            name: The file.
-            apply: Function from the content, None if there is no file, to the new content. It is called again if another
-                process was faster.
-        """
-        ...
-
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete files in the given order; ignore those that do not exist."""
-        ...
-
-    def new_file(self, name: str) -> Output:
-        """Return a new file to append to. It appears under its name with `finish`, which never replaces another file.
-
-        Raises:
-            FileExistsError: There is such a file in a local folder; `finish` raises it for one that appears later.
-        """
-        ...
-
-    def cancel(self) -> None:
-        """End running requests of other threads that change files, and refuse later ones."""
-        ...
+Folder: TypeAlias = "LocalFolder | ObjectFolder"
 
 
 def folder_of(path: str, fsync: bool = True) -> Folder:
@@ -104,7 +38,21 @@ def folder_of(path: str, fsync: bool = True) -> Folder:
 
 
 class LocalFolder:
-    """A folder on a local disk; implements `Folder`. Changes of one file are made under the lock of the folder."""
+    """A folder of shards, their indexes and a manifest. A `name` is that of a file directly in the folder.
+
+    `ObjectFolder` is one at a url, with the same methods. Changes of one local file are made under the lock of the folder.
+
+    Attributes:
+        path: Path or url of the folder.
+        is_remote: True if `path` is a url.
+
+    Raises (all methods):
+        OSError: The system refused it.
+        RemoteError: A request failed.
+        ValueError: The url cannot be written, for methods that change files.
+
+    Threads/fork/pickle: one thread at a time; files of an object store cannot be changed in a forked child.
+    """
 
     is_remote = False
 
@@ -113,21 +61,26 @@ class LocalFolder:
         self._fsync = fsync
 
     def make(self) -> None:
+        """Make the folder if it is missing; raise if an object store cannot be written to at all."""
         os.makedirs(self.path or os.curdir, exist_ok=True)
 
     def locate(self, name: str) -> str:
+        """Return the path or url of a file."""
         return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
+        """Return the sorted names of all files; none if there is no such folder."""
         try:
             return sorted(os.listdir(self.path or os.curdir))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def open(self, name: str) -> ShardFile:
+        """Open a file for positioned reads. If there is none, this call or the first read raises FileNotFoundError."""
         return ShardFile(self.locate(name))
 
     def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
+        """Return the content of a file; None if there is none. A longer file than `max_nbytes` is an error."""
         try:
             file = self.open(name)
         except OSError as exc:
@@ -140,11 +93,19 @@ class LocalFolder:
         return file.read(0, file.nbytes)
 
     def write(self, name: str, content: bytes) -> None:
+        """Write a file, or replace it as a whole."""
         from wds_tensorcache.storage.atomic import write_atomically
 
         write_atomically(self.locate(name), [content], self._fsync)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
+        """Replace the content of a file, which any number of processes may change at once; none undoes another's change.
+
+        Args:
+            name: The file.
+            apply: Function from the content, None if there is no file, to the new content. It is called again if another
+                process was faster.
+        """
         from wds_tensorcache.storage.atomic import find_temporary, remove_stray
         from wds_tensorcache.storage.locks import locked_folder
 
@@ -158,11 +119,17 @@ class LocalFolder:
                 self.write(name, content)
 
     def delete(self, names: Iterable[str]) -> None:
+        """Delete files in the given order; ignore those that do not exist."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.locate(name))
 
     def new_file(self, name: str) -> Output:
+        """Return a new file to append to. It appears under its name with `finish`, which never replaces another file.
+
+        Raises:
+            FileExistsError: There is such a file in a local folder; `finish` raises it for one that appears later.
+        """
         path = self.locate(name)
         if os.path.exists(path):
             raise FileExistsError(f"{path} was created after this writer started; write to another folder")
@@ -171,4 +138,4 @@ class LocalFolder:
         return Output(path, self._fsync)
 
     def cancel(self) -> None:
-        pass
+        """End running requests of other threads that change files, and refuse later ones."""

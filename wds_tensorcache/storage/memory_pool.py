@@ -36,12 +36,6 @@ class Pool:
         self._allocated_nbytes = 0
         self._closed = False
 
-    def _sum_idle(self) -> int:
-        nbytes = 0
-        for size, arenas in list(self._idle.items()):
-            nbytes += size * len(arenas)
-        return nbytes
-
     def lease(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Return a page-aligned uint8 array of `nbytes` bytes with undefined content.
 
@@ -61,9 +55,8 @@ class Pool:
             self._allocated_nbytes += size
         if self._allocated_nbytes > self.max_idle_nbytes and len(self._idle) > 1:
             needed = size if arena is None and idle.maxlen else 0
-            excess = self._sum_idle() + needed - self.max_idle_nbytes
-            if excess > 0:
-                self._free(excess, size)
+            idle_nbytes = sum(size * len(arenas) for size, arenas in list(self._idle.items()))
+            self._free(idle_nbytes + needed - self.max_idle_nbytes, size)
         if arena is None:
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)
@@ -71,7 +64,7 @@ class Pool:
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
-        """Return idle arenas of at least `nbytes` in total to the system, or all of them; but keep those of length `kept`."""
+        """Return idle arenas of at least `nbytes` in total to the system, or all; but keep those of length `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
                 with contextlib.suppress(IndexError):  # another thread has taken the last one

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import xxhash
 
 from wds_tensorcache.errors import FormatError
+from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.threads import run_in_order
 
 _PIECE_NBYTES = 1 << 21
@@ -20,6 +19,7 @@ _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since pass
 # xxhash holds the GIL while it hashes at most this many bytes. If it released it, threads that check one file
 # each would wait for the GIL after every hash.
 _HELD_NBYTES = 1 << 16
+_MEMORY = Pool(1 << 26)
 
 
 class Readable(Protocol):
@@ -35,44 +35,42 @@ class Digest:
     """The running XXH3-64 of the bytes `[begin, end)` of a file.
 
     Attributes:
-        value: Digest of the bytes so far, 64 bits; 0 before the first byte.
         error: Error with which a read of these bytes failed; None if none failed.
     """
 
-    __slots__ = ("_hash", "begin", "end", "error", "value")
+    __slots__ = ("_hash", "begin", "end", "error")
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end  # the bytes that are not hashed yet
-        self.value = 0
         self.error: Exception | None = None
         self._hash: xxhash.xxh3_64 | None = None
 
-    def add(self, piece: memoryview) -> None:
+    @property
+    def value(self) -> int:
+        """Digest of the bytes so far, 64 bits; 0 before the first byte."""
+        return 0 if self._hash is None else self._hash.intdigest()
+
+    def add(self, piece: memoryview | bytes) -> None:
         """Hash the next bytes of the file."""
-        if self._hash is None and len(piece) == self.end - self.begin:
-            self.value = xxhash.xxh3_64_intdigest(piece)
-        else:
-            self._hash = self._hash or xxhash.xxh3_64()
-            self._hash.update(piece)
-            self.value = self._hash.intdigest()
+        if self._hash is None:
+            self._hash = xxhash.xxh3_64()
+        self._hash.update(piece)
         self.begin += len(piece)
 
 
 @dataclass(slots=True)
 class Readers:
-    """The threads that read ahead, in one or several files at a time, and the memory that they recycle.
+    """The threads that read ahead, in one or several files at a time.
 
     Attributes:
         pool: The threads; None reads each piece in the thread that asks for it.
         threads: Number of these threads for each file, on average. Up to two pieces of a file per thread are read ahead.
         is_stopped: Set to True to end reading: the next piece raises CancelledError.
-        spare: Recycled memory for the next pieces.
     """
 
     pool: Executor | None = None
     threads: int = 1
     is_stopped: bool = False
-    spare: deque[memoryview] = field(default_factory=deque)
 
 
 class ReadAhead:
@@ -84,20 +82,19 @@ class ReadAhead:
 
     Args:
         file: File to read.
-        readers: Threads that read ahead, and memory for the pieces.
+        readers: Threads that read ahead.
 
     Attributes:
         done: Offset up to which digests are computed.
 
-    Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more. `Readers.spare` keeps memory for
-        the next file.
+    Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more, recycled by the next file.
     """
 
     def __init__(self, file: Readable, readers: Readers) -> None:
         self.done = 0
         self._file = file
         self._digests: list[Digest] = []
-        self._readers, self._spare = readers, readers.spare
+        self._readers = readers
         self._piece_nbytes = _PIECE_NBYTES if readers.pool is None else _AHEAD_NBYTES
         self._step = _HELD_NBYTES if readers.pool is None else self._piece_nbytes
         self._memory = memoryview(b"")
@@ -111,22 +108,15 @@ class ReadAhead:
 
     def __exit__(self, *_: object) -> None:
         self._pieces.close()
-        self._keep()
-
-    def _keep(self) -> None:
-        if len(self._memory):
-            self._spare.append(self._memory)
-            self._memory = memoryview(b"")
+        self._memory = memoryview(b"")
 
     def _load(self, begin: int) -> tuple[int, memoryview, bool]:
         if self._readers.is_stopped:
             raise CancelledError("the rest of the file is no longer needed")
         nbytes = min(self._piece_nbytes, self._file.nbytes - begin)
-        memory = self._spare.pop() if self._spare else memoryview(b"")
-        if len(memory) < nbytes:
-            memory = np.empty(min(self._piece_nbytes, self._file.nbytes), np.uint8).data
+        memory = _MEMORY.lease(nbytes).data
         try:
-            self._file.read_into([memory[:nbytes]], begin)
+            self._file.read_into([memory], begin)
         except (OSError, FormatError):
             return begin, memory, False
         return begin, memory, True
@@ -135,7 +125,7 @@ class ReadAhead:
         """Advance to the piece that contains the byte at offset `at`; return whether the piece could be read."""
         while at >= self._end:
             self.hash()
-            self._keep()
+            self._memory = memoryview(b"")  # recycled for the next piece
             begin, self._memory, is_here = next(self._pieces)
             self._end = min(begin + self._piece_nbytes, self._file.nbytes)
             self._begin = begin if is_here else self._end
@@ -171,10 +161,8 @@ class ReadAhead:
             try:
                 while begin < last:
                     stop = min(last, begin + step)
-                    if begin >= first:
-                        digest.add(memory[begin - first : stop - first])
-                    else:
-                        digest.add(memoryview(self._file.read(begin, stop)))
+                    is_here = begin >= first
+                    digest.add(memory[begin - first : stop - first] if is_here else self._file.read(begin, stop))
                     begin = stop
             except (OSError, FormatError) as exc:
                 digest.error = exc

@@ -74,6 +74,24 @@ class SecretUrl(str):
 ForkingPickler.register(SecretUrl, lambda url: (SecretUrl, url._parts()))
 
 
+def _split(url: str) -> tuple[str, str, str, str, str]:
+    """Return scheme, user info with its `@`, host, path, and a web server's query and fragment, with their marks.
+
+    Unlike `urlsplit`, it drops no characters, and it leaves `?` and `#` in the keys of object stores.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "", "", "", url, ""
+    end = _find_any(rest, "/?#")
+    user, at, host = rest[:end].rpartition("@")
+    stop = _find_any(rest, "?#", end) if is_web(url) else len(rest)
+    return scheme, user + at, host, rest[end:stop], rest[stop:]
+
+
+def _find_any(text: str, marks: str, begin: int = 0) -> int:
+    return min((at for mark in marks if (at := text.find(mark, begin)) >= 0), default=len(text))
+
+
 def conceal(url: str) -> str:
     """Return a url from the caller without user name, password, query and fragment: a `SecretUrl` if it has any secrets.
 
@@ -81,18 +99,13 @@ def conceal(url: str) -> str:
     """
     if isinstance(url, SecretUrl) or not any(mark in url for mark in "@?#"):
         return url
-    scheme, separator, rest = url.partition("://")
-    netloc, slash, path = _split_netloc(rest)
-    user_info, at, host = netloc.rpartition("@")
-    public = f"{scheme}://{host}{slash}{path}" if separator and at else url
-    if not is_web(url):
+    scheme, user_info, host, path, rest = _split(url)
+    public = f"{scheme}://{host}{path}" if scheme else url
+    query = rest.partition("#")[0][1:]
+    if not is_web(url) or not (user_info or query):
         return public
-    user, _, password = user_info.partition(":")
-    parts = urlsplit(public)
-    public = urlunsplit(parts._replace(query="", fragment=""))
-    if not at and not parts.query:
-        return public
-    return SecretUrl(public, parts.query, (unquote(user), unquote(password)) if at else None)
+    user, _, password = user_info[:-1].partition(":")
+    return SecretUrl(public, query, (unquote(user), unquote(password)) if user_info else None)
 
 
 def keep_secrets(url: str, public: str) -> str:
@@ -162,39 +175,20 @@ def name_of(url: str) -> str:
     """Return the last part of an object's name, decoded in a web server's url."""
     if not is_web(url):
         return url.rpartition("/")[2]
-    return unquote(urlsplit(url).path.rpartition("/")[2])
+    return unquote(_split(url)[3].rpartition("/")[2])
 
 
 def split_url(url: str) -> tuple[str, str, str]:
     """Return the parts of a url: up to the server or bucket; the path; and a web server's query, with its mark."""
-    scheme, _, rest = url.partition("://")
-    ends = [at for mark in ("/?#" if is_web(url) else "/") if (at := rest.find(mark)) >= 0]
-    end = min(ends, default=len(rest))
-    path = rest[end:]
-    marks = [at for mark in "?#" if is_web(url) and (at := path.find(mark)) >= 0]
-    stop = min(marks, default=len(path))
-    return f"{scheme}://{rest[:end]}", path[:stop], path[stop:]
+    scheme, user_info, host, path, rest = _split(url)
+    return f"{scheme}://{user_info}{host}", path, rest
 
 
 def shown(url: str) -> str:
     """Return a url for messages, without user name and password. `?…` replaces a query, which may be a signature."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return url
-    netloc, slash, path = _split_netloc(rest)
-    netloc = netloc.rpartition("@")[2]
-    if not is_web(url):
-        return f"{scheme}://{netloc}{slash}{path}"
-    path, query, _ = path.partition("#")[0].partition("?")
-    return f"{scheme}://{netloc}{slash}{path}" + ("?…" if query else "")
-
-
-def _split_netloc(rest: str) -> tuple[str, str, str]:
-    """Return the part before the first of `/?#`, the slash if there is one, and the rest, of a url without its scheme and `://`."""
-    ends = [at for at in map(rest.find, "/?#") if at >= 0]
-    end = min(ends, default=len(rest))
-    has_slash = rest[end : end + 1] == "/"
-    return rest[:end], "/" if has_slash else "", rest[end + has_slash :]
+    scheme, _, host, path, rest = _split(url)
+    query = rest.partition("#")[0][1:]
+    return f"{scheme}://{host}{path}" + ("?…" if query else "") if scheme else url
 
 
 def bucket_and_key(url: str) -> tuple[str, str]:
@@ -206,10 +200,8 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 @lru_cache(4096)
 def origin_of(url: str) -> str:
     """Return scheme and server of a url, or scheme and bucket, for example `https://host:8000`, without credentials."""
-    scheme, _, rest = url.partition("://")
-    if not is_web(url):
-        return f"{scheme.lower()}://{rest.partition('/')[0]}"
-    return f"{scheme.lower()}://{_split_netloc(rest)[0].rpartition('@')[2].lower()}"
+    scheme, user_info, host, *_ = _split(url)
+    return f"{scheme.lower()}://{host.lower() if is_web(url) else user_info + host}"
 
 
 @lru_cache(4096)

@@ -1,6 +1,7 @@
 """The file of one cached object: its bytes at their own offsets, then a header, then a byte for each block.
 
-The file is sparse. A block is present if its byte in the map is `WRITTEN` or `SYNCED`; that byte is written after the block.
+The file is sparse. A block is present if its byte in the map is `PRESENT`, which is written after the block. A crash of the
+machine may lose blocks and keep the map, so the header names the boot, and files of an earlier boot are not used.
 The map is the last part of the file, so that a file that was cut short has lost its map, too.
 
 A file is evicted by removing its name, then truncating it. So a reader that has it open finds out by `is_current`.
@@ -18,17 +19,18 @@ from wds_tensorcache.storage.system import SHORTAGES, boot_id
 # bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes
 BLOCK = 4096
 SUFFIX = ".blocks"
-_MAGIC = b"wds_tensorcache node cache 1\n"
-_BOOT_AT = 64  # offset of the boot id in the header
-WRITTEN, SYNCED = 1, 2  # bytes of the map; SYNCED blocks survive a crash of the machine
-_KNOWN = bytes(value if value in (WRITTEN, SYNCED) else 0 for value in range(256))
+_MAGIC = b"wds_tensorcache node cache 1\n".ljust(32, b"\0")
+_PRESENT = b"\1"  # bytes of the map
+_KNOWN = bytes(value == 1 for value in range(256))
 _next_present = re.compile(rb"[^\0]").search
 _FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 OTHERS_MAY_WRITE = 0o022  # permissions of a file or folder
-# Bytes of the file as locks: byte `i` of block `i`; this one is held while the file is synced. Eviction needs all of them.
-SYNC_BYTE = 1 << 60
 
 BlockRuns = list[tuple[int, int]]  # half-open ranges of blocks, ascending
+
+
+class Evicted(Exception):
+    """A file was evicted or removed while it was read."""
 
 
 def is_own_file(status: os.stat_result) -> bool:
@@ -41,12 +43,11 @@ def _num_blocks(nbytes: int) -> int:
 
 
 def _header(digest: bytes) -> bytes:
-    """Return the header of an object without its boot id."""
-    return (_MAGIC.ljust(_BOOT_AT - 32, b"\0") + digest).ljust(BLOCK, b"\0")
+    return (_MAGIC + digest + boot_id().encode()).ljust(BLOCK, b"\0")
 
 
 def write_layout(fd: int, digest: bytes, nbytes: int) -> None:
-    """Give a new, empty file the layout for an object of `nbytes` bytes, without any block.
+    """Give a new, empty file the layout for an object of `nbytes` bytes, without any block; the header comes last.
 
     Raises:
         OSError: The file system is full.
@@ -55,7 +56,6 @@ def write_layout(fd: int, digest: bytes, nbytes: int) -> None:
     os.ftruncate(fd, begin + BLOCK + count)
     os.posix_fallocate(fd, begin, BLOCK + count)
     os.pwrite(fd, _header(digest), begin)
-    os.pwrite(fd, boot_id().encode(), begin + _BOOT_AT)
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
@@ -73,14 +73,10 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
     return file if is_own_file(file.status) and file.is_current() and file.has_header(digest) else None
 
 
-class Evicted(Exception):
-    """A file was evicted or removed while it was read."""
-
-
 class BlockFile(ShardFile):
     """An open file of one object, which readers use like a local shard without a map.
 
-    Threads/fork: any thread; a forked child shares the open file. All methods but `forget_unsynced` may run at any time.
+    Threads/fork: any thread; a forked child shares the open file.
 
     Attributes:
         path: Path of the file.
@@ -95,7 +91,6 @@ class BlockFile(ShardFile):
         # A file is evicted by truncating it, and reading its map would then kill the process.
         self._begin(path, self.status, may_map=False)
         self._descriptor = Descriptor(fd)
-        self._mode = self.status.st_mode
         self.nbytes = nbytes
         self._header_at = _num_blocks(nbytes) * BLOCK
         self._map_at = self._header_at + BLOCK
@@ -113,7 +108,8 @@ class BlockFile(ShardFile):
         If so, bytes that were read before this call, from blocks that were present, are right.
         """
         status = os.fstat(self.fd)
-        return status.st_nlink > 0 and status.st_size == self._nbytes_in_all and status.st_mode == self._mode
+        is_whole = status.st_nlink > 0 and status.st_size == self._nbytes_in_all
+        return is_whole and status.st_mode == self.status.st_mode
 
     def check_unchanged(self) -> None:
         """Raise Evicted if `is_current` returns False."""
@@ -124,24 +120,8 @@ class BlockFile(ShardFile):
         return Evicted()
 
     def has_header(self, digest: bytes) -> bool:
-        """Return whether the header is that of an object with this digest."""
-        header = os.pread(self.fd, BLOCK, self._header_at)
-        return header[:_BOOT_AT] == _header(digest)[:_BOOT_AT]
-
-    def is_of_this_boot(self) -> bool:
-        """Return whether the file was made since the machine started, so that no crash can have lost blocks."""
-        boot = boot_id().encode()
-        return bool(boot) and os.pread(self.fd, len(boot), self._header_at + _BOOT_AT) == boot
-
-    def forget_unsynced(self) -> None:
-        """Keep only blocks that were synced, after a restart of the machine.
-
-        The caller holds the lock of the folder, so that no other process uses the file at the same time.
-        """
-        states = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
-        os.pwrite(self.fd, bytes(SYNCED if value == SYNCED else 0 for value in states), self._map_at)
-        os.fsync(self.fd)  # first, or after another crash the map could be older than the boot id
-        os.pwrite(self.fd, boot_id().encode(), self._header_at + _BOOT_AT)
+        """Return whether the header is that of an object with this digest, of this boot of the machine."""
+        return os.pread(self.fd, BLOCK, self._header_at) == _header(digest)
 
     def absent(self, runs: BlockRuns, *, refresh: bool = False) -> BlockRuns:
         """Return the parts of runs of blocks that are absent.
@@ -185,22 +165,9 @@ class BlockFile(ShardFile):
         while len(content):
             count = os.pwrite(self.fd, content, begin)
             begin, content = begin + count, content[count:]
-        marks = bytes([WRITTEN]) * (run[1] - run[0])
+        marks = _PRESENT * (run[1] - run[0])
         os.pwrite(self.fd, marks, self._map_at + run[0])
         self._present[run[0] : run[1]] = marks
-
-    def sync(self) -> None:
-        """Wait until all blocks that are present now are on disk, and mark them, so that a crash does not lose them.
-
-        The caller holds a lock that prevents eviction.
-
-        Raises:
-            OSError: The disk cannot be written.
-        """
-        states = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
-        os.fdatasync(self.fd)
-        for match in re.finditer(b"\1+", states):
-            os.pwrite(self.fd, bytes([SYNCED]) * len(match[0]), self._map_at + match.start())
 
     def note_use(self, now_s: float) -> None:
         """Record that the file is in use: as its time of modification, at most once a second."""

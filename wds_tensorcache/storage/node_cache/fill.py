@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, BlockRuns
-from wds_tensorcache.storage.node_cache.folder import CacheFolder, lock_within
-from wds_tensorcache.storage.node_cache.unusable import Stopped, errors_of_disk
+from wds_tensorcache.storage.node_cache.folder import Bypass, CacheFolder, lock_within
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
@@ -17,9 +17,9 @@ _WAIT_S = 60.0  # a process that fetches a block for longer was probably stopped
 _MAX_REQUEST_NBYTES = 1 << 23
 _MAX_WAVE_NBYTES = 1 << 26  # bytes in memory at a time
 
-# a file, the offset of the first byte, and 1-D buffers that are filled in order
-Range = tuple[RemoteFile, int, Sequence[Any]]
-Fetch = Callable[[Sequence[Range]], None]  # reads all ranges, concurrently, or raises an error
+# a remote file, the offset of the first byte, and 1-D buffers that are filled in order
+Range = tuple[Any, int, Sequence[Any]]
+Fetch = Callable[..., None]  # `fetch_many`
 
 
 class Wanted(NamedTuple):
@@ -44,35 +44,39 @@ def block_runs(begins: Sequence[int], ends: Sequence[int], gap: int = 0) -> Bloc
     return runs
 
 
+@contextmanager
+def _errors_of_disk() -> Iterator[None]:
+    """Raise Bypass for an OSError; not for use around requests, because errors of servers are OSErrors, too."""
+    try:
+        yield
+    except OSError as exc:
+        raise Bypass(str(exc)) from exc
+
+
 def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
-    """Fetch missing blocks; stop if their file is evicted.
+    """Fetch absent blocks; stop if their file is evicted.
 
     Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
 
     Raises:
-        CacheUnusable: Some of the blocks remain absent.
+        Bypass: Some of the blocks remain absent.
         Exception: An error of `fetch`.
     """
-    todo = _still_absent(wanted)
-    while todo:
+    while wanted:
         held: list[RangeLocks] = []
         try:
-            claimed, busy = _claim(todo, held)
-            if claimed:
-                with errors_of_disk():
+            with _errors_of_disk():
+                claimed, busy = _claim(wanted, held)
+                if claimed:
                     folder.reserve([(entry.file, entry.runs) for entry in claimed])
-                _fetch_claimed(claimed, fetch)
+            _fetch_claimed(claimed, fetch)
         finally:
             for locks in held:
                 locks.close()
         _wait(busy)
-        todo = _still_absent(busy)
-
-
-def _still_absent(wanted: Sequence[Wanted]) -> list[Wanted]:
-    with errors_of_disk():
-        refreshed = [entry._replace(runs=entry.file.absent(entry.runs, refresh=True)) for entry in wanted]
-    return [entry for entry in refreshed if entry.runs]
+        with _errors_of_disk():
+            refreshed = [entry._replace(runs=entry.file.absent(entry.runs, refresh=True)) for entry in busy]
+        wanted = [entry for entry in refreshed if entry.runs]
 
 
 def _open_locks(entry: Wanted) -> RangeLocks | None:
@@ -99,13 +103,9 @@ def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted]
         if locks is None:
             continue
         held.append(locks)
-        with errors_of_disk():
-            locked: BlockRuns = []
-            for first, last in entry.runs:
-                if locks.lock(first, last - first):
-                    locked.append((first, last))
-            # another process may have fetched them, or evicted the file, before this one had the lock
-            absent = entry.file.absent(locked, refresh=True) if entry.file.is_current() else []
+        locked = [(first, last) for first, last in entry.runs if locks.lock(first, last - first)]
+        # another process may have fetched them, or evicted the file, before this one had the lock
+        absent = entry.file.absent(locked, refresh=True) if entry.file.is_current() else []
         if absent:
             claimed.append(entry._replace(runs=absent))
         if len(locked) < len(entry.runs):
@@ -121,25 +121,22 @@ def _wait(busy: Sequence[Wanted]) -> None:
             continue
         with closing(locks):
             for first, last in entry.runs:
-                if not lock_within(locks, first, last - first, _WAIT_S, shared=True):
-                    raise Stopped(f"{entry.file.path} was locked for {_WAIT_S:.0f} s; a process was stopped")
+                lock_within(locks, first, last - first, _WAIT_S, shared=True)
                 locks.unlock(first, last - first)
 
 
 def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
     """Fetch and publish blocks, some at a time."""
-    wave: list[tuple[Wanted, tuple[int, int]]] = []
-    nbytes = 0
-    for entry in claimed:
-        for first, last in entry.runs:
-            for at in range(first, last, _MAX_REQUEST_NBYTES // BLOCK):
-                run = at, min(last, at + _MAX_REQUEST_NBYTES // BLOCK)
-                if wave and nbytes + BLOCK * (run[1] - run[0]) > _MAX_WAVE_NBYTES:
-                    _fetch_wave(wave, fetch)
-                    wave, nbytes = [], 0
-                wave.append((entry, run))
-                nbytes += BLOCK * (run[1] - run[0])
-    _fetch_wave(wave, fetch)
+    step = _MAX_REQUEST_NBYTES // BLOCK
+    pieces = [
+        (entry, (at, min(last, at + step)))
+        for entry in claimed
+        for first, last in entry.runs
+        for at in range(first, last, step)
+    ]
+    ends = accumulate(BLOCK * (last - first) for _, (first, last) in pieces)
+    for _, wave in groupby(zip(ends, pieces, strict=True), lambda piece: piece[0] // _MAX_WAVE_NBYTES):
+        _fetch_wave([piece for _, piece in wave], fetch)
 
 
 def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]], fetch: Fetch) -> None:
@@ -150,7 +147,8 @@ def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]], fetch: Fetch) ->
     for (entry, _), (begin, end) in zip(wave, extents, strict=True):
         ranges.append((entry.remote, begin, [memory[at : at + end - begin]]))
         at += end - begin
-    fetch(ranges)
-    with errors_of_disk():
+    # no gaps between ranges: those blocks are present, or another process is fetching them
+    fetch(ranges, merges=False)
+    with _errors_of_disk():
         for (entry, run), (_, _, (content,)) in zip(wave, ranges, strict=True):
             entry.file.publish(run, content)

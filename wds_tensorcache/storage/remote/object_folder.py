@@ -29,7 +29,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
 
 
 class ObjectFolder:
-    """A folder at a url; implements `Folder`. Objects of web servers and hubs can be read, but not changed.
+    """A folder at a url, with the methods of `LocalFolder`. Objects of web servers and hubs can be read, but not changed.
 
     A store has no locks. A new file is one request that succeeds only if no object has its name; a change replaces exactly the
     version of the object to which it was made. Before the first of these requests, the store is asked whether it obeys such
@@ -75,7 +75,7 @@ class ObjectFolder:
         self._objects.put(self.locate(name), content)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
-        """See `Folder`; raise RemoteError if other writers were faster for ten minutes."""
+        """See `LocalFolder`; raise RemoteError if other writers were faster for ten minutes."""
         url, begun, num_lost = self.locate(name), time.monotonic(), 0
         while True:
             before, version = self._objects.read(url) or (None, None)
