@@ -311,7 +311,7 @@ def test_pad(tmp_path: Path) -> None:
         (
             {"x": torch.zeros(2, 1)},
             "pad",
-            r"tensor 'x' has 1 dimensions in sample '000', but 2 in '002', and only the first .* use collate='list'",
+            r"tensor 'x' is \[2\] in sample '000', but \[2, 1\] in '002', and only the first .* use collate='list'",
         ),
         (
             {"x": torch.zeros(2).half()},
@@ -324,7 +324,7 @@ def test_pad(tmp_path: Path) -> None:
         (
             {"x": [torch.zeros(2)]},
             "list",
-            r"sample '002' has tensor 'x.0', but '000' has none, and not None in its place",
+            r"sample '000' has neither tensor 'x.0' of the batch, nor None in its place",
         ),
         (None, "stack", r"sample '002' has no tensor 'x', but '000' has"),
     ],

@@ -726,7 +726,7 @@ class TensorCache(Cache[_Sample]):
         from wds_tensorcache.reading.batch.rows import locate
 
         rows = locate(self._store, np.array([self._at(number) for number in numbers], np.int64))
-        rows.fetch_skeletons()
+        rows.fetch_skeletons(range(len(rows)))
         yield from map(rows.sample, range(len(rows)))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -41,8 +41,9 @@ class Structure:
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
             `Template`. None if the sample matches no template, or lacks tensors.
         is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
+        is_exact: True if `sample` is unchanged, so that all samples of the template have this structure.
         has_missing: True if the sample itself lacks tensors of the batch.
-        variants: Templates of samples that have this structure, by their ids; see `values.py`.
+        checked: Keys of samples that have this structure; see `values.py`.
     """
 
     sample: Any
@@ -50,8 +51,9 @@ class Structure:
     template: Template | None
     visits: _Visits | None
     is_plain: bool
-    has_missing: bool = False
-    variants: dict[int, Any] = field(default_factory=dict)
+    is_exact: bool
+    has_missing: bool
+    checked: dict[Any, bool] = field(default_factory=dict)
 
 
 class Structures:
@@ -77,7 +79,7 @@ class Structures:
         self.views: dict[Any, Structures] = {}
         # number of next batches from remote shards that fetch all skeletons together with the tensors
         self.num_with_values = 0
-        # by the id of the template, which the value refers to, and the names of missing tensors
+        # by the template and the names of missing tensors
         self._by_template: dict[Any, Structure] = {}
         # the value refers to the form, so the id is not reused
         self._by_form: dict[Any, tuple[Form, tuple[str, ...]]] = {}
@@ -123,15 +125,19 @@ class Structures:
         Raises:
             BatchError: A tensor has no place in the sample with most tensors.
         """
-        base = self.find_base(layouts)
-        missing = self._missing(layouts, base, fixed) if layouts.is_mixed or not _has(layouts, fixed) else ()
-        template = layouts.rows.template(base)
-        key: Any = (id(template), missing) if missing else id(template)
-        structure = self._by_template.get(key)
+        base = self.find_base(layouts) if layouts.is_mixed else 0
+        missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
+        rows = layouts.rows
+        shard, row = rows.shards[rows.number.item(base)], rows.row.item(base)
+        if shard.is_remote and not shard.knows_template(row):
+            rows.fetch_skeletons((base,))  # a new structure needs it, too
+        stored = rows.fetched.get(base)
+        template = shard.template(row) if stored is None else shard.template(row, stored)
+        structure = self._by_template.get((template, missing))
         if structure is None:
             structure = self._structure(layouts, base, template, missing)
             if template is not None:
-                keep_known(self._by_template, key, structure)
+                keep_known(self._by_template, (template, missing), structure)
         return structure
 
     def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
@@ -148,18 +154,15 @@ class Structures:
             try:
                 sample = insert(sample, name)
             except ValueError as exc:
-                if not wanted(name):
-                    continue
-                having = next((n for n, layout in enumerate(layouts.items) if name in layout.named), None)
-                raise BatchError(
-                    f"{'the batch' if having is None else f'sample {layouts.key(having)!r}'} has tensor {name!r}, but "
-                    f"{layouts.rows.key(base)!r} has none, and not None in its place; select the tensors that all samples "
-                    "have, filter by entry.shapes, or collate with a function"
-                ) from exc
+                if wanted(name):
+                    raise BatchError(
+                        f"sample {layouts.rows.key(base)!r} has neither tensor {name!r} of the batch, nor None in its place; "
+                        "select the tensors that all samples have, filter by entry.shapes, or collate with a function"
+                    ) from exc
         names = tuple(filter(wanted, names_of(sample)))
         is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in names)
         visits = _visits_of(sample, wanted) if template is not None and not missing else None
-        return Structure(sample, names, template, visits, is_plain, bool(missing))
+        return Structure(sample, names, template, visits, is_plain, sample is raw, bool(missing))
 
     def whole(self, sample: Any) -> Any:
         """Return a sample with the structure that the batch has if all tensors are selected."""
@@ -167,21 +170,16 @@ class Structures:
 
     def names_for(self, layouts: Layouts, fixed: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
         """Return the names of a batch's tensors, and whether every batch of these layouts has the same ones."""
-        layout = layouts.items[0]
-        is_simple = not layouts.is_mixed and _has(layouts, fixed)
-        # the bytes of a fetched skeleton would cost a request, so a kept form comes first
-        kept = self._by_form.get((id(layout.form), layout.texts, layout.further)) if is_simple else None
-        if kept is not None:
-            return kept[1], True
+        layout, key = layouts.items[0], None
+        if not layouts.is_mixed and not self._missing(layouts, 0, fixed):
+            # the bytes of a fetched skeleton would cost a request, so a kept form comes first
+            key = id(layout.form), layout.texts, layout.further
+            if key in self._by_form:
+                return self._by_form[key][1], True
         structure = self.structure_for(layouts, fixed)
-        if is_simple and structure.template is not None:
-            keep_known(self._by_form, (id(layout.form), layout.texts, layout.further), (layout.form, structure.names))
+        if key is not None and structure.template is not None:
+            keep_known(self._by_form, key, (layout.form, structure.names))
         return structure.names, structure.template is not None
-
-
-def _has(layouts: Layouts, names: tuple[str, ...]) -> bool:
-    """Return whether the first sample has all of these tensors."""
-    return all(map(layouts.items[0].named.__contains__, names))
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
@@ -209,14 +207,6 @@ def check_names(rows: Rows, i: int, sample: Any) -> None:
         raise FormatError(f"{shard.path}: sample {rows.key(i)!r}: its tensors differ from the index")
 
 
-class _Slot:
-    """A placeholder for a tensor or another value while `_visits_of` runs."""
-
-    def __init__(self, group: list[Any], value: Any) -> None:
-        self.group, self.number = group, len(group)
-        group.append(value)
-
-
 def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     """Return `Structure.visits` of a sample that matches a template, and so has only dicts, lists and tuples, each once."""
     names: list[str] = []
@@ -224,13 +214,17 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     containers: list[tuple[type, Any, Any]] = []
 
     def visit(value: Any) -> int:
-        if isinstance(value, _Slot):
-            return value.number + (len(names) if value.group is paths else 0)
+        if type(value) is int:  # the index of a name; that of a path is inverted
+            return value if value >= 0 else len(names) + ~value
         items = list(map(visit, value.values() if type(value) is dict else value))
         containers.append((type(value), tuple(value) if type(value) is dict else (), item_getter(items)))
         return len(names) + len(paths) + len(containers) - 1
 
-    visit(map_leaves(sample, lambda lazy: _Slot(names, lazy.name), lambda path: _Slot(paths, path), wanted))
+    def number(items: list[Any], item: Any) -> int:
+        items.append(item)
+        return len(items) - 1
+
+    visit(map_leaves(sample, lambda lazy: number(names, lazy.name), lambda path: ~number(paths, path), wanted))
     return names, paths, containers
 
 
