@@ -134,7 +134,7 @@ def test_no_batch_has_another_length(cache: Any) -> None:
 @pytest.mark.parametrize(
     ("collate", "error", "message"),
     [
-        ("cat", ValueError, "collate='cat', expected 'stack', 'list', 'pad' or a function"),
+        ("cat", ValueError, "collate='cat', expected 'stack', 'list', 'pad', tc.pad"),
         ({"latent": "cat"}, ValueError, "collate='cat', expected"),
         ({"latent": list}, ValueError, "collate=<class 'list'>, expected"),
         (None, ValueError, "collate=None, expected"),

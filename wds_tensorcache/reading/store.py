@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.storage.node_cache.block_file import BlockFile
 
 Array = np.ndarray[Any, Any]
-_PIECE = 1 << 16
 _MAX_VALUES_NBYTES = 1 << 26  # of a cache
 _VALUES_NBYTES = 150  # of a sample's values in memory, beyond the length of its skeleton
 _NO_VALUES: Mapping[int, tuple[Any, ...]] = {}
@@ -146,11 +145,8 @@ class Store:
 
     def shard_numbers(self, positions: Array) -> Array:
         """Return the shard number of the sample at each position, in the narrowest dtype that fits all shard numbers."""
-        numbers: Array = np.empty_like(positions, self.number_dtype)
-        for begin in range(0, len(positions), _PIECE):  # avoids an int64 array as long as `positions`
-            piece = slice(begin, begin + _PIECE)
-            numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1
-        return numbers
+        numbers: Array = np.searchsorted(self.starts, positions, "right").astype(self.number_dtype)
+        return numbers - np.ones((), self.number_dtype)
 
     def key(self, position: int) -> str:
         """Return the key of the sample at `position`."""

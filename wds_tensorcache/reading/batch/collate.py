@@ -102,19 +102,6 @@ class Collate:
         return way
 
 
-def _check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
-    """Raise ValueError if `read_batch` does not accept this value of `collate`."""
-    for way in collate.values() if isinstance(collate, Mapping) else () if callable(collate) else (collate,):
-        if callable(way):
-            problem = f"collate={way!r:.100}, expected {', '.join(map(repr, ways))} or tc.pad(…) for one tensor"
-            raise ValueError(f"{problem}; a function collates whole batches: collate=function")
-        if not isinstance(way, Pad) and way not in ways:
-            shown = f"{', '.join(map(repr, ways[:-1]))} or {ways[-1]!r}"
-            if ways is WAYS:
-                shown = "'stack', 'list', 'pad' or a function of a list of samples"
-            raise ValueError(f"collate={way!r}, expected {shown}; or tc.pad(…), or a dict of these by tensor name")
-
-
 def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: Sequence[str] = ()) -> Any:
     """Return a `collate` that `read_batch` of every cache accepts, even if the caches have different tensors.
 
@@ -124,10 +111,11 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: 
         BatchError: A name or pattern in `collate` or `pad_value` matches no tensor of any cache.
         ValueError: `collate` has an unknown value.
     """
-    _check_collate(collate)
-    if callable(collate) or not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
+    if callable(collate):
         return collate
     ways = as_collate(collate, pad_value)
+    if not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
+        return collate
     ways.check_names([*dict.fromkeys(name for cache in caches for name in cache._batch_names()), *more])
     return ways
 
@@ -140,5 +128,10 @@ def as_collate(collate: Any, pad_value: PadValue, ways: tuple[str, ...] = WAYS) 
     """
     if isinstance(collate, Collate):
         return collate
-    _check_collate(collate, ways)
-    return Collate(collate if isinstance(collate, Mapping) else {"*": collate}, pad_value)
+    by_name = collate if isinstance(collate, Mapping) else {"*": collate}
+    for way in by_name.values():
+        if not isinstance(way, Pad) and way not in ways:
+            shown = f"{', '.join(map(repr, ways))}, tc.pad(…), a dict of these by tensor name"
+            function = ", or a function of all samples of a batch" if ways is WAYS else ""
+            raise ValueError(f"collate={way!r:.100}, expected {shown}{function}")
+    return Collate(by_name, pad_value)

@@ -14,7 +14,6 @@ from wds_tensorcache.codec.tree import Path, shown
 from wds_tensorcache.errors import BatchError
 
 _NUMBERS = (bool, int, float, complex)
-_INT64 = range(-(1 << 63), 1 << 63)
 
 
 class Column(Protocol):
@@ -116,7 +115,10 @@ class Leaves:
                 raise ValueError("lists of different lengths")
         except (TypeError, ValueError, RuntimeError) as exc:
             # not a TypeError: torch's operators would hide it, and say that they do not support a `Leaves`
-            raise _refusal(values, ".".join(map(str, self._path)), exc) from exc
+            place = ".".join(map(str, self._path))
+            raise BatchError(
+                f"the values at {place!r}, such as {shown(values[0])}, do not form a tensor ({exc}); use .tolist()"
+            ) from exc
         # A blocking transfer would wait for all work of the GPU. This one copies pageable memory before it returns.
         return tensor if device is None else tensor.to(device, non_blocking=True)
 
@@ -129,18 +131,6 @@ class Leaves:
 
 def _has_numbers(value: Any) -> bool:
     return any(map(_has_numbers, value)) if isinstance(value, (list, tuple)) else True
-
-
-def _refusal(values: list[Any], place: str, exc: Exception) -> BatchError:
-    """Return the error for values of which torch cannot make a tensor."""
-    for i, value in enumerate(values):
-        if type(value) is int and value not in _INT64:
-            return BatchError(f"{place!r} of sample {i} of the batch is {value}, beyond int64; use .tolist()")
-        if not isinstance(value, (*_NUMBERS, list, tuple, np.generic)):
-            return BatchError(
-                f"{place!r} of sample {i} of the batch is {shown(value)}, expected a number; use .tolist()"
-            )
-    return BatchError(f"the values at {place!r} do not form a tensor ({exc}); use .tolist()")
 
 
 def _device_of(value: Any) -> torch.device | None:
