@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
@@ -116,8 +118,8 @@ class Structures:
             return 0
         wanted = self.wanted or (lambda name: True)
         counts = [(sum(map(wanted, layout.named)), len(layout.named)) for layout in layouts.items]
-        has_most = [count == max(counts) for count in counts]
-        return next(i for i, at in enumerate(layouts.which.tolist()) if has_most[at])
+        has_most = np.array([count == max(counts) for count in counts])
+        return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
         """Return the structure of a batch. `fixed` are names that the batch must have.
@@ -241,9 +243,6 @@ class Request:
     """The samples of a batch, and the known structures of the cache.
 
     Attributes:
-        store: Shards, and the memory and threads to read them.
-        rows: Shard, row and byte offset of each sample.
-        structures: Known structures of the cache's samples.
         fixed: Names of tensors whose places every batch has, also if all samples lack one; those that are not selected are left
             out, as in samples.
     """
@@ -257,11 +256,9 @@ class Request:
         return len(self.rows.row)
 
     def key(self, i: int) -> str:
-        """Return the key of sample `i` of the batch."""
         return self.rows.key(i)
 
     def layouts(self) -> Layouts:
-        """Return the layouts of the batch."""
         return layouts_of(self.rows)
 
     def skeletons_ahead(self) -> Iterable[int]:
@@ -297,7 +294,6 @@ class Request:
         return whole_schema(self.store)
 
     def sample(self, i: int) -> Any:
-        """Return sample `i` of the batch, with lazy tensors."""
         return self.structures.selected(self.rows.sample(i))
 
     def whole_sample(self, i: int) -> Any:
