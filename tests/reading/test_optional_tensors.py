@@ -144,10 +144,9 @@ def test_joined_caches_and_shared_datasets(cache: Any, tmp_path: Path) -> None:
     assert listed(batch["a"]) == expected(numbers)
     assert listed(batch["b"]["mask"]) == expected(numbers)["mask"]
     with tc.SharedDataset(SAMPLES, f"optional-{tmp_path.name}", directory=tmp_path) as shared:
-        for _ in range(2):
-            for order in permutations(numbers):
-                assert listed(shared.read_batch(order, collate="list")) == expected(list(order))
-            assert listed(shared.nest(numbers, shared.read_tensors(numbers, collate="list"))) == expected(numbers)
+        for order in [*permutations(numbers), numbers]:
+            assert listed(shared.read_batch(order, collate="list")) == expected(list(order))
+        assert listed(shared.nest(numbers, shared.read_tensors(numbers, collate="list"))) == expected(numbers)
 
 
 def test_containers_of_tensors_are_optional_too(tmp_path: Path) -> None:
@@ -295,8 +294,7 @@ def test_masks_of_tensors_that_differ_or_are_lacking(tmp_path: Path) -> None:
         assert info.mask("y").shape == (2, 0)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_lists_of_other_tensors_differ_in_length(tmp_path: Path, num_workers: int) -> None:
+def test_lists_of_other_tensors_differ_in_length(tmp_path: Path) -> None:
     """Samples with 1 to 4 captions do not disturb a batch that does not select the captions."""
     samples = [
         {"x": torch.tensor([i]), "captions": [torch.tensor([k]) for k in range(1 + i % 4)], "n": i} for i in range(8)
@@ -304,7 +302,8 @@ def test_lists_of_other_tensors_differ_in_length(tmp_path: Path, num_workers: in
     with tc.open(write(tmp_path, samples)) as cache:
         view = cache.select("x")
         for numbers in ([0, 1, 2, 3], [3, 2, 1, 0], [5, 7]):
-            for batch in DataLoader(numbers, 4, collate_fn=view.read_batch, num_workers=num_workers):  # type: ignore[arg-type]
+            loader = DataLoader(numbers, 4, collate_fn=view.read_batch, num_workers=1)  # type: ignore[arg-type]
+            for batch in (view.read_batch(numbers), *loader):
                 assert batch["x"].tolist() == [[i] for i in numbers]
                 assert batch["n"].tolist() == numbers
                 assert all(list(one) == [None] * len(numbers) for one in batch["captions"])
