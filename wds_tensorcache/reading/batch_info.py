@@ -207,8 +207,4 @@ def _move(mask: torch.Tensor, device: torch.device | str | None, non_blocking: b
     return mask.to(device, non_blocking=non_blocking)
 
 
-def _collate_infos(batch: list[Any], *, collate_fn_map: Any = None) -> list[Any]:
-    return list(batch)
-
-
-default_collate_fn_map.setdefault(BatchInfo, _collate_infos)
+default_collate_fn_map.setdefault(BatchInfo, lambda batch, *, collate_fn_map=None: list(batch))

@@ -144,7 +144,7 @@ class Store:
         return bisect_right(self._starts, position) - 1
 
     def shard_numbers(self, positions: Array) -> Array:
-        """Return the shard number of the sample at each position, in the narrowest dtype that fits all shard numbers."""
+        """Return the shard number of the sample at each position, in the narrowest dtype."""
         numbers: Array = np.searchsorted(self.starts, positions, "right").astype(self.number_dtype)
         return numbers - np.ones((), self.number_dtype)
 
@@ -176,11 +176,7 @@ class Store:
 
 
 def load_indexes(shards: Iterable[Shard]) -> None:
-    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load theirs on first use.
-
-    Raises:
-        MissingShardError, FormatError, RemoteError: The first error in the order of the shards.
-    """
+    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load theirs on first use."""
     waiting = [shard for shard in shards if shard.is_remote and not shard.is_loaded]
     if len(waiting) > 1:
         from wds_tensorcache.storage.remote.fetch import run_all

@@ -146,10 +146,7 @@ def _read_rows(
     """Read every row of a batch into `memory`, where `placement` puts it.
 
     Rows of remote shards are fetched by ranged requests, all at once, with the skeletons of the samples `skeletons` of the
-    batch, which `Rows` keeps. If all rows are in the node's cache, they are read as from local shards, without maps.
-
-    Raises:
-        FormatError: A shard has changed, or was truncated; or a row of bools contains other bytes than 0 and 1.
+    batch, which `Rows` keeps.
     """
     rows = layouts.rows
     which = layouts.which if len(layouts.items) > 1 else slice(1)  # one column stands for all samples

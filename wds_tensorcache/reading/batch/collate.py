@@ -106,10 +106,6 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: 
     """Return a `collate` that `read_batch` of every cache accepts, even if the caches have different tensors.
 
     `more` are names of tensors in the batches that no cache has.
-
-    Raises:
-        BatchError: A name or pattern in `collate` or `pad_value` matches no tensor of any cache.
-        ValueError: `collate` has an unknown value.
     """
     if callable(collate):
         return collate
@@ -121,11 +117,7 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: 
 
 
 def as_collate(collate: Any, pad_value: PadValue, ways: tuple[str, ...] = WAYS) -> Collate:
-    """Return the `Collate` for these arguments of `read_batch`; `collate` must not be a function.
-
-    Raises:
-        ValueError: `collate` has an unknown value.
-    """
+    """Return the `Collate` for these arguments of `read_batch`; raise ValueError if `collate` is a function or unknown."""
     if isinstance(collate, Collate):
         return collate
     by_name = collate if isinstance(collate, Mapping) else {"*": collate}

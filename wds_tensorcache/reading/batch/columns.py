@@ -49,11 +49,7 @@ class Layouts:
 
 
 def layouts_of(rows: Rows) -> Layouts:
-    """Return the layouts of a batch.
-
-    Raises:
-        ValueError: The batch is empty.
-    """
+    """Return the layouts of a batch; raise ValueError if it is empty."""
     if rows.known_layouts:
         return Layouts(rows, *rows.known_layouts)
     if not rows.by_shard:
@@ -155,10 +151,9 @@ class Columns:
         self.has_absent = any(all(one is _ABSENT for one in row) for row in stored)
 
     def resolve(self, layouts: Layouts, schema: Mapping[str, TensorSchema]) -> None:
-        """Resolve the reference of each tensor in each layout. `schema` describes tensors that no layout has.
+        """Resolve the reference of each tensor in each layout; raise BatchError if the kinds or dtypes of one differ.
 
-        Raises:
-            BatchError: A tensor's kind or dtype differs between layouts.
+        `schema` describes tensors that no layout has.
         """
         texts = with_chosen([layout.named_texts for layout in layouts.items], layouts)
         self.references, self.first = [], []

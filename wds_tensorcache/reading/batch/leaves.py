@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +14,6 @@ from wds_tensorcache.codec.tree import Path, shown
 from wds_tensorcache.errors import BatchError
 
 _NUMBERS = (bool, int, float, complex)
-
-
-class Column(Protocol):
-    """The source of the values of a batch."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def column(self, path: Path) -> list[Any]:
-        """Return the value at `path` of each sample."""
 
 
 class Leaves:
@@ -47,15 +37,14 @@ class Leaves:
 
     __slots__ = ("_decoded", "_list", "_path")
 
-    def __init__(self, decoded: Column | None, path: Path, values: list[Any] | None = None) -> None:
-        self._decoded = decoded
+    def __init__(self, decoded: Any, path: Path, values: list[Any] | None = None) -> None:
+        self._decoded = decoded  # has a length and `column(path)`; None if there are values
         self._path = path
         self._list = values
 
     def tolist(self) -> list[Any]:
         """Return the values as a list; the same list each time."""
         if self._list is None:
-            assert self._decoded is not None
             self._list = self._decoded.column(self._path)
         return self._list
 

@@ -65,15 +65,7 @@ def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
 def place(
     layouts: Layouts, columns: Columns, ways: Sequence[str | Pad]
 ) -> tuple[list[tuple[int, ...] | None], Placement, list[Padding]]:
-    """Choose where each row of a batch is placed in memory; a row is one sample's part of a tensor.
-
-    Returns:
-        For each tensor, the shape of its rows, or None if they are returned as a list; the placement of all rows; and the
-        paddings to fill.
-
-    Raises:
-        BatchError: Shapes do not match, or a tensor's dtype cannot represent the fill value.
-    """
+    """Return the shape of each tensor's rows, None if they stay a list; the placement of all rows; and the paddings to fill."""
     count = len(layouts.rows)
     sizes = columns.nbytes[:, layouts.which]
     shapes: list[tuple[int, ...] | None] = []
@@ -107,14 +99,7 @@ class Padding(NamedTuple):
 
 
 def padded_shape(columns: Columns, layouts: Layouts, tensor: int, way: Pad) -> tuple[int, ...]:
-    """Return the shape of a tensor's rows after padding the first dimension.
-
-    The row of a sample that lacks the tensor has length 0.
-
-    Raises:
-        BatchError: Shapes differ beyond the first dimension, a row is longer than `way.to`, a sample lacks a tensor without
-            dimensions, or the batch exceeds size limits.
-    """
+    """Return the shape of a tensor's rows after padding. The row of a sample that lacks the tensor has length 0."""
     first, present = columns.first[tensor], columns.present(tensor)
     key = layouts.key(present[0][0] if present else 0)
     for number, other in present:
@@ -152,13 +137,7 @@ def fill_paddings(
 
 
 def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]:
-    """Return a numpy dtype, and one element of this dtype, with which a batch is padded.
-
-    The numpy dtype is as wide as the tensor's dtype. The element has the bits of the fill value in the tensor's dtype.
-
-    Raises:
-        BatchError: The tensor's dtype cannot represent the value.
-    """
+    """Return a numpy dtype as wide as a tensor's, and an element of it that has the bits of the fill value."""
     is_array, dtype = reference.kind == "ndarray", reference.dtype
     if not is_array:
         dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")

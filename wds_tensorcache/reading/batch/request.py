@@ -122,11 +122,7 @@ class Structures:
         return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
-        """Return the structure of a batch. `fixed` are names that the batch must have.
-
-        Raises:
-            BatchError: A tensor has no place in the sample with most tensors.
-        """
+        """Return the structure of a batch; raise BatchError if a tensor has no place in it. The batch must have `fixed`."""
         base = self.find_base(layouts) if layouts.is_mixed else 0
         missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
         rows = layouts.rows
@@ -297,22 +293,14 @@ class Request:
         return self.structures.selected(self.rows.sample(i))
 
     def whole_sample(self, i: int) -> Any:
-        """Return sample `i` with the structure that the batch has if all tensors are selected.
-
-        Raises:
-            NewNames: An old index lacks further names of the sample.
-        """
+        """Return sample `i` with the structure that the batch has if all tensors are selected; raise as `check_names` does."""
         sample = self.rows.sample(i)
         check_names(self.rows, i, sample)
         return self.structures.whole(sample)
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of a batch, for all tensors that any of its samples has, and those that it must have.
-
-    Raises:
-        BatchError: A tensor has no place in the sample with most tensors, or differs in kind or dtype between samples.
-    """
+    """Return the columns of a batch, for all tensors that any of its samples has, and those that it must have."""
     cached, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
     if layouts.chosen:
         key = (*key, *(tuple(chosen.items()) for chosen in layouts.chosen))

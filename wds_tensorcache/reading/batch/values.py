@@ -47,15 +47,7 @@ def _number_leaves(template: Template) -> Any:
 
 
 class Decoded:
-    """The skeletons of a batch, read once. If a skeleton matches a known template, only its values are extracted.
-
-    Args:
-        request: The batch.
-        layouts: Layouts of the batch.
-        structure: Structure of the batch.
-
-    Threads: any number of threads may use it at once.
-    """
+    """The skeletons of a batch, read once, by any thread. Of those that match a known template, only values are extracted."""
 
     def __init__(self, request: Request, layouts: Layouts, structure: Structure) -> None:
         self._request = request
@@ -68,11 +60,7 @@ class Decoded:
         return len(self._request)
 
     def column(self, path: Path) -> list[Any]:
-        """Return the value at `path` of each sample.
-
-        Raises:
-            BatchError: A sample's structure differs from that of the first sample.
-        """
+        """Return the value at `path` of each sample; raise BatchError as `check` does."""
         with self._lock:
             try:
                 groups = self._groups = self._groups or self._read()
@@ -98,7 +86,7 @@ class Decoded:
             return [_Group(None, list(range(len(self))), list(map(self._build, range(len(self)))))]
         values_by_sample = self._find_kept(template)
         numbers, row, which = rows.number.tolist(), rows.row.tolist(), self._layouts.which.tolist()
-        # by position in the batch; None for a template of which the values must be checked
+        # by position in the batch; a sample that matches no template stands for its values
         others: dict[int, tuple[Template | None, Any]] = {}
         # cost per sample in Python: one step for its bytes, one for its values
         for i, skeleton, begin in rows.skeletons(np.array([values is not None for values in values_by_sample])):
@@ -144,11 +132,7 @@ class Decoded:
         return values_by_sample
 
     def _checked(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
-        """Return a template and the values of sample `i`.
-
-        Raises:
-            BatchError: The structure of the sample differs from that of the batch.
-        """
+        """Return a template and the values of sample `i`, after comparing its structure with that of the batch."""
         # Samples of one template differ only in plain values. All of these are alike, but only None may take the place of a
         # tensor. So one sample is compared for all with None in the same places.
         key = template, *(slot for slot, value in enumerate(values) if value is None)
