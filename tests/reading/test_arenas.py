@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.reading.batches import COUNT, SMALL, assert_batch, write
+from tests.reading.batches import SMALL, assert_batch, write
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +22,6 @@ def no_garbage_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def test_results_are_private_and_writable(small: str) -> None:
-    with tc.open(small, io="auto") as cache:
-        batch = cache.read_batch([1, 2])
-        batch["x"].zero_()
-        batch["a"][:] = "w"
-        assert_batch([SMALL[1], SMALL[2]], cache.read_batch([1, 2]))
 
 
 def test_arenas_come_back_after_errors(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,23 +67,6 @@ def test_arenas_come_back_after_batch_errors(tmp_path: Any) -> None:
         del batch
         assert leaves == [0, 1, 2]
         assert address() == before  # small values do not keep the tensors
-
-
-def test_arenas_are_not_shared_under_stress(large: str) -> None:
-    with tc.open(large, num_threads=2, pool_nbytes=1 << 20) as cache, ThreadPoolExecutor(4) as executor:
-
-        def read(seed: int) -> None:
-            rng = np.random.default_rng(seed)
-            held: list[tuple[list[int], torch.Tensor]] = []
-            for _ in range(60):
-                numbers = rng.integers(0, COUNT, rng.integers(1, 5)).tolist()
-                held.append((numbers, cache.read_batch(numbers)["x"]))
-                if len(held) > 6:
-                    held.pop(int(rng.integers(len(held))))
-                for expected, x in held:
-                    assert x[:, ::4000].tolist() == [[float(i)] * 2 for i in expected]
-
-        list(executor.map(read, range(4)))
 
 
 # --- devices ---

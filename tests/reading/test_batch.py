@@ -125,12 +125,10 @@ def batches(draw: st.DrawFn) -> list[Any]:
 
 def _vary(draw: st.DrawFn, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        plain_tensor = torch.frombuffer(bytearray(tensor_bytes(value) or b"\0"), dtype=torch.uint8)
-        plain_tensor = plain_tensor[: value.nbytes].view(value.dtype).view(value.shape)
-        if draw(st.booleans()) and plain_tensor.numel():
-            raw = plain_tensor.reshape(-1).view(torch.uint8)
-            raw[draw(st.integers(0, len(raw) - 1))] ^= 1
-        return plain_tensor
+        raw = bytearray(tensor_bytes(value) or b"\0")
+        if draw(st.booleans()) and value.nbytes:
+            raw[draw(st.integers(0, value.nbytes - 1))] ^= 1
+        return torch.frombuffer(raw, dtype=torch.uint8)[: value.nbytes].view(value.dtype).view(value.shape)
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):

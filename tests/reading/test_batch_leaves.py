@@ -172,29 +172,6 @@ def test_containers_are_kept(tmp_path: Path) -> None:
             assert (batch["deque"].maxlen, type(batch["tuple"][1]), batch[1, "k"]["empty"]) == (5, tuple, {})
 
 
-def test_select(tmp_path: Path) -> None:
-    samples = [
-        {"x": torch.tensor(i), "c": [[torch.tensor(i), {"p": torch.tensor(i), "text": f"t{i}", "n": (i, i)}]], "i": i}
-        for i in range(6)
-    ]
-    with tc.open(write(tmp_path, samples, max_samples=4)) as cache:
-        view = cache.select(["x"])
-        for _ in range(3):  # later by template
-            batch = view.read_batch([5, 0])
-            assert list(batch) == ["x", "c", "i"]
-            assert batch["x"].tolist() == [5, 0]
-            assert view[5]["c"] == [[None, {"text": "t5", "n": (5, 5)}]]
-            assert batch["c"] == [[[None, None], {"text": ["t5", "t0"], "n": [(5, 5), (0, 0)]}]]
-            assert batch["i"] == [5, 0]
-            kept = cache.select(["c.0.1.p"]).read_batch([5, 0])
-            assert kept["c"][0][0] == [None, None]
-            assert kept["c"][0][1]["n"] == [(5, 5), (0, 0)]
-            assert kept["c"][0][1]["p"].tolist() == [5, 0]
-            assert "x" not in kept
-            none = cache.select([]).read_batch([5, 0])
-            assert none == {"c": batch["c"], "i": [5, 0]}
-
-
 # --- errors ---
 
 

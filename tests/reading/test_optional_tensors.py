@@ -125,14 +125,12 @@ def test_stack_says_which_sample_lacks_it(cache: Any) -> None:
 
 def test_pad_takes_it_as_of_length_0(cache: Any) -> None:
     view = cache.select(["latent", "mask"])
-    for way, length in (("pad", 3), (tc.pad(value=-1), 3), (tc.pad(to=4, value=-1), 4)):
+    for way, length, fill in (("pad", 3, 0), (tc.pad(value=-1), 3, -1), (tc.pad(to=4, value=-1), 4, -1)):
         for numbers in (range(COUNT), [1, 0, 2], [3, 1, 2]):
             batch, info = view.read_batch_with_info(numbers, collate={"mask": way})
             lengths = [int(found) if isinstance(found := LENGTHS[i], int) else 0 for i in numbers]
-            fill = 0 if way == "pad" else -1
-            assert batch["mask"].tolist() == [
-                [[i, i]] * n + [[fill, fill]] * (length - n) for i, n in zip(numbers, lengths, strict=True)
-            ]
+            rows = [[[i, i]] * n + [[fill, fill]] * (length - n) for i, n in zip(numbers, lengths, strict=True)]
+            assert batch["mask"].tolist() == rows
             for made in (info, pickle.loads(pickle.dumps(info))):
                 assert made.mask("mask").tolist() == [[at < n for at in range(length)] for n in lengths]
                 assert made.shapes["mask"].tolist() == [[n, 2] if n else [0, 0] for n in lengths]
@@ -256,19 +254,6 @@ def test_a_tensor_of_another_dtype_outside_the_batch(tmp_path: Path) -> None:
             assert batch["y"].tolist() == [[1, 1] if i else [0, 0] for i in rows]
         with pytest.raises(tc.BatchError, match=r"'y' is tensor of torch.float16 in sample '\d+1', but"):
             cache.read_batch([0, 1, 2], collate={"y": "pad"})
-
-
-def test_many_optional_tensors(tmp_path: Path) -> None:
-    """All 128 sets of seven optional tensors occur."""
-    names = "abcdefg"
-    samples = [
-        {"x": torch.ones(1), **{name: torch.ones(1) if i >> at & 1 else None for at, name in enumerate(names)}}
-        for i in range(1 << len(names))
-    ]
-    with tc.open(write(tmp_path, samples, max_samples=128)) as cache:
-        for numbers, length in (([0, 0], 0), ([0, 127, 5], 1)):
-            batch = cache.read_batch(numbers, collate="pad")
-            assert {name: tuple(batch[name].shape) for name in names} == dict.fromkeys(names, (len(numbers), length))
 
 
 def test_damaged_samples_outside_the_batch_do_not_disturb_it(tmp_path: Path) -> None:

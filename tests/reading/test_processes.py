@@ -215,24 +215,6 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
 # --- threads ---
 
 
-def test_eight_threads_at_once(folder: str) -> None:
-    barrier = threading.Barrier(8)
-    with tc.open(folder, num_threads=4, max_open_files=2) as cache, ThreadPoolExecutor(8) as executor:
-
-        def read(seed: int) -> None:
-            rng = np.random.default_rng(seed)
-            barrier.wait()
-            for _ in range(20):
-                numbers = rng.integers(0, COUNT, 5).tolist()
-                batch = cache.read_batch([f"{i:03d}" for i in numbers])
-                assert batch["big"][:, -1].tolist() == numbers
-                assert batch["cond"][0][1]["prompt"] == [f"photo {i}" for i in numbers]
-                for i, sample in zip(numbers, cache.__getitems__(numbers), strict=True):
-                    assert_same(WRITTEN[i], sample)
-
-        list(executor.map(read, range(8)))
-
-
 def test_closing_while_threads_read(folder: str) -> None:
     cache, started = tc.open(folder, num_threads=2), threading.Barrier(5)
 
