@@ -196,12 +196,13 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
     _read_rows(request.store, layouts, columns, placement, memory.array, ahead)
     if device is not None:
         memory.move(device)
+    numbers = {name: number for number, name in enumerate(columns.names)}
 
     def load(i: int, lazy: Any) -> Any:
         """Load a lazy tensor of sample `i`, and return it; return any other value unchanged."""
         if not isinstance(lazy, Lazy):
             return lazy
-        reference, number = lazy._reference, columns.numbers.get(lazy.name)
+        reference, number = lazy._reference, numbers.get(lazy.name)
         begin = placement.rows.item(number, i) if number is not None else 0
         # the offset may be unaligned if samples differ in a tensor's dtype
         if number is not None and begin % reference.dtype.itemsize == 0:

@@ -18,12 +18,7 @@ TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Padding of a tensor's rows, made by `tc.pad`. A row is one sample's part of a batched tensor.
-
-    Attributes:
-        to: Length of every row, or ascending lengths to choose from; None for the length of the longest row in the batch.
-        value: Number that fills the rest of each row.
-    """
+    """Padding of a tensor's rows, one of each sample; made by `tc.pad`, which explains the fields."""
 
     to: int | tuple[int, ...] | None = None
     value: complex = 0

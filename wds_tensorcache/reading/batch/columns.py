@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -114,12 +114,11 @@ class Columns:
     """The properties of some tensors of a batch, for each layout of its samples.
 
     Attributes:
-        names, numbers: Names of the tensors, and a dict from each name to its index in `names`.
+        names: Names of the tensors.
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
         sizes: Bytes of each tensor, if equal in all layouts; else None.
-        has_absent: True if no layout has one of the tensors.
         bools: `(tensor, layout)`, both as indices, of each bool tensor; the bytes of these tensors must be checked.
         references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; set by `resolve`, like
             `first`, `shapes`, `limits` and `limit`.
@@ -138,7 +137,6 @@ class Columns:
     def __init__(self, names: Sequence[str], layouts: Layouts) -> None:
         # a chosen tensor is a column whose stored tensor differs by sample
         self.names = (*names, *(layouts.chosen[0] if layouts.chosen else ()))
-        self.numbers = {name: number for number, name in enumerate(self.names)}
         self.layouts = layouts.items
         named = with_chosen([layout.named for layout in layouts.items], layouts)
         stored = [[tensors.get(name, _ABSENT) for tensors in named] for name in self.names]
@@ -148,12 +146,11 @@ class Columns:
         is_uniform = bool((self.nbytes == self.nbytes[:, :1]).all())
         self.sizes: tuple[int, ...] | None = tuple(self.nbytes[:, 0].tolist()) if is_uniform else None
         self.bools = [(t, n) for t, row in enumerate(stored) for n, one in enumerate(row) if one.dtype == "BOOL"]
-        self.has_absent = any(all(one is _ABSENT for one in row) for row in stored)
 
-    def resolve(self, layouts: Layouts, schema: Mapping[str, TensorSchema]) -> None:
+    def resolve(self, layouts: Layouts, schema: Callable[[], Mapping[str, TensorSchema]]) -> None:
         """Resolve the reference of each tensor in each layout; raise BatchError if the kinds or dtypes of one differ.
 
-        `schema` describes tensors that no layout has.
+        `schema` returns descriptions, also of tensors that no layout has.
         """
         texts = with_chosen([layout.named_texts for layout in layouts.items], layouts)
         self.references, self.first = [], []
@@ -165,7 +162,7 @@ class Columns:
                 ]
             )
             present = self.present(tensor)
-            first = present[0][1] if present else _describe(schema[name])
+            first = present[0][1] if present else _describe(schema()[name])
             for number, other in present:
                 if (other.kind, other.dtype) != (first.kind, first.dtype):
                     raise BatchError(

@@ -100,7 +100,6 @@ class Structures:
         return Request(store, locate(store, positions), self, fixed)
 
     def note_values(self) -> None:
-        """Record that the values of a batch are used."""
         self.num_with_values = _NUM_WITH_VALUES
 
     def selected(self, sample: Any) -> Any:
@@ -309,7 +308,7 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
         names, are_known = request.structures.names_for(layouts, request.fixed)
         # one tensor with two names has memory for each: a transform may overwrite one of them
         columns = Columns(names, layouts)
-        columns.resolve(layouts, request.schema() if columns.has_absent else {})
+        columns.resolve(layouts, request.schema)
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
             keep_known(cached, key, columns)  # columns refer to the layouts, so the ids are not reused
     return columns
