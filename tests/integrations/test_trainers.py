@@ -223,14 +223,11 @@ def test_torch_collates_batches(cache: Any) -> None:
 # --- BatchInfo ---
 
 
-def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
+def test_records_pickle(cache: Any) -> None:
     loader = tc.Loader(cache, 4, shuffle=True, last_batch="pad")
     infos = [info for _, info in loader.with_info()]
     info = infos[-1]
     assert info.is_padding.tolist() == [False, False, False, True]
-    for change in (lambda: setattr(info, "step", 5), lambda: delattr(info, "step"), lambda: setattr(info, "other", 5)):
-        with pytest.raises(AttributeError, match="immutable"):
-            change()
     with pytest.raises(TypeError, match="unhashable"):
         hash(info)
     assert repr(info).startswith("BatchInfo(4 samples, 1 of them padding, indices=[")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
-from tests.same import assert_same, tensor_bytes
+from tests.same import assert_same
 
 COUNT = 23
 
@@ -43,38 +43,21 @@ def assert_all_same(left: list[Any], right: list[Any]) -> None:
         assert_same(sample, read)
 
 
-def assert_tensor(expected: torch.Tensor, found: Any, path: str = "$") -> None:
-    """Assert that two tensors are equal bit for bit."""
-    assert type(found) is torch.Tensor, path
-    assert (found.shape, found.dtype, found.device.type) == (expected.shape, expected.dtype, "cpu"), path
-    assert tensor_bytes(found) == tensor_bytes(expected), path
-
-
-def assert_array(expected: np.ndarray[Any, Any], found: Any, path: str) -> None:
-    """Assert that two arrays are equal bit for bit."""
-    expected = expected.astype(expected.dtype.newbyteorder("<"))
-    assert type(found) is np.ndarray, path
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype), path
-    assert found.tobytes() == expected.tobytes(), path
-
-
 def assert_batch(samples: list[Any], batch: Any, collate: str = "stack", path: str = "$") -> None:
-    """Assert that `batch` is the batch of `samples`, which have one structure of dicts, lists, tuples and leaves."""
+    """Assert that `batch` is the batch of `samples`, bit for bit."""
     first = samples[0]
-    if isinstance(first, torch.Tensor):
-        if collate == "stack":
-            # torch cannot stack every dtype
+    if isinstance(first, (torch.Tensor, np.ndarray)):
+        if collate != "stack":
+            assert len(batch) == len(samples), path
+            for i, (expected, row) in enumerate(zip(samples, batch, strict=True)):
+                assert_same(expected, row, path=f"{path}, sample {i}")
+        elif isinstance(first, np.ndarray):
+            assert_same(np.stack(samples), batch, path=path)
+        else:  # torch cannot stack every dtype
             bits = [s.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for s in samples]
-            assert_tensor(torch.stack(bits).reshape(-1).view(first.dtype).view(len(samples), *first.shape), batch, path)
-        else:
-            for i, (expected, found) in enumerate(zip(samples, batch, strict=True)):
-                assert_tensor(expected, found, f"{path}, sample {i}")
-    elif isinstance(first, np.ndarray):
-        if collate == "stack":
-            assert_array(np.stack(samples), batch, path)
-        else:
-            for expected, found in zip(samples, batch, strict=True):
-                assert_array(expected, found, path)
+            stacked = torch.stack(bits).reshape(-1).view(first.dtype).view(len(samples), *first.shape)
+            assert_same(stacked, batch, path=path)
+            assert batch.device.type == "cpu"
     elif isinstance(first, dict):
         assert type(batch) is dict, path
         assert list(batch) == list(first), path

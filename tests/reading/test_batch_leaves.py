@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
-import signal
-import subprocess
-import sys
 import tarfile
 from collections import OrderedDict, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +20,6 @@ from tests.reading.batches import damage, member_of, write
 
 ABC = ["a", "b", "c"]
 PREAMBLE_NBYTES = 42  # FORMAT.md 2.1
-
-
-class Pair(NamedTuple):
-    tensor: Any
-    value: Any
 
 
 @pytest.fixture
@@ -77,43 +67,26 @@ def write_named(folder: Path, tensor: str) -> tuple[str, str, int]:
     return written, path, Path(path).read_bytes().index(name) + len(name)
 
 
-def test_leaves_are_decoded_on_first_use_only(tmp_path: Path) -> None:
-    folder, path, end = write_named(tmp_path, "first use")
+def test_skeletons_are_read_on_first_use_only(tmp_path: Path) -> None:
+    folder, path, end = write_named(tmp_path / "a", "first use")
     for _ in range(3):
         with tc.open(folder) as cache:
             batch = cache.read_batch([0, 1, 2, 1])
             before = damage(path, end, b"\xff" * 2)
-            again = cache.read_batch([0, 1, 2, 1])
+            again = cache.read_batch([0, 1, 2, 1])  # the structure is known
             assert again["first use"].tolist() == batch["first use"].tolist() == [[0], [1], [2], [1]]
-            for one in (batch, again):
-                for use in (lambda leaves: leaves[0], repr):
+            for leaves in (batch["name"], again["name"]):
+                for use in (list, repr):
                     with pytest.raises(tc.FormatError, match="sample '001'"):
-                        use(one["name"])
+                        use(leaves)
             damage(path, end, before)
             assert batch["name"] == [f"{name} of first use" for name in "abcb"]
-            cache.read_batch([2, 2])["name"].tolist()
-
-
-def test_a_structure_is_learnt_from_one_read_of_a_skeleton(tmp_path: Path) -> None:
-    folder, path, end = write_named(tmp_path, "read once")
-    with tc.open(folder) as cache:
-        for _ in range(3):
-            cache.read_batch([2, 2])["name"].tolist()
-        cache.read_batch([1, 0])
-        damage(path, end, b"\xff" * 2)
-        batch = cache.read_batch([1, 0])
-        assert batch["read once"].tolist() == [[1], [0]]
-        with pytest.raises(tc.FormatError, match="sample '001'"):
-            batch["name"].tolist()
-
-
-def test_tensors_alone_need_no_skeleton_of_a_known_form(tmp_path: Path) -> None:
-    folder, path, end = write_named(tmp_path, "tensors alone")
+    folder, path, end = write_named(tmp_path / "b", "tensors alone")
     with tc.open(folder) as cache:
         for _ in range(3):
             cache.read_tensors([2])
         damage(path, end, b"\xff" * 2)
-        assert cache.read_tensors([1, 0])["tensors alone"].tolist() == [[1], [0]]
+        assert cache.read_tensors([1, 0])["tensors alone"].tolist() == [[1], [0]]  # a sample of this form was read
         for read in (lambda: cache.read_batch([1, 0]), lambda: cache[1]):
             with pytest.raises(tc.FormatError, match="sample '001'"):
                 read()
@@ -131,14 +104,6 @@ def test_samples_of_equal_tensors_and_other_keys(tmp_path: Path) -> None:
                     assert batch[name] == numbers
             with pytest.raises(tc.BatchError, match="'001' has nothing at 'even'"):
                 cache.read_batch([0, 1])["even"].tolist()
-
-
-def test_looked_at_by_many_threads(cache: Any) -> None:
-    with ThreadPoolExecutor(8) as executor:
-        for _ in range(20):
-            batch = cache.read_batch([2, 0, 1])
-            asked = [executor.submit(batch[name].tolist) for name in ("name", "size") * 4]
-            assert [future.result() for future in asked[::2]] == [["c", "a", "b"]] * 4
 
 
 def test_after_close(tmp_path: Path) -> None:
@@ -177,8 +142,14 @@ def test_samples_without_containers_or_tensors(tmp_path: Path) -> None:
 
 def test_containers_are_kept(tmp_path: Path) -> None:
     def sample(i: int) -> Any:
-        x = torch.tensor([i])
+        x, inner = torch.tensor([i]), {"y": torch.tensor(-i)}
+        loop: list[Any] = [x]
+        loop.append(loop)
         return {
+            "a": x,
+            "b": [x, inner],
+            "c": inner,
+            "loop": loop,
             "ordered": OrderedDict(b=x, a=i),
             "default": defaultdict(list, {1: x}),
             "deque": deque([x, i], maxlen=5),
@@ -188,116 +159,23 @@ def test_containers_are_kept(tmp_path: Path) -> None:
         }
 
     with tc.open(write(tmp_path, [sample(i) for i in range(4)])) as cache:
-        batch = cache.read_batch([3, 1])
-    assert type(batch["ordered"]) is OrderedDict
-    assert list(batch["ordered"]) == ["b", "a"]
-    assert batch["default"].default_factory is list
-    assert batch["default"][1].tolist() == [[3], [1]]
-    assert (type(batch["deque"]), batch["deque"].maxlen) == (deque, 5)
-    assert type(batch["tuple"][1]) is tuple
-    assert batch[1, "k"]["empty"] == {}
-
-
-def test_containers_that_are_one_object_are_one_in_a_batch(tmp_path: Path) -> None:
-    def sample(i: int) -> Any:
-        x, inner = torch.tensor([i]), {"y": torch.tensor(-i)}
-        loop: list[Any] = [x]
-        loop.append(loop)
-        return {"a": x, "b": [x, inner], "c": inner, "loop": loop}
-
-    with tc.open(write(tmp_path, [sample(i) for i in range(4)])) as cache:
         for collate in ("stack", "list"):
             batch = cache.read_batch([2, 3], collate=collate)
-            assert [int(row) for part in (batch["a"], batch["b"][0], batch["loop"][0]) for row in part] == [2, 3] * 3
+            parts = batch["a"], batch["b"][0], batch["loop"][0], batch["ordered"]["b"], batch["default"][1]
+            assert [[int(row) for row in part] for part in parts] == [[2, 3]] * 5
             assert batch["a"] is not batch["b"][0]  # a transform may overwrite one of them
             assert batch["c"] is batch["b"][1]
             assert batch["loop"][1] is batch["loop"]
-        first = cache.read_batch([2, 3], collate=list)[0]
-        assert first["a"] is first["b"][0]
-
-
-def test_select(tmp_path: Path) -> None:
-    samples = [
-        {"x": torch.tensor(i), "c": [[torch.tensor(i), {"p": torch.tensor(i), "text": f"t{i}", "n": (i, i)}]], "i": i}
-        for i in range(6)
-    ]
-    with tc.open(write(tmp_path, samples, max_samples=4)) as cache:
-        view = cache.select(["x"])
-        for _ in range(3):  # later by template
-            batch = view.read_batch([5, 0])
-            assert list(batch) == ["x", "c", "i"]
-            assert batch["x"].tolist() == [5, 0]
-            assert view[5]["c"] == [[None, {"text": "t5", "n": (5, 5)}]]
-            assert batch["c"] == [[[None, None], {"text": ["t5", "t0"], "n": [(5, 5), (0, 0)]}]]
-            assert batch["i"] == [5, 0]
-            kept = cache.select(["c.0.1.p"]).read_batch([5, 0])
-            assert kept["c"][0][0] == [None, None]
-            assert kept["c"][0][1]["n"] == [(5, 5), (0, 0)]
-            assert kept["c"][0][1]["p"].tolist() == [5, 0]
-            assert "x" not in kept
-            none = cache.select([]).read_batch([5, 0])
-            assert none == {"c": batch["c"], "i": [5, 0]}
-
-
-# --- functions ---
-
-
-def test_functions_take_samples_that_differ(tmp_path: Path) -> None:
-    samples: list[Any] = [
-        {"x": torch.ones(2), "y": np.array(["a"]), "i": 0},
-        {"x": torch.ones(3, dtype=torch.float64)},
-        [torch.ones(1)],
-        None,
-        {"x": torch.tensor([1 + 2j, 3], dtype=torch.complex128)},
-        {"x": np.ones((2, 2))},
-    ]
-    with tc.open(write(tmp_path, samples)) as cache:
-        for numbers in (range(6), [4, 5], [1, 4], [3, 0], [2, 2]):
-            read = cache.read_batch(numbers, collate=lambda parts: parts)
-            assert repr(read) == repr([samples[i] for i in numbers])
-        assert cache.read_batch([0, 1], collate=lambda parts: len(parts)) == 2
-        assert cache.read_batch([0], device="meta", collate=list)[0]["x"].is_meta
-
-
-def test_functions_get_loaded_tensors_in_objects_too(tmp_path: Path) -> None:
-    samples = [{"x": torch.tensor(i), "pair": Pair(torch.tensor(-i), i)} for i in range(3)]
-    with tc.open(write(tmp_path, samples, allow=[Pair]), allow=[Pair]) as cache:
-        read = cache.read_batch([2, 1], collate=list)
-        assert [type(sample["pair"]) for sample in read] == [Pair, Pair]
-        assert [sample["pair"].tensor.tolist() for sample in read] == [-2, -1]
-        assert all(type(sample["pair"].tensor) is torch.Tensor for sample in read)
-
-
-# --- pad ---
-
-
-def test_pad(tmp_path: Path) -> None:
-    samples = [
-        {"x": torch.full((i, 2), 7.0), "n": torch.tensor(i), "a": np.full(i, 5), "s": np.full(i, "w")} for i in range(3)
-    ]
-    with tc.open(write(tmp_path, samples)) as cache:
-        batch, info = cache.read_batch_with_info([2, 0, 1], collate="pad", pad_value=-1)
-        shapes = info.shapes
-        assert batch["x"].tolist() == [[[7, 7], [7, 7]], [[-1, -1], [-1, -1]], [[7, 7], [-1, -1]]]
-        assert batch["a"].tolist() == [[5, 5], [-1, -1], [5, -1]]
-        assert batch["n"].tolist() == [2, 0, 1]
-        assert {name: (s.dtype, tuple(s.shape)) for name, s in shapes.items()} == {
-            "x": (torch.int64, (3, 2)),
-            "n": (torch.int64, (3, 0)),
-            "a": (torch.int64, (3, 1)),
-            "s": (torch.int64, (3, 1)),
-        }
-        assert shapes["x"].tolist() == [[2, 2], [0, 2], [1, 2]]
-        assert cache.read_batch([0, 2], collate="pad")["s"].tolist() == [["", ""], ["w", "w"]]
-        with pytest.raises(
-            tc.BatchError, match="pad_value=nan cannot be represented in int64, the dtype of tensor 'a'"
-        ):
-            cache.read_batch([0, 1], collate="pad", pad_value=float("nan"))
-        nan = cache.select(["x", "n"]).read_batch([0, 1], collate="pad", pad_value=float("nan"))["x"]
-        assert nan.isnan().tolist() == [[[True, True]], [[False, False]]]
+            kinds = [type(batch[name]) for name in ("ordered", "default", "deque", "tuple")]
+            assert kinds == [OrderedDict, defaultdict, deque, tuple]
+            assert (list(batch["ordered"]), batch["default"].default_factory) == (["b", "a"], list)
+            assert (batch["deque"].maxlen, type(batch["tuple"][1]), batch[1, "k"]["empty"]) == (5, tuple, {})
 
 
 # --- errors ---
+
+
+X = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
@@ -311,91 +189,56 @@ def test_pad(tmp_path: Path) -> None:
         (
             {"x": torch.zeros(2, 1)},
             "pad",
-            r"tensor 'x' has 1 dimensions in sample '000', but 2 in '002', and only the first .* use collate='list'",
+            r"is \[2\] in sample '000', but \[2, 1\] in '002', and only .* use collate='l",
         ),
-        (
-            {"x": torch.zeros(2).half()},
-            "list",
-            r"'x' is tensor of torch.float32 in sample '000', but .*float16 in '002'",
-        ),
+        ({"x": X.half()}, "list", r"'x' is tensor of torch.float32 in sample '000', but .*float16 in '002'"),
         ({"x": torch.zeros(1, dtype=torch.complex128)}, "list", r"float32 in sample '000', but .*complex128 in '002'"),
         ({"x": np.zeros((2, 2), "f4")}, "list", r"'x' is tensor of torch.float32 .*, but ndarray of float32 in '002'"),
-        ({"y": torch.zeros(2)}, "stack", r"sample '002' has no tensor 'x', but '000' has"),
-        (
-            {"x": [torch.zeros(2)]},
-            "list",
-            r"sample '002' has tensor 'x.0', but '000' has none, and not None in its place",
-        ),
+        ({"y": X}, "stack", r"sample '002' has no tensor 'x', but '000' has"),
+        ({"x": [X]}, "list", r"sample '000' has neither tensor 'x.0' of the batch, nor None in its place"),
         (None, "stack", r"sample '002' has no tensor 'x', but '000' has"),
+        (
+            {"x": X, "a": 5},
+            "stack",
+            r"sample '002' has a value at 'a', but '000' has a dict .*: their structures differ; ",
+        ),
+        (
+            {"x": X},
+            "stack",
+            r"sample '002' has nothing at 'a', but '000' has a dict of length 1: their structures differ",
+        ),
     ],
     ids=str,
 )
 def test_samples_that_do_not_fit(tmp_path: Path, other: Any, collate: str, message: str) -> None:
-    with tc.open(write(tmp_path, [{"x": torch.zeros(2)}, {"x": torch.ones(2)}, other])) as cache:
-        assert cache.read_batch([0, 1], collate=collate)
+    good = {"x": X, "a": {"b": [1]}}
+    with tc.open(write(tmp_path, [good, good, other])) as cache:
+        assert cache.read_batch([0, 1], collate=collate)["a"]["b"] == [[1], [1]]
         for numbers in ([0, 1, 2], [0, 2, 1, 2]):
             with pytest.raises(tc.BatchError, match=message):
-                cache.read_batch(numbers, collate=collate)
-
-
-def test_structures_that_differ(tmp_path: Path) -> None:
-    samples: list[Any] = [{"x": torch.tensor(i), "a": {"b": [i]}} for i in range(5)]
-    samples += [{"x": torch.tensor(5), "a": 5}, {"x": torch.tensor(6)}]
-    with tc.open(write(tmp_path, samples)) as cache:
-        for other in (5, 6):
-            batch = cache.read_batch([1, 3, other])
-            assert batch["x"].tolist() == [1, 3, other]
-            has = {5: "a value", 6: "nothing"}[other]
-            message = (
-                rf"sample '00{other}' has {has} at 'a', but '001' has a dict of length 1: their structures differ; "
-            )
-            with pytest.raises(tc.BatchError, match=message):
-                batch["a"]["b"].tolist()
-        with pytest.raises(tc.BatchError, match="sample '001' has a dict of length 1 at 'a', but '005' has a value"):
-            cache.read_batch([5, 1])["a"].tolist()
-        assert cache.read_tensors([1, 5, 6])["x"].tolist() == [1, 5, 6]
-
-
-def test_pad_values_that_integers_cannot_hold(tmp_path: Path) -> None:
-    with tc.open(write(tmp_path, [{"x": torch.zeros(n, dtype=torch.uint8)} for n in (1, 2)])) as cache:
-        for value in (-100, 1.5, 256):
-            with pytest.raises(
-                tc.BatchError, match=f"pad_value={value} cannot be represented in torch.uint8, the dtype of tensor 'x'"
-            ):
-                cache.read_batch([0, 1], collate="pad", pad_value=value)
+                cache.read_batch(numbers, collate=collate)["a"]["b"].tolist()
+        if "structures differ" in message:
+            assert cache.read_tensors([0, 2])["x"].shape == (2, 2)
 
 
 @pytest.mark.parametrize("collate", ["stack", "list", "pad", list])
 @pytest.mark.parametrize("kind", ["tensor", "ndarray"])
-def test_bools_that_are_none(tmp_path: Path, collate: Any, kind: str) -> None:
-    flags = torch.ones(40, dtype=torch.bool)
-    folder = write(tmp_path, [{"ok": flags if kind == "tensor" else flags.numpy(), "i": i} for i in range(3)])
-    path = next(Path(folder).glob("*.tar"))
-    at = [match.start() for match in re.finditer(b"\x01{40}", path.read_bytes())][1]
-    with tc.open(folder) as cache:
-        damage(str(path), at + 3, b"\x07")
-        assert len(cache.read_batch([0, 2], collate=collate)) == 2
-        with pytest.raises(
-            tc.FormatError, match="tensor 'ok' of a batch with sample '000': a bool .* other than 0 and 1"
-        ):
-            cache.read_batch([0, 1], collate=collate)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "ndarray"])
-def test_bools_that_are_none_in_padding(tmp_path: Path, kind: str) -> None:
-    rows = [torch.ones(20 + i, 2, dtype=torch.bool) for i in range(3)]
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_bools_that_are_none(tmp_path: Path, collate: Any, kind: str, is_ragged: bool) -> None:
+    rows = [torch.ones(20 + i * is_ragged, 2, dtype=torch.bool) for i in range(3)]
     folder = write(tmp_path, [{"ok": row if kind == "tensor" else row.numpy()} for row in rows])
     path = next(Path(folder).glob("*.tar"))
+    at = [match.start() for match in re.finditer(b"\x01{40,}", path.read_bytes())][1]
     with tc.open(folder) as cache:
-        damage(str(path), path.read_bytes().index(b"\x01" * 42) + 3, b"\x07")
-        assert cache.read_batch([0, 2], collate="pad")["ok"].sum() == (20 + 22) * 2
-        with pytest.raises(
-            tc.FormatError, match="tensor 'ok' of a batch with sample '001': a bool .* other than 0 and 1"
-        ):
-            cache.read_batch([0, 1], collate="pad")
+        damage(str(path), at + 3, b"\x07")
+        way = "list" if is_ragged and collate == "stack" else collate
+        assert len(cache.read_batch([0, 2], collate=way)) == (2 if collate is list else 1)
+        message = rf"tensor 'ok' of a batch with sample '00{int(is_ragged)}': a bool .* other than 0 and 1"
+        with pytest.raises(tc.FormatError, match=message):
+            cache.read_batch([0, 1], collate=way)
 
 
-# --- many samples, whose skeletons are matched at once ---
+# --- many samples ---
 
 
 def many(count: int = 150) -> list[dict[str, Any]]:
@@ -417,26 +260,16 @@ def many(count: int = 150) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("io", ["auto", "pread"])
 def test_batches_of_many(tmp_path: Path, io: Any) -> None:
     samples = many()
-    with tc.open(write(tmp_path, samples, max_samples=60), io=io) as cache:
+    with tc.open(write(tmp_path, samples, max_samples=60), io=io) as cache, ThreadPoolExecutor(4) as executor:
         for indices in (range(150), [149, 3, 3, *range(0, 150, 2), 77], range(60, 85), [1, 140]):
             for _ in range(3):
                 batch = cache.read_batch(indices)
                 assert batch.pop("many").flatten().tolist() == list(indices)
-                for name, values in batch.items():
+                # the first use reads all of them, in any thread
+                for name, values in zip(batch, executor.map(list, batch.values()), strict=True):
                     wanted = [samples[i][name] for i in indices]
                     assert values == wanted
                     assert list(map(type, values)) == list(map(type, wanted))
-
-
-def test_one_of_many_has_another_structure(tmp_path: Path) -> None:
-    samples = many()
-    samples[70]["one more"] = 1
-    with tc.open(write(tmp_path, samples, max_samples=200)) as cache:
-        for _ in range(4):
-            assert cache.read_batch(range(70))["name"] == [f"item-{i:03}" for i in range(70)]
-            batch = cache.read_batch(range(60, 100))
-            with pytest.raises(tc.BatchError, match="'070'"):
-                batch["name"].tolist()
 
 
 @pytest.mark.parametrize("where", ["preamble", "text"])
@@ -446,8 +279,7 @@ def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
             cache.read_batch([0, 1])["name"].tolist()
         (path,) = map(str, tmp_path.glob("*.tar"))
         begin, body = member_of(path, "070.skel.pyd")
-        at = {"preamble": begin + 5, "text": begin + body.index(b"item-070")}[where]
-        damage(path, at, b"\xff")
+        damage(path, {"preamble": begin + 5, "text": begin + body.index(b"item-070")}[where], b"\xff")
         intact = [i for i in range(150) if i != 70]
         assert cache.read_batch(intact)["name"] == [f"item-{i:03}" for i in intact]
         batch = cache.read_batch(range(150))
@@ -455,24 +287,12 @@ def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
             batch["name"].tolist()
 
 
-def test_keys_and_texts_of_all_lengths(tmp_path: Path) -> None:
-    texts = ["x" * (i * 7 if i % 2 else i * 150 % 3000) + "é" * (i % 3) + "\0" * (i % 4) for i in range(140)]
-    with tc.ShardWriter(tmp_path / "%03d.tar", fsync=False) as sink:
-        for i, text in enumerate(texts):
-            sink.write("k" * (i % 80) + str(i), {"lengths": torch.tensor([i]), "text": text, "i": i})
-    with tc.open(tmp_path) as cache:
-        for _ in range(3):
-            batch = cache.read_batch(range(140))
-            assert batch["text"] == texts
-            assert batch["i"] == list(range(140))
-
-
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_skeletons_of_stock_pickle(tmp_path: Path, every: int, protocol: int) -> None:
     """Their bodies start at byte 2. Some names are too long for the tar header."""
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        for i in range(160):
+        for i in range(20):
             skeleton, tensors = tc.encode_sample({"stock": torch.tensor([i]), "name": "n" * (i % 60), "i": i})
             if i % every == 0:
                 skeleton = bytes((0x80, protocol)) + skeleton[PREAMBLE_NBYTES:]
@@ -482,67 +302,6 @@ def test_skeletons_of_stock_pickle(tmp_path: Path, every: int, protocol: int) ->
                 tar.addfile(info, BytesIO(content))
     with tc.open(tmp_path) as cache:
         for _ in range(3):
-            batch = cache.read_batch(range(160))
-            assert batch["name"] == ["n" * (i % 60) for i in range(160)]
-            assert batch["i"] == list(range(160))
-
-
-def test_values_first_read_in_fake_mode(tmp_path: Path) -> None:
-    with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
-        batch = cache.read_batch(range(150))
-        with torch._subclasses.FakeTensorMode():
-            assert batch["number"] == [i * 997 for i in range(150)]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_values_read_after_a_fork(tmp_path: Path) -> None:
-    """Threads that torch has started in the parent do not exist in the child."""
-    code = """
-import os, sys, torch
-import wds_tensorcache as tc
-torch.set_num_threads(4)
-cache = tc.open(sys.argv[1])
-wanted = [i * 997 for i in range(1500)]
-assert cache.read_batch(range(1500))["number"] == wanted
-torch.ones(1 << 20).add(1).sum()
-batch = cache.read_batch(range(1500))
-child = os.fork()
-if not child:
-    good = batch["number"] == wanted and cache.read_batch(range(1500))["number"] == wanted
-    os._exit(0 if good else 1)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    folder = write(tmp_path, many(1500), max_samples=2000)
-    process = subprocess.Popen([sys.executable, "-c", code, folder], start_new_session=True)
-    try:
-        assert process.wait(60) == 0
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_values_as_if_read_alone(tmp_path: Path) -> None:
-    """Damage to each byte of a skeleton gives the same value or error in a batch of many as alone."""
-    folder = write(tmp_path, many(140), max_samples=200)
-    with tc.open(folder) as cache:
-        for _ in range(3):
-            cache.read_batch(range(140))["name"].tolist()
-    (path,) = map(str, tmp_path.glob("*.tar"))
-    begin, body = member_of(path, "040.skel.pyd")
-    for at in range(begin, begin + len(body), 3):
-        before = damage(path, at, b"\xee")
-        with tc.open(folder) as cache:
-            alone, together = (outcome(cache, numbers) for numbers in ([0, 40], range(140)))
-        damage(path, at, before)
-        if isinstance(alone, list):
-            assert together[40] == alone[1]
-        else:
-            assert together == alone
-
-
-def outcome(cache: tc.TensorCache, numbers: Any) -> Any:
-    try:
-        batch = cache.read_batch(numbers)
-        return list(zip(*(batch[name].tolist() for name in ("name", "number", "large", "text")), strict=True))
-    except tc.TensorCacheError as error:
-        return str(error)
+            batch = cache.read_batch(range(20))
+            assert batch["name"] == ["n" * (i % 60) for i in range(20)]
+            assert batch["i"] == list(range(20))

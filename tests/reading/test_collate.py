@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,39 +103,80 @@ def test_the_smallest_length_that_fits(cache: Any, way: Any) -> None:
         cache.read_batch([0, 1, 2], collate={"cond.*": tc.pad(to=[1, 2]), "odd": "list"})
 
 
-@pytest.mark.parametrize("num_workers", [None, 0, 2])
-def test_buckets_by_length_have_one_shape_each(tmp_path: Path, num_workers: int | None) -> None:
+@pytest.mark.parametrize("loader", [tc.Loader, tc.torch_loader])
+def test_buckets_by_length_have_one_shape_each(tmp_path: Path, loader: Any) -> None:
     samples = [{"text": torch.full((1 + i * i % 11, 2), float(i))} for i in range(40)]
     bounds = [3, 6, 12]
+    options: dict[str, Any] = {"bucket_by": tc.by_length("text", bounds), "last_batch": "pad"}
     with tc.open(write(tmp_path, samples)) as cache:
-        options: Any = {
-            "shuffle": True,
-            "bucket_by": tc.by_length("text", bounds),
-            "collate": {"text": tc.pad(to=bounds, value=-1)},
-            "last_batch": "pad",
-        }
-        loader: Any = (
-            tc.Loader(cache, 4, **options)
-            if num_workers is None
-            else tc.torch_loader(cache, 4, num_workers=num_workers, **options)
-        )
-        shapes = {(info.source, tuple(batch["text"].shape)) for batch, info in loader.with_info()}
+        batches = loader(cache, 4, shuffle=True, collate={"text": tc.pad(to=bounds, value=-1)}, **options)
+        shapes = {(info.source, tuple(batch["text"].shape)) for batch, info in batches.with_info()}
         assert shapes == {(bound, (4, bound, 2)) for bound in bounds}
-        loader.close()
+        batches.close()
 
 
-def test_no_batch_has_another_length(cache: Any) -> None:
-    shapes = {
-        tuple(cache.select("cond.text").read_batch([i], collate=tc.pad(to=8, value=float("nan")))["cond"]["text"].shape)
-        for i in range(COUNT)
-    }
-    assert shapes == {(1, 8, 4)}
+@pytest.mark.parametrize(
+    ("value", "pad_value"),
+    [
+        (torch.ones(1).half(), 1e5),
+        (np.ones(1, "f2"), 1e5),
+        (torch.ones(1).to(torch.float8_e4m3fn), 1e30),
+        (torch.ones(1).to(torch.float8_e4m3fn), float("inf")),
+        (torch.ones(1).to(torch.float8_e4m3fnuz), 255),
+        (torch.ones(1, dtype=torch.bool), 5),
+        (torch.ones(1, dtype=torch.uint8), 256),
+        (torch.ones(1, dtype=torch.uint8), -100),
+        (torch.ones(1, dtype=torch.uint8), 1.5),
+        (np.ones(1, "?"), 5),
+        (np.ones(1, "?"), float("nan")),
+        (np.ones(1, "u1"), -1),
+        (np.ones(1, "i4"), 0.5),
+        (torch.ones(1), None),
+        (torch.ones(1), "x"),
+        (np.ones(1, "U1"), "x"),
+    ],
+    ids=str,
+)
+def test_padding_that_a_dtype_has_not(tmp_path: Path, value: Any, pad_value: Any) -> None:
+    longer = torch.cat([value] * 2) if isinstance(value, torch.Tensor) else np.concatenate([value] * 2)
+    message = f"pad_value={pad_value!r} cannot be represented in {value.dtype}, the dtype of tensor 'x'"
+    with (
+        tc.open(write(tmp_path, [{"x": value}, {"x": longer}])) as cache,
+        pytest.raises(tc.BatchError, match=re.escape(message)),
+    ):
+        cache.read_batch([0, 1], collate="pad", pad_value=pad_value)
+
+
+def test_padding_by_name(tmp_path: Path) -> None:
+    samples = [
+        {
+            "labels": torch.arange(i),
+            "mask": torch.ones(i, dtype=torch.bool),
+            "h": torch.ones(i).bfloat16(),
+            "array": np.full(i, 5),
+            "s": np.full(i, "w"),
+        }
+        for i in (1, 3)
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        pad_value = {"labels": -100, "h": float("-inf"), "array": -1}
+        batch = cache.read_batch([0, 1], collate="pad", pad_value=pad_value)
+        assert batch["labels"].tolist() == [[0, -100, -100], [0, 1, 2]]
+        assert batch["mask"].tolist() == [[True, False, False], [True] * 3]
+        assert batch["h"].tolist() == [[1, float("-inf"), float("-inf")], [1] * 3]
+        assert batch["array"].tolist() == [[5, -1, -1], [5] * 3]
+        assert batch["s"].tolist() == [["w", "", ""], ["w"] * 3]
+        for value in (-0.0, float("nan")):
+            batch = cache.read_batch([0, 1], collate="pad", pad_value={"h": value})
+            assert str(batch["h"][0, 1].item()) == str(value)
+        with pytest.raises(tc.BatchError, match="pad_value has an unknown tensor 'y'"):
+            cache.read_batch([0, 1], collate="pad", pad_value={"y": 1})
 
 
 @pytest.mark.parametrize(
     ("collate", "error", "message"),
     [
-        ("cat", ValueError, "collate='cat', expected 'stack', 'list', 'pad' or a function"),
+        ("cat", ValueError, "collate='cat', expected 'stack', 'list', 'pad', tc.pad"),
         ({"latent": "cat"}, ValueError, "collate='cat', expected"),
         ({"latent": list}, ValueError, "collate=<class 'list'>, expected"),
         (None, ValueError, "collate=None, expected"),
@@ -171,33 +213,23 @@ def test_joined_caches(cache: Any, tmp_path: Path) -> None:
         named.read_batch([0], collate="pad", pad_value={"state": 1})
 
 
-@pytest.mark.parametrize(
-    "collate",
-    ["stack", "list", "pad", EACH, list, lambda samples: len(samples)],
-    ids=["stack", "list", "pad", "each", "function", "lambda"],
-)
+@pytest.mark.parametrize("collate", ["stack", "list", "pad", EACH, list, len], ids=str)
 def test_info(cache: Any, collate: Any) -> None:
-    view = cache[1:].select(["latent", "cond.*", "odd"])
-    numbers = [2, 0] if collate != "stack" else [0, 3]
-    if collate in ("pad", "stack"):
-        view = view.select(["latent", "cond.*"])
+    view, numbers = cache[1:].select(["latent", "cond.*"]), [0, 3] if collate == "stack" else [2, 0]
+    if collate == EACH:
+        view = cache[1:].select(["latent", "cond.*", "odd"])
     batch, info = view.read_batch_with_info(numbers, collate=collate)
-    alone = view.read_batch(numbers, collate=collate)
-    assert type(batch) is type(alone)
-    assert type(info) is tc.BatchInfo
-    assert info.indices.tolist() == numbers
-    assert info.indices.dtype == np.int64
-    assert info.keys == [f"00{1 + i}" for i in numbers]
-    assert info.is_padding.tolist() == [False, False]
-    assert info.shapes["cond.text"].tolist() == [[1 + (1 + i) % 3, 4] for i in numbers]
-    assert info.shapes["cond.text"].dtype == torch.int64
-    assert set(info.shapes) == set(view.schema)
+    assert type(batch) is type(view.read_batch(numbers, collate=collate))
     copied = pickle.loads(pickle.dumps(info))
     assert copied == info
     assert copied.cache is None
-    assert {name: shape.tolist() for name, shape in copied.shapes.items()} == {
-        name: shape.tolist() for name, shape in info.shapes.items()
-    }
+    for record in (info, copied):
+        assert (record.indices.tolist(), record.indices.dtype) == (numbers, np.int64)
+        assert record.keys == [f"00{1 + i}" for i in numbers]
+        assert record.is_padding.tolist() == [False, False]
+        assert record.shapes["cond.text"].tolist() == [[1 + (1 + i) % 3, 4] for i in numbers]
+        assert record.shapes["cond.text"].dtype == torch.int64
+        assert set(record.shapes) == set(view.schema)
 
 
 def test_info_of_samples_that_differ(tmp_path: Path) -> None:
@@ -211,43 +243,29 @@ def test_info_of_samples_that_differ(tmp_path: Path) -> None:
         assert {name: shape.tolist() for name, shape in info.shapes.items()} == {"y": [[4], [1]], "z": [[2], [0]]}
 
 
-def test_loaders_pad_and_tell_the_shapes(cache: Any) -> None:
-    ways = {"cond.*": tc.pad(to=3), "odd": "list"}
-    for loader in (
-        tc.Loader(cache, 4, collate=ways),
-        tc.torch_loader(cache, 4, collate=ways),
-        tc.torch_loader(cache, 4, collate=ways, num_workers=1),
-    ):
-        for batch, info in loader.with_info():
-            assert batch["cond"]["text"].shape == (len(info.indices), 3, 4)
-            assert info.shapes["cond.text"][:, 0].tolist() == [1 + i % 3 for i in info.indices.tolist()]
+@pytest.mark.parametrize(("way", "length"), [("pad", 3), (tc.pad(to=5), 5), ("list", 3)])
+def test_masks(cache: Any, way: Any, length: int) -> None:
+    ways = {"cond.*": way, "odd": "list"}
+    batch, info = cache.read_batch_with_info(range(4), collate=ways)
+    loaders: list[Any] = [tc.Loader(cache, 4, collate=ways), tc.torch_loader(cache, 4, collate=ways, num_workers=1)]
+    dataset = tc.StepDataset(tc.StepSampler(cache, 4), collate=ways, with_info=True)
+    infos = [info, pickle.loads(pickle.dumps(info)), info.to("cpu"), dataset[next(iter(dataset.sampler or ()))][1]]
+    for record in [*infos, *(next(iter(loader.with_info()))[1] for loader in loaders)]:
+        mask = record.mask("cond.text")
+        assert mask.dtype == torch.bool
+        assert mask.tolist() == [[at < 1 + i % 3 for at in range(length)] for i in range(4)]
+    if way != "list":
+        assert batch["cond"]["text"].shape[:2] == mask.shape
+        assert (batch["cond"]["text"][~mask] == 0).all()
+        assert not (batch["cond"]["text"][mask] == 0).all()
+    assert info.to("meta").mask("cond.text").is_meta
+    assert cache.read_batch_with_info(range(4), "meta", collate=ways)[1].mask("cond.text").is_meta
+    for loader in loaders:
         loader.close()
 
 
-def test_masks(cache: Any) -> None:
-    lengths = [1 + i % 3 for i in range(4)]
-    for way, length in (("pad", 3), (tc.pad(to=5), 5), ("list", 3)):
-        ways = {"cond.*": way, "odd": "list"}
-        expected = [[at < n for at in range(length)] for n in lengths]
-        batch, info = cache.read_batch_with_info(range(4), collate=ways)
-        for made in (info, pickle.loads(pickle.dumps(info)), info.to("cpu")):
-            mask = made.mask("cond.text")
-            assert mask.dtype == torch.bool
-            assert mask.tolist() == expected
-        if way != "list":
-            assert batch["cond"]["text"].shape[:2] == mask.shape
-            assert (batch["cond"]["text"][~mask] == 0).all()
-            assert not (batch["cond"]["text"][mask] == 0).all()
-        assert info.to("meta").mask("cond.text").is_meta
-        assert cache.read_batch_with_info(range(4), "meta", collate=ways)[1].mask("cond.text").is_meta
-        loaders: list[Any] = [tc.Loader(cache, 4, collate=ways), tc.torch_loader(cache, 4, collate=ways)]
-        for loader in loaders:
-            assert next(iter(loader.with_info()))[1].mask("cond.text").tolist() == expected
-        sampler = tc.StepSampler(cache, 4)
-        made = next(iter(tc.StepDataset(sampler, collate=ways, with_info=True)[step] for step in sampler))[1]
-        assert made.mask("cond.text").tolist() == expected
-    joined = tc.join({"a": cache})
-    _, info = joined.read_batch_with_info([0], collate={"a.odd": "list", "a.cond.*": tc.pad(to=4)})
+def test_masks_by_name(cache: Any) -> None:
+    _, info = tc.join({"a": cache}).read_batch_with_info([0], collate={"a.odd": "list", "a.cond.*": tc.pad(to=4)})
     assert info.mask("a.cond.text").tolist() == [[True, False, False, False]]
     assert cache.read_batch_with_info([0, 3], collate=list)[1].mask("cond.text").shape == (2, 1)
     with pytest.raises(KeyError, match="no tensor 'text' .*; there are .*'a.cond.text'"):

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
@@ -74,30 +72,21 @@ def expected(numbers: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4, 5], [1, 0], [3, 0], [0, 3], [1, 3], [5, 1, 5], [3], [0], [4, 2]])
 def test_lists_have_none_in_its_place(cache: Any, numbers: list[int]) -> None:
+    view = cache.select("*")
     for _ in range(3):  # later by template
-        for order in list(permutations(numbers))[:6]:
-            batch = cache.read_batch(order, collate=LISTS)
-            assert listed(batch) == expected(list(order))
-            assert listed(pickle.loads(pickle.dumps(batch))) == expected(list(order))
-            assert listed(cache.nest(order, cache.read_tensors(order, collate=LISTS))) == expected(list(order))
-            view = cache.select("*")
-            assert listed(cache.nest(np.array(order), view.read_tensors(order, collate="auto"))) == expected(
-                list(order)
-            )
-            assert listed(view.read_batch(order, collate="list")) == expected(list(order))
-
-
-@given(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=12))
-@settings(max_examples=30, deadline=None)
-def test_any_batch_is_of_one_structure(tmp_path_factory: pytest.TempPathFactory, numbers: list[int]) -> None:
-    folder = tmp_path_factory.getbasetemp() / "any"
-    if not folder.exists():
-        write(folder, SAMPLES, max_samples=COUNT)
-    with tc.open(folder) as cache:
-        assert listed(cache.read_batch(numbers, collate=LISTS)) == expected(numbers)
-        numbers += [0, 1]  # a stream has no other samples that tell where tensors are
-        stream = [cache[i] for i in numbers]
-        assert listed(tc.nest(stream, cache.read_tensors(numbers, collate="list"))) == expected(numbers)
+        for order in map(list, list(permutations(numbers))[:6]):
+            batch, tensors = cache.read_batch(order, collate=LISTS), cache.read_tensors(order, collate=LISTS)
+            for made in (
+                batch,
+                pickle.loads(pickle.dumps(batch)),
+                cache.nest(order, tensors),
+                cache.nest(np.array(order), view.read_tensors(order, collate="auto")),
+                view.read_batch(order, collate="list"),
+            ):
+                assert listed(made) == expected(order)
+    order = [*numbers, 0, 1]  # a stream has no other samples that tell where tensors are
+    tensors = cache.read_tensors(order, collate="list")
+    assert listed(tc.nest([cache[i] for i in order], tensors)) == expected(order)
 
 
 def test_batches_that_do_not_select_it_are_not_disturbed(cache: Any) -> None:
@@ -126,7 +115,7 @@ def test_stack_says_which_sample_lacks_it(cache: Any) -> None:
         for read in (view.read_batch, view.read_tensors):
             with pytest.raises(tc.BatchError, match=message):
                 read(numbers, collate={"mask": "stack"})
-    with pytest.raises(tc.BatchError, match="no sample of the batch has the tensor 'mask'"):
+    with pytest.raises(tc.BatchError, match="sample '001' has no tensor 'mask'; use"):
         view.read_batch([1, 3])
     assert view.read_batch([1, 3], collate="list")["mask"] == [None, None]
     assert "mask" not in cache.read_batch([3])
@@ -136,14 +125,12 @@ def test_stack_says_which_sample_lacks_it(cache: Any) -> None:
 
 def test_pad_takes_it_as_of_length_0(cache: Any) -> None:
     view = cache.select(["latent", "mask"])
-    for way, length in (("pad", 3), (tc.pad(value=-1), 3), (tc.pad(to=4, value=-1), 4)):
+    for way, length, fill in (("pad", 3, 0), (tc.pad(value=-1), 3, -1), (tc.pad(to=4, value=-1), 4, -1)):
         for numbers in (range(COUNT), [1, 0, 2], [3, 1, 2]):
             batch, info = view.read_batch_with_info(numbers, collate={"mask": way})
             lengths = [int(found) if isinstance(found := LENGTHS[i], int) else 0 for i in numbers]
-            fill = 0 if way == "pad" else -1
-            assert batch["mask"].tolist() == [
-                [[i, i]] * n + [[fill, fill]] * (length - n) for i, n in zip(numbers, lengths, strict=True)
-            ]
+            rows = [[[i, i]] * n + [[fill, fill]] * (length - n) for i, n in zip(numbers, lengths, strict=True)]
+            assert batch["mask"].tolist() == rows
             for made in (info, pickle.loads(pickle.dumps(info))):
                 assert made.mask("mask").tolist() == [[at < n for at in range(length)] for n in lengths]
                 assert made.shapes["mask"].tolist() == [[n, 2] if n else [0, 0] for n in lengths]
@@ -155,10 +142,9 @@ def test_joined_caches_and_shared_datasets(cache: Any, tmp_path: Path) -> None:
     assert listed(batch["a"]) == expected(numbers)
     assert listed(batch["b"]["mask"]) == expected(numbers)["mask"]
     with tc.SharedDataset(SAMPLES, f"optional-{tmp_path.name}", directory=tmp_path) as shared:
-        for _ in range(2):
-            for order in permutations(numbers):
-                assert listed(shared.read_batch(order, collate="list")) == expected(list(order))
-            assert listed(shared.nest(numbers, shared.read_tensors(numbers, collate="list"))) == expected(numbers)
+        for order in [*permutations(numbers), numbers]:
+            assert listed(shared.read_batch(order, collate="list")) == expected(list(order))
+        assert listed(shared.nest(numbers, shared.read_tensors(numbers, collate="list"))) == expected(numbers)
 
 
 def test_containers_of_tensors_are_optional_too(tmp_path: Path) -> None:
@@ -197,27 +183,25 @@ def test_nothing_is_lost_without_a_word(tmp_path: Path, samples: list[Any]) -> N
     with tc.open(write(tmp_path, samples)) as cache:
         for _ in range(2):
             for order in permutations(range(len(samples))):
-                with pytest.raises(tc.BatchError, match="structures differ|not None in its place"):
+                with pytest.raises(tc.BatchError, match="structures differ|nor None in its place"):
                     cache.read_batch(order, collate="list")
                 with pytest.raises(tc.BatchError):
                     tc.nest([cache[i] for i in order], cache.read_tensors(order, collate="list"))
 
 
-@pytest.mark.parametrize("size", [4, 200])  # few skeletons are matched one by one, many at once
-def test_only_none_takes_its_place(tmp_path: Path, size: int) -> None:
+def test_only_none_takes_its_place(tmp_path: Path) -> None:
     """Samples that differ only in plain values are read alike, but a value in place of a tensor is always an error."""
     masks = [torch.zeros(2), None, None, 5]
     samples = [{"latent": torch.tensor([i]), "mask": mask, "pair": (i, [str(i)])} for i, mask in enumerate(masks)]
     with tc.open(write(tmp_path, samples, max_samples=len(samples))) as cache:
         for _ in range(3):  # later with known templates
             for good in ([0, 1, 2], [1, 2, 0], [2, 0, 1, 1], [1, 2]):
-                numbers = (good * size)[:size]
-                batch = cache.read_batch(numbers, collate="list")
-                assert listed(batch)["mask"] == [None if i else [0, 0] for i in numbers]
-                assert batch["pair"] == [(i, [str(i)]) for i in numbers]
+                batch = cache.read_batch(good, collate="list")
+                assert listed(batch)["mask"] == [None if i else [0, 0] for i in good]
+                assert batch["pair"] == [(i, [str(i)]) for i in good]
             for bad in ([0, 1, 3], [1, 0, 3, 2], [3, 0, 1]):
                 with pytest.raises(tc.BatchError, match="their structures differ"):
-                    cache.read_batch((bad * size)[: max(size, len(bad))], collate="list")
+                    cache.read_batch(bad, collate="list")
 
 
 @pytest.mark.parametrize("chooses", [False, True])
@@ -227,13 +211,9 @@ def test_batches_from_shards_that_lack_it(tmp_path: Path, joins: bool, chooses: 
     samples = [{"x": torch.full((2,), float(i)), "y": torch.ones(2), "mask": None} for i in range(6)]
     samples[4]["mask"] = torch.ones(3, 2)
     folder = write(tmp_path, samples, max_samples=2)
-
-    def opened() -> Any:
-        return tc.join([folder]) if joins else tc.open(folder)
-
     options: dict[str, Any] = {"choose": {"z": ["x", "y"]}} if chooses else {}
     for collate, shape in (("pad", (2, 0, 2)), ({"mask": tc.pad(to=4)}, (2, 4, 2)), ({"ma*": "pad"}, (2, 0, 2))):
-        with opened() as cache:
+        with tc.join([folder]) if joins else tc.open(folder) as cache:
             batch, info = cache.read_batch_with_info([0, 1], collate=collate, **options)
             assert batch["mask"].shape == shape
             assert info.mask("mask").shape == shape[:2]
@@ -241,18 +221,12 @@ def test_batches_from_shards_that_lack_it(tmp_path: Path, joins: bool, chooses: 
             if not chooses:
                 assert cache.read_tensors([2, 3], collate=collate)["mask"].shape == shape
             assert cache.read_batch([3, 4], collate=collate, **options)["mask"].shape[1] >= 3
-        with opened() as cache:
-            for loader in (
-                tc.Loader(cache, 2, collate=collate, **options),
-                tc.torch_loader(cache, 2, collate=collate, **options),
-            ):
-                assert {type(batch["mask"]) for batch in loader} == {torch.Tensor}
-    with opened() as cache:
-        for view in (cache[:4], cache.select(["x", "y", "mask"])[:3]):
+            for make in (tc.Loader, tc.torch_loader):
+                assert {type(batch["mask"]) for batch in make(cache, 2, collate=collate, **options)} == {torch.Tensor}
+    with tc.join([folder]) if joins else tc.open(folder) as cache:
+        for view, shapes in ((cache[:4], {(2, 4, 2)}), (cache.select(["x", "y", "mask"])[:3], {(2, 4, 2), (1, 4, 2)})):
             batches = list(tc.Loader(view, 2, collate={"mask": tc.pad(to=4)}, **options))
-            assert {batch["mask"].shape for batch in batches} == {(2, 4, 2)} | (
-                {(1, 4, 2)} if len(view) == 3 else set()
-            )
+            assert {batch["mask"].shape for batch in batches} == shapes
         assert cache.read_batch([0, 1], collate={"mask": "list"}, **options)["mask"] == [None, None]
         with pytest.raises(tc.BatchError, match="collate has an unknown tensor 'musk'"):
             cache.read_batch([0, 1], collate={"musk": "list"}, **options)
@@ -282,21 +256,6 @@ def test_a_tensor_of_another_dtype_outside_the_batch(tmp_path: Path) -> None:
             cache.read_batch([0, 1, 2], collate={"y": "pad"})
 
 
-def test_many_optional_tensors(tmp_path: Path) -> None:
-    """All 128 sets of seven optional tensors occur."""
-    names = "abcdefg"
-    samples = [
-        {"x": torch.ones(1), **{name: torch.ones(1) if i >> at & 1 else None for at, name in enumerate(names)}}
-        for i in range(1 << len(names))
-    ]
-    for per_shard in (16, 128):
-        with tc.open(write(tmp_path / str(per_shard), samples, max_samples=per_shard)) as cache:
-            batch = cache.read_batch([0, 0], collate="pad")
-            assert {name: tuple(batch[name].shape) for name in names} == dict.fromkeys(names, (2, 0))
-            batch = cache.read_batch([0, 127, 5], collate="pad")
-            assert {name: tuple(batch[name].shape) for name in names} == dict.fromkeys(names, (3, 1))
-
-
 def test_damaged_samples_outside_the_batch_do_not_disturb_it(tmp_path: Path) -> None:
     samples = [{"latent of the damaged": X, "mask": Y if i == 2 else None} for i in range(4)]
     with tc.open(write(tmp_path, samples)) as cache:
@@ -307,14 +266,6 @@ def test_damaged_samples_outside_the_batch_do_not_disturb_it(tmp_path: Path) -> 
         for order in ([0, 2], [2, 0]):
             with pytest.raises(tc.FormatError, match="sample '002'"):
                 cache.read_batch(order, collate="list")
-
-
-def test_loaders_read_it(cache: Any) -> None:
-    ways = {"mask": "pad", "*": "list"}
-    for loader in (tc.Loader(cache, 4, collate=ways), tc.torch_loader(cache, 4, collate=ways, num_workers=1)):
-        batches = [listed(batch["mask"]) for batch in loader]
-        assert [len(rows) for rows in batches] == [4, 2]
-        loader.close()
 
 
 def test_masks_of_tensors_that_differ_or_are_lacking(tmp_path: Path) -> None:
@@ -328,8 +279,7 @@ def test_masks_of_tensors_that_differ_or_are_lacking(tmp_path: Path) -> None:
         assert info.mask("y").shape == (2, 0)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_lists_of_other_tensors_differ_in_length(tmp_path: Path, num_workers: int) -> None:
+def test_lists_of_other_tensors_differ_in_length(tmp_path: Path) -> None:
     """Samples with 1 to 4 captions do not disturb a batch that does not select the captions."""
     samples = [
         {"x": torch.tensor([i]), "captions": [torch.tensor([k]) for k in range(1 + i % 4)], "n": i} for i in range(8)
@@ -337,7 +287,8 @@ def test_lists_of_other_tensors_differ_in_length(tmp_path: Path, num_workers: in
     with tc.open(write(tmp_path, samples)) as cache:
         view = cache.select("x")
         for numbers in ([0, 1, 2, 3], [3, 2, 1, 0], [5, 7]):
-            for batch in DataLoader(numbers, 4, collate_fn=view.read_batch, num_workers=num_workers):  # type: ignore[arg-type]
+            loader = DataLoader(numbers, 4, collate_fn=view.read_batch, num_workers=1)  # type: ignore[arg-type]
+            for batch in (view.read_batch(numbers), *loader):
                 assert batch["x"].tolist() == [[i] for i in numbers]
                 assert batch["n"].tolist() == numbers
                 assert all(list(one) == [None] * len(numbers) for one in batch["captions"])
@@ -354,7 +305,7 @@ def test_a_shorter_list(tmp_path: Path) -> None:
     x = torch.ones(2)
     with tc.open(write(tmp_path, [{"x": [x, x]}, {"x": [x]}])) as cache:
         with pytest.raises(
-            tc.BatchError, match=r"do not select this tensor, use read_tensors\(…, collate='list'\), or coll"
+            tc.BatchError, match="has no tensor 'x.1'.*use collate='list' or 'pad' for this tensor, or do not sel"
         ):
             cache.read_batch([0, 1])
         with pytest.raises(tc.BatchError, match="structures differ; collate with a function, or use read_tensors"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,17 +48,18 @@ def check(cache: tc.TensorCache, numbers: list[int]) -> None:
     assert list(cache.keys()) == [f"{i:03d}" for i in numbers]
     for i, number in enumerate(numbers):
         assert_same(WRITTEN[number], cache[i])
-    # small ones alone are gathered, large ones are read
-    for view in (cache, cache.select(["latent.*", "cond.*"])):
-        batch = view.read_batch(range(len(numbers)))
-        assert torch.equal(batch["latent"]["samples"], torch.stack([WRITTEN[i]["latent"]["samples"] for i in numbers]))
-        assert batch["cond"][0][1]["prompt"] == [f"photo {i}" for i in numbers]
+    for rows in (range(len(numbers)), [*range(len(numbers))] * 4):  # the second in several threads
+        batch = cache.read_batch(rows)
+        assert torch.equal(
+            batch["latent"]["samples"], torch.stack([WRITTEN[numbers[i]]["latent"]["samples"] for i in rows])
+        )
+        assert batch["cond"][0][1]["prompt"] == [f"photo {numbers[i]}" for i in rows]
 
 
 # --- pickle ---
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_pickle(cache: tc.TensorCache, protocol: int) -> None:
     for view, numbers in (
         (cache, list(range(COUNT))),
@@ -70,20 +71,8 @@ def test_pickle(cache: tc.TensorCache, protocol: int) -> None:
     with pickle.loads(pickle.dumps(cache.select(["latent.*"]), protocol)) as copied:
         assert list(copied.schema) == ["latent.samples"]
     check(cache, list(range(COUNT)))
-
-
-def test_pickle_after_use_has_no_files(cache: tc.TensorCache) -> None:
-    check(cache, list(range(COUNT)))
     assert "017" in cache
-    assert len(pickle.dumps(cache)) < 2000
-
-
-def test_spawned_process(cache: tc.TensorCache) -> None:
-    check(cache, list(range(COUNT)))
-    process = multiprocessing.get_context("spawn").Process(target=check, args=(cache[::-1], list(range(COUNT))[::-1]))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+    assert len(pickle.dumps(cache)) < 2000  # nor has it files after use
 
 
 # --- shards that are written again after a view was pickled ---
@@ -137,10 +126,9 @@ def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: s
         assert int(cache[0]["x"][0]) == cache[0]["i"] == 100
 
 
-def test_a_pickled_view_of_shards_that_are_gone(tmp_path: Path) -> None:
+def test_a_pickled_cache_of_shards_that_are_gone(tmp_path: Path) -> None:
     write_numbers(tmp_path, 0, 12)
-    with tc.open(tmp_path) as cache:
-        pickled = pickle.dumps(cache)
+    pickled = pickle.dumps(tc.open(tmp_path))
     (tmp_path / "1.tar").unlink()
     with pickle.loads(pickled) as copied:
         assert int(copied[0]["x"][0]) == 0
@@ -148,51 +136,28 @@ def test_a_pickled_view_of_shards_that_are_gone(tmp_path: Path) -> None:
             copied[5]
 
 
-LOADERS: dict[str, Callable[[Any], Any]] = {
-    "map": lambda cache: DataLoader(cache, 4, num_workers=1, multiprocessing_context="spawn", collate_fn=list),
-    "torch_loader": lambda cache: tc.torch_loader(cache, 4, num_workers=1, multiprocessing_context="spawn"),
-}
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.long
-def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, kind: str) -> None:
-    """The worker that is spawned only then; what spawned ones read of whole shards is tested below."""
-    write_numbers(tmp_path, 0, 12)
-    with tc.open(tmp_path) as cache:
-        loader = LOADERS[kind](cache)
-        write_numbers(tmp_path, 100, 12)
-        with pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since it was opened"):
-            list(loader)
-
-
 # --- DataLoader ---
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loader(cache: tc.TensorCache, method: str) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_data_loader(cache: tc.TensorCache, tmp_path: Path, method: str) -> None:
     check(cache, list(range(COUNT)))
-    # a spawned one takes seconds to begin
-    num_workers = 1 if method == "spawn" else 2
-    options: dict[str, Any] = {"batch_size": 5, "num_workers": num_workers, "multiprocessing_context": method}
-    loader = DataLoader(cache, collate_fn=list, **options)  # type: ignore[arg-type]
-    read = [sample for batch in loader for sample in batch]
+    options: dict[str, Any] = {"batch_size": 6, "num_workers": 1, "multiprocessing_context": method}
+    read = [sample for batch in DataLoader(cache, collate_fn=list, **options) for sample in batch]  # type: ignore[arg-type]
     assert isinstance(read[0]["big"], tc.LazyTensor)
-    assert len(read) == COUNT
     for expected, sample in zip(WRITTEN, read, strict=True):
         assert_same(expected, sample)
-
-
-@FORK
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_data_loader_with_the_default_collate(cache: tc.TensorCache, num_workers: int) -> None:
-    options: dict[str, Any] = {"num_workers": num_workers}
-    if num_workers:
-        options["multiprocessing_context"] = "fork"
-    loader = DataLoader(cache, batch_size=6, **options)  # type: ignore[arg-type]
-    for number, batch in enumerate(loader):
-        assert_same(default_collate(WRITTEN[6 * number : 6 * number + 6]), batch)
+    if method == "spawn":  # a worker that is spawned only after shards are written again
+        write_numbers(tmp_path, 0, 12)
+        with tc.open(tmp_path) as changed:
+            loader = tc.torch_loader(changed, 4, num_workers=1, multiprocessing_context="spawn")
+            write_numbers(tmp_path, 100, 12)
+            with pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since it was opened"):
+                list(loader)
+    else:
+        for number, batch in enumerate(DataLoader(cache, **options)):  # type: ignore[arg-type]
+            assert_same(default_collate(WRITTEN[6 * number : 6 * number + 6]), batch)
 
 
 # --- fork ---
@@ -206,48 +171,25 @@ def test_fork_after_use(cache: tc.TensorCache) -> None:
 
 
 @FORK
-def test_fork_after_a_gather_in_several_threads(tmp_path: Any) -> None:
-    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as writer:
-        for i in range(300):
-            writer.write(str(i), torch.full((384,), float(i)))
-    order = np.arange(1200) % 300
-    with tc.open(tmp_path / "x.tar", io="auto") as cache:
-
-        def read() -> None:
-            assert cache.read_batch(order)[:, 5].tolist() == order.tolist()
-
-        read()
-        assert run_in_child(read, kill_after_s=20) == 0
-
-
-@FORK
 def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
     stop = threading.Event()
-    errors: list[BaseException] = []
 
     def read(seed: int) -> None:
         rng = np.random.default_rng(seed)
         while not stop.is_set():
-            try:
-                numbers = rng.integers(0, COUNT, 4)
-                batch = cache.read_batch(numbers)
-                assert batch["big"][:, 0].tolist() == numbers.tolist()
-                assert cache[int(numbers[0])]["big"][5].item() == numbers[0]
-            except BaseException as exc:
-                errors.append(exc)
-                return
+            numbers = rng.integers(0, COUNT, 4)
+            assert cache.read_batch(numbers)["big"][:, 0].tolist() == numbers.tolist()
+            assert cache[int(numbers[0])]["big"][5].item() == numbers[0]
 
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(5):
-            assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as executor:
+        futures = [executor.submit(read, seed) for seed in range(3)]
+        try:
+            for _ in range(5):
+                assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
+        finally:
+            stop.set()
+        for future in futures:
+            future.result()
 
 
 @FORK
@@ -273,44 +215,23 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
 # --- threads ---
 
 
-def test_eight_threads_at_once(folder: str) -> None:
-    barrier = threading.Barrier(8)
-    with tc.open(folder, num_threads=4, max_open_files=2) as cache, ThreadPoolExecutor(8) as executor:
-
-        def read(seed: int) -> None:
-            rng = np.random.default_rng(seed)
-            barrier.wait()
-            for _ in range(20):
-                numbers = rng.integers(0, COUNT, 5).tolist()
-                keys = [f"{i:03d}" for i in numbers]
-                for given_as in (numbers, keys):
-                    batch = cache.read_batch(given_as)
-                    assert batch["big"][:, -1].tolist() == numbers
-                    assert batch["cond"][0][1]["prompt"] == [f"photo {i}" for i in numbers]
-                for i, sample in zip(numbers, cache.__getitems__(numbers), strict=True):
-                    assert_same(WRITTEN[i], sample)
-                    assert_same(WRITTEN[i], cache[f"{i:03d}"])
-
-        for future in [executor.submit(read, seed) for seed in range(8)]:
-            future.result()
-
-
 def test_closing_while_threads_read(folder: str) -> None:
+    cache, started = tc.open(folder, num_threads=2), threading.Barrier(5)
+
+    def read() -> None:
+        for count in itertools.count():
+            try:
+                batch = cache.read_batch([count % COUNT, 3])
+            except (ValueError, RuntimeError) as exc:
+                assert "closed" in str(exc) or "shutdown" in str(exc)  # noqa: PT017
+                return
+            assert batch["big"][:, 0].tolist() == [count % COUNT, 3]
+            if not count:
+                started.wait(60)
+
     with ThreadPoolExecutor(4) as executor:
-        cache = tc.open(folder, num_threads=2)
-
-        def read() -> int:
-            count = 0
-            while True:
-                try:
-                    batch = cache.read_batch([count % COUNT, 3])
-                except (ValueError, RuntimeError) as exc:
-                    assert "closed" in str(exc) or "shutdown" in str(exc)  # noqa: PT017
-                    return count
-                assert batch["big"][:, 0].tolist() == [count % COUNT, 3]
-                count += 1
-
         futures = [executor.submit(read) for _ in range(4)]
-        time.sleep(0.2)
+        started.wait(60)
         cache.close()
-        assert all(future.result() for future in futures)
+        for future in futures:
+            future.result()

@@ -312,7 +312,7 @@ def test_a_transform_cannot_change_what_training_gets(cache: Any) -> None:
     assert _infos(dataset[step] for step in sampler) == expected
 
 
-def test_records_are_immutable(cache: Any) -> None:
+def test_transforms_cannot_change_records(cache: Any) -> None:
     indices = np.array([3, 1, 2])
     _, info = cache.read_batch_with_info(indices, choose=CHOOSE, collate={"y": "list"})
     indices[:] = 0  # the caller's own array

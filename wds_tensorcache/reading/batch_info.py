@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +14,14 @@ from wds_tensorcache.reading.batch.collate import Pad, as_collate
 from wds_tensorcache.reading.choose import Choices, Randomness
 
 Array = np.ndarray[Any, Any]
-_NOT_SENT: Any = (), {}, Choices({}, {}), {}
 _NUM_INDICES = 8  # indices that the repr shows
 
 
 class BatchInfo:
-    """Immutable record of a batch's samples, epoch and step.
+    """Record of a batch's samples, epoch and step; do not change it.
 
-    The class is not a dataclass: to move a dataclass to a device, trainers rebuild it field by field, and cannot do so with an
-    immutable one. They move this record by calling its `to` method, as they move a tensor.
+    The class is not a dataclass: to move a dataclass to a device, trainers rebuild it field by field. They move this record by
+    calling its `to` method, as they move a tensor.
 
     Attributes:
         indices: Sample indices in the cache, int64 `[B]`, read-only.
@@ -32,37 +31,19 @@ class BatchInfo:
             None without these options.
         cache: Cache of the samples; None in a pickled copy, which has keys, shapes and choices.
 
-    Threads/fork/pickle: immutable, safe everywhere; a copy has keys, shapes and choices in place of the cache.
-        Records are equal if everything but the cache is equal.
+    Threads/fork/pickle: safe everywhere; a copy has keys, shapes and choices in place of the cache. Records are equal if
+        everything but the cache is equal.
     """
 
-    __slots__ = (
-        "_collate",
-        "_edits",
-        "_randomness",
-        "_sent",
-        "cache",
-        "epoch",
-        "indices",
-        "is_padding",
-        "source",
-        "step",
-    )
-
-    indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-    is_padding: torch.Tensor
-    epoch: int
-    step: int
-    source: object
-    cache: Any
-    _collate: Any  # None if the batch was collated by a function
-    _edits: list[Any]  # transforms that have run and changed shapes, in order
-    _randomness: Randomness
-    _sent: Any  # keys, shapes, choices and padded lengths that a pickled copy has in place of the cache
+    # in a copy without a cache
+    _keys: Sequence[str] = ()
+    _shapes: Mapping[str, torch.Tensor] = {}
+    _lengths: Mapping[str, int] = {}
+    _choices = Choices({}, {})
 
     def __init__(
         self,
-        indices: Array,
+        indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
         is_padding: torch.Tensor,
         epoch: int = 0,
         step: int = 0,
@@ -72,26 +53,21 @@ class BatchInfo:
         collate: Any = None,
         randomness: Randomness | None = None,
         edits: Sequence[Any] = (),
-        sent: Any = None,
     ) -> None:
-        indices = indices.copy()
-        indices.flags.writeable = False
-        collate = None if collate is None or callable(collate) else as_collate(collate, 0)
-        randomness = randomness or Randomness(epochs=epoch)
-        values = (collate, list(edits), randomness, sent or _NOT_SENT)
-        for name, value in zip(self.__slots__, (*values, cache, epoch, indices, is_padding, source, step), strict=True):
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object = None) -> NoReturn:
-        raise AttributeError("a BatchInfo is immutable")
-
-    __delattr__ = __setattr__
+        self.indices = indices.copy()
+        self.indices.flags.writeable = False
+        self.is_padding = is_padding
+        self.epoch, self.step, self.source, self.cache = epoch, step, source, cache
+        # None if the batch was collated by a function
+        self._collate = None if collate is None or callable(collate) else as_collate(collate, 0)
+        self._randomness = randomness or Randomness(epochs=epoch)
+        self._edits = list(edits)  # transforms that have run and changed shapes, in order
 
     @property
     def keys(self) -> list[str]:
         """Keys of the samples."""
         if self.cache is None:
-            return list(self._sent[0])
+            return list(self._keys)
         keys = self.cache.keys()
         return [keys[index] for index in self.indices.tolist()]
 
@@ -106,15 +82,11 @@ class BatchInfo:
 
     def _held(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """Return `shapes`, and the padded lengths of the tensors whose shapes transforms have changed."""
-        shapes, lengths = self._stored_shapes(), dict(self._sent[3])
+        stored = self._shapes_in_cache() if self.cache is not None else self._shapes
+        shapes, lengths = {name: part.clone() for name, part in stored.items() if part is not None}, dict(self._lengths)
         for transform in self._edits:
             transform.edit_shapes(shapes, lengths, self)
         return shapes, lengths
-
-    def _stored_shapes(self) -> dict[str, torch.Tensor]:
-        if self.cache is None:
-            return {name: torch.from_numpy(shapes.copy()) for name, shapes in self._sent[1].items()}
-        return {name: shapes for name, shapes in self._shapes_in_cache().items() if shapes is not None}
 
     def _shapes_in_cache(self) -> dict[str, torch.Tensor | None]:
         request = self.cache._request_chosen(self.indices, self._randomness)
@@ -139,7 +111,7 @@ class BatchInfo:
         Empty without `choose`.
         """
         if self.cache is None or self._randomness.alternatives is None:
-            return self._sent[2]  # type: ignore[no-any-return]
+            return self._choices
         return self.cache._choices(self.indices, self._randomness)  # type: ignore[no-any-return]
 
     def mask(self, name: str) -> torch.Tensor:
@@ -182,18 +154,9 @@ class BatchInfo:
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
-        return BatchInfo(
-            self.indices,
-            _move(self.is_padding, device, non_blocking),
-            self.epoch,
-            self.step,
-            self.source,
-            self.cache,
-            collate=self._collate,
-            randomness=self._randomness,
-            edits=self._edits,
-            sent=self._sent,
-        )
+        moved = BatchInfo.__new__(BatchInfo)
+        vars(moved).update(vars(self), is_padding=_move(self.is_padding, device, non_blocking))
+        return moved
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchInfo):
@@ -217,18 +180,24 @@ class BatchInfo:
             f"epoch={self.epoch}, step={self.step}, source={self.source!r:.100}, cache={cache})"
         )
 
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
         # arrays, because torch would send a file descriptor for each tensor
         shapes, lengths = self._held()
-        sent = tuple(self.keys), {name: shape.numpy() for name, shape in shapes.items()}, self.choices, lengths
-        place, randomness = (self.epoch, self.step, self.source), (self._randomness.seed, self._randomness.epochs)
-        return _received, (self.indices, self.is_padding.cpu().numpy(), place, sent, self._collate, randomness)
+        return vars(self) | {
+            "cache": None,
+            "is_padding": self.is_padding.cpu().numpy(),
+            "_edits": [],
+            "_randomness": Randomness(self._randomness.seed, self._randomness.epochs),
+            "_keys": self.keys,
+            "_shapes": {name: part.numpy() for name, part in shapes.items()},
+            "_lengths": lengths,
+            "_choices": self.choices,
+        }
 
-
-def _received(indices: Array, padding: Array, place: Any, sent: Any, collate: Any, randomness: Any) -> BatchInfo:
-    """Return the copy of a record in another process."""
-    is_padding = torch.from_numpy(padding)
-    return BatchInfo(indices, is_padding, *place, collate=collate, randomness=Randomness(*randomness), sent=sent)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        shapes = {name: torch.from_numpy(part) for name, part in state["_shapes"].items()}
+        vars(self).update(state, is_padding=torch.from_numpy(state["is_padding"]), _shapes=shapes)
+        self.indices.flags.writeable = False
 
 
 def _move(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:
@@ -238,8 +207,4 @@ def _move(mask: torch.Tensor, device: torch.device | str | None, non_blocking: b
     return mask.to(device, non_blocking=non_blocking)
 
 
-def _collate_infos(batch: list[Any], *, collate_fn_map: Any = None) -> list[Any]:
-    return list(batch)
-
-
-default_collate_fn_map.setdefault(BatchInfo, _collate_infos)
+default_collate_fn_map.setdefault(BatchInfo, lambda batch, *, collate_fn_map=None: list(batch))

@@ -22,47 +22,40 @@ class BatchesAhead:
     Requests take the server's latency, during which `latency * rate` bytes of other requests must be on their way to use
     all of its rate. Latency and rate are measured. The number begins with 4. It doubles when training had to wait for a batch
     while less than four times these bytes were in flight. Eight batches in a row that needed no request, as from a node's
-    cache, reduce it to 2: more batches in memory only take room in the processor's caches.
+    cache, reduce it to 2: more batches in memory only take room in the processor's caches. One thread uses it.
 
     Args:
-        url: Url of a shard, whose server is measured; None if all shards are local.
+        url: Url of a shard, whose server is measured; None if all shards are local: the number is then 2.
         fixed: The number, if it does not change.
 
     Attributes:
-        count: The number; 2 if all shards are local.
-        most: The greatest number that `count` can be, which does not depend on measurements.
-        is_local: True after eight batches in a row that needed no request. Two threads then read as fast as more do; more
-            only take turns on the processor's caches.
-
-    Memory: at most 1 GiB of batches, but at least two batches.
-    Threads: one thread uses it.
+        count: The number. Its batches have at most 1 GiB, unless they are 2.
+        most: The greatest number that `count` can be.
+        is_local: True after eight batches in a row that needed no request; two threads then read as fast as more.
     """
 
     def __init__(self, url: str | None, fixed: int | None = None) -> None:
         if fixed is None and url is None:
             fixed = _LEAST
-        self._is_fixed = fixed is not None
         self.count, self.most = (_FIRST, _MOST) if fixed is None else (fixed, fixed)
         self.is_local = False
         self._num_local = 0
-        self._url = url
+        self._url = None if fixed is not None else url
 
     def note(self, nbytes: int, *, has_waited: bool, has_requested: bool) -> None:
         """Record that training received a batch of `nbytes` bytes; whether it had to wait, and whether requests were made."""
         self._num_local = 0 if has_requested else self._num_local + 1
         self.is_local = self._num_local >= _NUM_LOCAL
-        if self._is_fixed or self._url is None:
+        if self._url is None:
             return
-        if self.is_local:
-            self.count = _LEAST
         if not has_requested:
+            self.count = _LEAST if self.is_local else self.count
             return
-        allowed = max(_LEAST, _MAX_NBYTES // max(1, nbytes))
         if has_waited and self.count < _MOST:
             pace = measured_pace(self._url)
             if self.count * nbytes < _REQUIRED * pace.latency_s * pace.total_rate:
                 self.count *= 2
-        self.count = min(self.count, allowed, _MOST)
+        self.count = min(self.count, max(_LEAST, _MAX_NBYTES // max(1, nbytes)), _MOST)
 
 
 def remote_url(caches: Iterable[Any]) -> str | None:

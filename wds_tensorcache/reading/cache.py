@@ -642,7 +642,8 @@ class TensorCache(Cache[_Sample]):
             return request
         numbers = numbers_of(indices, len(self._where), self._find)
         positions = numbers if self._order is None else as_array(take(self._where, numbers))
-        return self._structures.request(self._store, positions, self._fixed_by(collate))
+        fixed = self._names if collate is None or collate == "stack" else self._fixed_by(collate)
+        return self._structures.request(self._store, positions, fixed)
 
     def _fixed_by(self, collate: Any) -> tuple[str, ...]:
         """Return the names of tensors whose places every batch has: those of a view, and those that `collate` pads or lists."""
@@ -726,7 +727,7 @@ class TensorCache(Cache[_Sample]):
         from wds_tensorcache.reading.batch.rows import locate
 
         rows = locate(self._store, np.array([self._at(number) for number in numbers], np.int64))
-        rows.fetch_skeletons()
+        rows.fetch_skeletons(range(len(rows)))
         yield from map(rows.sample, range(len(rows)))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -16,7 +16,6 @@ from wds_tensorcache.shards.shard import Shard
 
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
-_CHUNK = 4096
 _MAX_FOLDERS = 8  # folders of an unknown key, so that an error has few look-ups
 _SHARDS_AHEAD = 64  # of which `in_order` loads the indexes at a time
 
@@ -56,26 +55,21 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
         return
     number = store.shard_numbers(positions)
     # numpy uses a radix sort for short integers
-    order = None if bool((number[1:] >= number[:-1]).all()) else np.argsort(number, kind="stable")
-    present = number if order is None else number[order]
-    edges = _edges(present)
-    store.load_indexes(present[edges[:-1]].tolist())
-    for first, last in pairwise(edges):
-        which = slice(first, last) if order is None else order[first:last]
-        at = present.item(first)
+    order = np.argsort(number, kind="stable") if bool((number[1:] < number[:-1]).any()) else slice(None)
+    ordered = number[order]
+    edges = _edges(ordered).tolist()
+    present = ordered[edges[:-1]].tolist()
+    store.load_indexes(present)
+    for at, (first, last) in zip(present, pairwise(edges), strict=True):
+        which = slice(first, last) if isinstance(order, slice) else order[first:last]
         yield store.shards[at], which, positions[which] - store.starts[at]
 
 
 def _runs(store: Store, positions: Positions) -> Iterator[tuple[int, int, int]]:
-    """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`.
-
-    Runs in an array end at each multiple of 4,096, too.
-    """
+    """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`."""
     if not isinstance(positions, range):
-        for begin in range(0, len(positions), _CHUNK):
-            numbers = store.shard_numbers(positions[begin : begin + _CHUNK])
-            for first, last in pairwise(_edges(numbers)):
-                yield numbers.item(first), begin + first, begin + last
+        numbers = store.shard_numbers(positions)
+        yield from ((numbers.item(first), first, last) for first, last in pairwise(map(int, _edges(numbers))))
         return
     done = 0
     while done < len(positions):
@@ -86,6 +80,11 @@ def _runs(store: Store, positions: Positions) -> Iterator[tuple[int, int, int]]:
         last = min(done + left // abs(positions.step) + 1, len(positions))
         yield at, done, last
         done = last
+
+
+def _edges(numbers: Array) -> Array:
+    """Return the indices at which runs of equal numbers begin, and the index after the last run."""
+    return np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1], [True]])) if len(numbers) else numbers
 
 
 def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]]:
@@ -99,14 +98,7 @@ def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]
 
 def shard_runs(store: Store, positions: Positions) -> list[int]:
     """Return the length of each run of positions in one shard, in the order of the positions."""
-    if isinstance(positions, range):
-        return [last - first for _, first, last in _runs(store, positions)]
-    return [last - first for first, last in pairwise(_edges(store.shard_numbers(positions)))]
-
-
-def _edges(numbers: Array) -> list[int]:
-    """Return the indices at which runs of equal numbers begin, and the index after the last run."""
-    return [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)] if len(numbers) else []
+    return [last - first for _, first, last in _runs(store, positions)]
 
 
 def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:

@@ -22,16 +22,9 @@ _Extent = tuple[int, int, int]  # shard number, and the range of bytes `[begin, 
 def fetch(
     extents: Mapping[int, tuple[File, int, int]], ranges: Iterable[tuple[File, int, list[Any]]] = ()
 ) -> dict[int, bytes]:
-    """Return the bytes of extents of remote shards, and read ranges straight into memory.
+    """Return the bytes of extents of remote shards (file, begin and end by any number), and read ranges straight into memory.
 
-    Args:
-        extents: File, begin and end by any number, such as the position of a sample in a batch.
-        ranges: File, offset of the first byte, and 1-D byte buffers, which are filled in order.
-
-    Raises:
-        MissingShardError: A shard does not exist any more.
-        FormatError: A shard has changed.
-        RemoteError: A request failed.
+    A range is a file, the offset of the first byte, and 1-D byte buffers, which are filled in order.
     """
     contents = {i: bytearray(end - begin) for i, (_, begin, end) in extents.items()}
     read_remote([*ranges, *((file, begin, [contents[i]]) for i, (file, begin, _) in extents.items())])

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.storage.node_cache.block_file import BlockFile
 
 Array = np.ndarray[Any, Any]
-_PIECE = 1 << 16
 _MAX_VALUES_NBYTES = 1 << 26  # of a cache
 _VALUES_NBYTES = 150  # of a sample's values in memory, beyond the length of its skeleton
 _NO_VALUES: Mapping[int, tuple[Any, ...]] = {}
@@ -145,12 +144,9 @@ class Store:
         return bisect_right(self._starts, position) - 1
 
     def shard_numbers(self, positions: Array) -> Array:
-        """Return the shard number of the sample at each position, in the narrowest dtype that fits all shard numbers."""
-        numbers: Array = np.empty_like(positions, self.number_dtype)
-        for begin in range(0, len(positions), _PIECE):  # avoids an int64 array as long as `positions`
-            piece = slice(begin, begin + _PIECE)
-            numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1
-        return numbers
+        """Return the shard number of the sample at each position, in the narrowest dtype."""
+        numbers: Array = np.searchsorted(self.starts, positions, "right").astype(self.number_dtype)
+        return numbers - np.ones((), self.number_dtype)
 
     def key(self, position: int) -> str:
         """Return the key of the sample at `position`."""
@@ -180,11 +176,7 @@ class Store:
 
 
 def load_indexes(shards: Iterable[Shard]) -> None:
-    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load theirs on first use.
-
-    Raises:
-        MissingShardError, FormatError, RemoteError: The first error in the order of the shards.
-    """
+    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load theirs on first use."""
     waiting = [shard for shard in shards if shard.is_remote and not shard.is_loaded]
     if len(waiting) > 1:
         from wds_tensorcache.storage.remote.fetch import run_all

@@ -20,20 +20,20 @@ class _Local(threading.local):
 
 _LOCAL = _Local()
 _STREAMS: dict[torch.device, Any] = {}
+# the methods that return the parts of a sparse tensor
+_PARTS = {
+    torch.sparse_coo: "_indices _values",
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), "crow_indices col_indices values"),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), "ccol_indices row_indices values"),
+}
 
 
 class Transfer:
     """The copies that make up one batch on a device, and an event after the last of them.
 
     A thread that reads ahead makes the batch inside `with transfer.copying():`. The thread that uses the batch calls
-    `hand_over` when it receives the batch. Until then, no stream waits for the copies.
-
-    On any other device than a GPU, copies end before they return, and both methods do nothing.
-
-    Args:
-        device: Device of the batch; without an index, the current GPU of the calling thread.
-
-    Threads/fork/pickle: `copying` in one thread, then `hand_over` in one thread.
+    `hand_over` when it receives the batch. Until then, no stream waits for the copies. For any other device than a GPU, both do
+    nothing. A device without an index is the current GPU of the calling thread.
     """
 
     def __init__(self, device: torch.device | str | None) -> None:
@@ -125,15 +125,8 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a sparse, nested or wrapping tensor consists of; nothing for any other tensor."""
     if is_traceable_wrapper_subclass(tensor):  # for example nested tensors of the layout `torch.jagged`
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    if tensor.is_nested:
-        return [tensor.values()]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+    names = "values" if tensor.is_nested else _PARTS.get(tensor.layout, "")
+    return [getattr(tensor, name)() for name in names.split()]
 
 
 def current_stream(device: torch.device) -> Any:

@@ -38,10 +38,10 @@ def rows_of(samples: Samples, numbers: Sequence[int]) -> Rows:
 
 
 class _BatchAsShard:
-    """The samples of a batch as a `RowSource`. Row `i` is sample `i` of the batch."""
+    """The samples of a batch as a shard. Row `i` is sample `i` of the batch."""
 
+    is_remote = False
     layout_of_all = None
-    path = "shared memory"
 
     def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
         self._samples, self._numbers, self._parsed = samples, numbers, parsed

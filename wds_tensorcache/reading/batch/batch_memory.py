@@ -52,11 +52,10 @@ class Memory:
 
     def move(self, device: Any) -> None:
         """Make `view` return tensors on `device`. Cost: one transfer, on a separate stream for a GPU."""
-        if device is not None:
-            began = perf_counter()
-            host = view_tensor(self.array, torch.uint8, (len(self.array),)) if self._host is None else self._host
-            self._flat = move(host, device)
-            SPENT.transfer_s += perf_counter() - began
+        began = perf_counter()
+        host = view_tensor(self.array, torch.uint8, (len(self.array),)) if self._host is None else self._host
+        self._flat = move(host, device)
+        SPENT.transfer_s += perf_counter() - began
 
     def view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
         """Return the bytes from `begin` on as a tensor, or as a numpy array, which is always on the host."""

@@ -18,12 +18,7 @@ TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Padding of a tensor's rows, made by `tc.pad`. A row is one sample's part of a batched tensor.
-
-    Attributes:
-        to: Length of every row, or ascending lengths to choose from; None for the length of the longest row in the batch.
-        value: Number that fills the rest of each row.
-    """
+    """Padding of a tensor's rows, one of each sample; made by `tc.pad`, which explains the fields."""
 
     to: int | tuple[int, ...] | None = None
     value: complex = 0
@@ -102,43 +97,28 @@ class Collate:
         return way
 
 
-def _check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
-    """Raise ValueError if `read_batch` does not accept this value of `collate`."""
-    for way in collate.values() if isinstance(collate, Mapping) else () if callable(collate) else (collate,):
-        if callable(way):
-            problem = f"collate={way!r:.100}, expected {', '.join(map(repr, ways))} or tc.pad(…) for one tensor"
-            raise ValueError(f"{problem}; a function collates whole batches: collate=function")
-        if not isinstance(way, Pad) and way not in ways:
-            shown = f"{', '.join(map(repr, ways[:-1]))} or {ways[-1]!r}"
-            if ways is WAYS:
-                shown = "'stack', 'list', 'pad' or a function of a list of samples"
-            raise ValueError(f"collate={way!r}, expected {shown}; or tc.pad(…), or a dict of these by tensor name")
-
-
 def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: Sequence[str] = ()) -> Any:
     """Return a `collate` that `read_batch` of every cache accepts, even if the caches have different tensors.
 
     `more` are names of tensors in the batches that no cache has.
-
-    Raises:
-        BatchError: A name or pattern in `collate` or `pad_value` matches no tensor of any cache.
-        ValueError: `collate` has an unknown value.
     """
-    _check_collate(collate)
-    if callable(collate) or not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
+    if callable(collate):
         return collate
     ways = as_collate(collate, pad_value)
+    if not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
+        return collate
     ways.check_names([*dict.fromkeys(name for cache in caches for name in cache._batch_names()), *more])
     return ways
 
 
 def as_collate(collate: Any, pad_value: PadValue, ways: tuple[str, ...] = WAYS) -> Collate:
-    """Return the `Collate` for these arguments of `read_batch`; `collate` must not be a function.
-
-    Raises:
-        ValueError: `collate` has an unknown value.
-    """
+    """Return the `Collate` for these arguments of `read_batch`; raise ValueError if `collate` is a function or unknown."""
     if isinstance(collate, Collate):
         return collate
-    _check_collate(collate, ways)
-    return Collate(collate if isinstance(collate, Mapping) else {"*": collate}, pad_value)
+    by_name = collate if isinstance(collate, Mapping) else {"*": collate}
+    for way in by_name.values():
+        if not isinstance(way, Pad) and way not in ways:
+            shown = f"{', '.join(map(repr, ways))}, tc.pad(…), a dict of these by tensor name"
+            function = ", or a function of all samples of a batch" if ways is WAYS else ""
+            raise ValueError(f"collate={way!r:.100}, expected {shown}{function}")
+    return Collate(by_name, pad_value)

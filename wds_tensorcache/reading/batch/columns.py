@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +14,7 @@ from wds_tensorcache.codec.reference import Reference, reference_text, resolve
 from wds_tensorcache.codec.tree import flatten, further_names
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
+from wds_tensorcache.reading.batch.rows import Rows
 
 if TYPE_CHECKING:
     from wds_tensorcache.reading.schema import TensorSchema
@@ -49,20 +49,16 @@ class Layouts:
 
 
 def layouts_of(rows: Rows) -> Layouts:
-    """Return the layouts of a batch.
-
-    Raises:
-        ValueError: The batch is empty.
-    """
+    """Return the layouts of a batch; raise ValueError if it is empty."""
     if rows.known_layouts:
         return Layouts(rows, *rows.known_layouts)
     if not rows.by_shard:
-        raise ValueError(NO_SAMPLES)
+        raise ValueError("no indices: a batch has at least one sample")
     numbers: dict[int, int] = {}
     items: list[Layout] = []
-    items_by_shard: list[Any] = []  # for each shard: one index, or one index per sample
     lacks_texts = False
-    for number, _, shard_rows in rows.by_shard:
+    which = np.zeros(len(rows.row), np.int64)
+    for number, at, shard_rows in rows.by_shard:
         layout = rows.shards[number].layout_of_all
         layouts, inverse = ([layout], 0) if layout is not None else rows.shards[number].layouts_of(shard_rows)
         present = []
@@ -71,11 +67,8 @@ def layouts_of(rows: Rows) -> Layouts:
             if present[-1] == len(items):
                 items.append(layout)
                 lacks_texts |= layout.texts is None
-        items_by_shard.append(np.array(present)[inverse])
-    which = np.zeros(len(rows.row), np.int64)
-    if len(items) > 1:
-        for (_, at, _), part in zip(rows.by_shard, items_by_shard, strict=True):
-            which[at] = part
+        if present != [0]:
+            which[at] = np.array(present)[inverse]
     if lacks_texts:
         items, which = _with_texts(rows, items, which)
     first = which.item(0)
@@ -117,21 +110,15 @@ def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list
     return result, item_of_sample
 
 
-def lacks_any(layouts: Layouts, names: Iterable[str]) -> bool:
-    """Return whether a sample of the batch lacks one of the tensors `names`."""
-    return any(name not in layout.named for name in names for layout in layouts.items)
-
-
 class Columns:
     """The properties of some tensors of a batch, for each layout of its samples.
 
     Attributes:
-        names, numbers: Names of the tensors, and a dict from each name to its index in `names`.
+        names: Names of the tensors.
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
         sizes: Bytes of each tensor, if equal in all layouts; else None.
-        has_absent: True if no layout has one of the tensors.
         bools: `(tensor, layout)`, both as indices, of each bool tensor; the bytes of these tensors must be checked.
         references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; set by `resolve`, like
             `first`, `shapes`, `limits` and `limit`.
@@ -150,60 +137,44 @@ class Columns:
     def __init__(self, names: Sequence[str], layouts: Layouts) -> None:
         # a chosen tensor is a column whose stored tensor differs by sample
         self.names = (*names, *(layouts.chosen[0] if layouts.chosen else ()))
-        self.numbers = {name: number for number, name in enumerate(self.names)}
         self.layouts = layouts.items
-        self.references = []
-        named = [layout.named for layout in layouts.items]
-        if layouts.chosen:
-            named = with_chosen(named, layouts)
+        named = with_chosen([layout.named for layout in layouts.items], layouts)
         stored = [[tensors.get(name, _ABSENT) for tensors in named] for name in self.names]
         shape = (len(self.names), len(layouts.items))
-        self.begin = np.array([[one.begin for one in references] for references in stored], np.int64).reshape(shape)
-        self.nbytes = (
-            np.array([[one.end for one in references] for references in stored], np.int64).reshape(shape) - self.begin
-        )
+        edges = np.array([[(one.begin, one.end) for one in row] for row in stored], np.int64).reshape(*shape, 2)
+        self.begin, self.nbytes = edges[..., 0].copy(), edges[..., 1] - edges[..., 0]
         is_uniform = bool((self.nbytes == self.nbytes[:, :1]).all())
         self.sizes: tuple[int, ...] | None = tuple(self.nbytes[:, 0].tolist()) if is_uniform else None
-        self.bools = [
-            (tensor, layout)
-            for tensor, references in enumerate(stored)
-            for layout, one in enumerate(references)
-            if one.dtype == "BOOL"
-        ]
-        self.has_absent = any(all(one is _ABSENT for one in references) for references in stored)
+        self.bools = [(t, n) for t, row in enumerate(stored) for n, one in enumerate(row) if one.dtype == "BOOL"]
 
-    def resolve(self, layouts: Layouts, schema: Mapping[str, TensorSchema]) -> None:
-        """Resolve the reference of each tensor in each layout. `schema` describes tensors that no layout has.
+    def resolve(self, layouts: Layouts, schema: Callable[[], Mapping[str, TensorSchema]]) -> None:
+        """Resolve the reference of each tensor in each layout; raise BatchError if the kinds or dtypes of one differ.
 
-        Raises:
-            BatchError: A tensor's kind or dtype differs between layouts.
+        `schema` returns descriptions, also of tensors that no layout has.
         """
-        texts = [layout.named_texts for layout in layouts.items]
-        if layouts.chosen:
-            texts = with_chosen(texts, layouts)
-        self.first = []
-        for name in self.names:
-            references = [
-                _resolve(layout, name, text[name]) if name in text else None
-                for layout, text in zip(layouts.items, texts, strict=True)
-            ]
-            first = next(filter(None, references), None) or _describe(schema[name])
-            for number, other in enumerate(references):
-                if other is not None and not _is_alike(other, first):
-                    alike = next(n for n, one in enumerate(references) if one is not None)
+        texts = with_chosen([layout.named_texts for layout in layouts.items], layouts)
+        self.references, self.first = [], []
+        for tensor, name in enumerate(self.names):
+            self.references.append(
+                [
+                    _resolve(layout, name, text[name]) if name in text else None
+                    for layout, text in zip(layouts.items, texts, strict=True)
+                ]
+            )
+            present = self.present(tensor)
+            first = present[0][1] if present else _describe(schema()[name])
+            for number, other in present:
+                if (other.kind, other.dtype) != (first.kind, first.dtype):
                     raise BatchError(
-                        f"tensor {name!r} is {first.kind} of {first.dtype} in sample {layouts.key(alike)!r}, "
-                        f"but {other.kind} of {other.dtype} in {layouts.key(number)!r}" + _remedy_of_texts(first, other)
+                        f"tensor {name!r} is {first.kind} of {first.dtype} in sample {layouts.key(present[0][0])!r}, "
+                        f"but {other.kind} of {other.dtype} in {layouts.key(number)!r}"
                     )
-            self.references.append(references)
             self.first.append(first)
         self.shapes = [first.shape for first in self.first]
         # cost: one step per tensor and layout, done once for all batches of one layout
         self.limits = [
-            _most(first, first.shape)
-            if all(one is not None and one.shape == first.shape for one in references_of_tensor)
-            else 0
-            for first, references_of_tensor in zip(self.first, self.references, strict=True)
+            _most(first, first.shape) if all(one is not None and one.shape == first.shape for one in references) else 0
+            for first, references in zip(self.first, self.references, strict=True)
         ]
         self.limit = min(self.limits, default=1 << 63)
 
@@ -211,18 +182,13 @@ class Columns:
         """Raise BatchError unless all layouts have a tensor, of one shape, and the stacked array stays within size limits."""
         self.check_present(layouts, tensor)
         (at, first), *others = self.present(tensor)
-        unequal = [(number, other) for number, other in others if other.shape != first.shape]
-        # name a shape that padding cannot mend, if there is one
-        for number, other in sorted(unequal, key=lambda item: is_paddable(first.shape, item[1].shape))[:1]:
-            raise BatchError(
-                f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "
-                f"{list(other.shape)} in {layouts.key(number)!r}; "
-                + (
-                    "use collate='pad' or 'list'"
-                    if is_paddable(first.shape, other.shape)
-                    else remedy_of_shapes(first.name)
+        for number, other in others:
+            if other.shape != first.shape:
+                raise BatchError(
+                    f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "
+                    f"{list(other.shape)} in {layouts.key(number)!r}; use collate='pad' or 'list', or batches of one shape: "
+                    f"Loader(…, bucket_by={first.name!r})"
                 )
-            )
         check_stackable(first, len(layouts.rows), first.shape, layouts.key(at))
 
     def present(self, tensor: int) -> list[tuple[int, Reference]]:
@@ -231,24 +197,12 @@ class Columns:
 
     def check_present(self, layouts: Layouts, tensor: int) -> None:
         """Raise BatchError unless all layouts have a tensor."""
-        references = self.references[tensor]
-        lacking = next((number for number, one in enumerate(references) if one is None), None)
-        if lacking is not None and not self.present(tensor):
+        references, present = self.references[tensor], self.present(tensor)
+        if len(present) < len(references):
+            having = f", but {layouts.key(present[0][0])!r} has one" if present else ""
             raise BatchError(
-                f"no sample of the batch has the tensor {self.names[tensor]!r}; use collate='list' or 'pad' for this tensor, "
-                "or do not select it"
-            )
-        if lacking is not None:
-            at, first = self.present(tensor)[0]
-            remedy = "use collate='list' or 'pad' for this tensor, or do not select it"
-            if any(part.isdecimal() for part in first.name.split(".")):
-                # the index may lie after the end of a shorter list, and a batch has one structure
-                remedy = (
-                    "do not select this tensor, use read_tensors(…, collate='list'), or collate with a function; if None "
-                    "is in its place, collate='list' and 'pad' work too"
-                )
-            raise BatchError(
-                f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; {remedy}"
+                f"sample {layouts.key(references.index(None))!r} has no tensor {self.names[tensor]!r}{having}; use "
+                "collate='list' or 'pad' for this tensor, or do not select it"
             )
 
 
@@ -264,55 +218,21 @@ def with_chosen(by_name: list[dict[str, _Item]], layouts: Layouts) -> list[dict[
     return by_name
 
 
-def is_paddable(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether two shapes are equal except for the first dimension."""
-    return len(one) == len(other) and one[1:] == other[1:]
-
-
-def remedy_of_shapes(name: str) -> str:
-    """Return the remedy for shapes that differ in ways that padding cannot mend, for a message."""
-    return f"use collate='list', or batches of one shape: Loader(…, bucket_by={name!r})"
-
-
-def _remedy_of_texts(one: Reference, other: Reference) -> str:
-    """Return the remedy for arrays of texts of different widths, for a message; empty for other dtypes."""
-    if (
-        one.kind != "ndarray"
-        or other.kind != "ndarray"
-        or one.dtype.kind != other.dtype.kind
-        or one.dtype.kind not in "US"
-    ):
-        return ""
-    return "; numpy's dtype is as wide as the longest text, so write texts as str: array.item(), or array.tolist()"
-
-
 def check_stackable(reference: Reference, count: int, shape: tuple[int, ...], key: str) -> None:
     """Raise BatchError if a tensor of shape `[count, *shape]` exceeds size limits."""
-    if count <= _most(reference, shape):
-        return
-    ndim = len(shape) + 1
-    reason = f"{ndim} dimensions, and numpy allows at most {ARRAY_NDIM}"
-    if not _has_too_many_dims(reference, shape):
-        reason = f"{count} rows {list(shape)} of {reference.dtype}, in all 2^63 bytes or more"
-    raise BatchError(
-        f"tensor {reference.name!r} of sample {key!r} cannot be stacked: the batch would have {reason}; use collate='list'"
-    )
+    if count > _most(reference, shape):
+        raise BatchError(
+            f"tensor {reference.name!r} of sample {key!r} cannot be stacked: {count} rows {list(shape)} of {reference.dtype} "
+            f"have 2^63 bytes or more, or more than the {ARRAY_NDIM} dimensions of numpy; use collate='list'"
+        )
 
 
 def _most(reference: Reference, shape: tuple[int, ...]) -> int:
     """Return the largest `count` for which `[count, *shape]` stays within size limits."""
-    if _has_too_many_dims(reference, shape):
+    if len(shape) >= ARRAY_NDIM and reference.kind == "ndarray":
         return 0
     # dimensions of size 0 count as 1, because torch and numpy compute strides for them
     return ((1 << 63) - 1) // max(1, math.prod(filter(None, shape)) * int(reference.dtype.itemsize))
-
-
-def _has_too_many_dims(reference: Reference, shape: tuple[int, ...]) -> bool:
-    return len(shape) >= ARRAY_NDIM and reference.kind == "ndarray"
-
-
-def _is_alike(one: Reference, other: Reference) -> bool:
-    return one.kind == other.kind and one.dtype == other.dtype
 
 
 def _resolve(layout: Layout, name: str, text: str) -> Reference:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +14,6 @@ from wds_tensorcache.codec.tree import Path, shown
 from wds_tensorcache.errors import BatchError
 
 _NUMBERS = (bool, int, float, complex)
-_INT64 = range(-(1 << 63), 1 << 63)
-
-
-class Column(Protocol):
-    """The source of the values of a batch."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def column(self, path: Path) -> list[Any]:
-        """Return the value at `path` of each sample."""
 
 
 class Leaves:
@@ -48,15 +37,14 @@ class Leaves:
 
     __slots__ = ("_decoded", "_list", "_path")
 
-    def __init__(self, decoded: Column | None, path: Path, values: list[Any] | None = None) -> None:
-        self._decoded = decoded
+    def __init__(self, decoded: Any, path: Path, values: list[Any] | None = None) -> None:
+        self._decoded = decoded  # has a length and `column(path)`; None if there are values
         self._path = path
         self._list = values
 
     def tolist(self) -> list[Any]:
         """Return the values as a list; the same list each time."""
         if self._list is None:
-            assert self._decoded is not None
             self._list = self._decoded.column(self._path)
         return self._list
 
@@ -116,7 +104,10 @@ class Leaves:
                 raise ValueError("lists of different lengths")
         except (TypeError, ValueError, RuntimeError) as exc:
             # not a TypeError: torch's operators would hide it, and say that they do not support a `Leaves`
-            raise _refusal(values, ".".join(map(str, self._path)), exc) from exc
+            place = ".".join(map(str, self._path))
+            raise BatchError(
+                f"the values at {place!r}, such as {shown(values[0])}, do not form a tensor ({exc}); use .tolist()"
+            ) from exc
         # A blocking transfer would wait for all work of the GPU. This one copies pageable memory before it returns.
         return tensor if device is None else tensor.to(device, non_blocking=True)
 
@@ -129,18 +120,6 @@ class Leaves:
 
 def _has_numbers(value: Any) -> bool:
     return any(map(_has_numbers, value)) if isinstance(value, (list, tuple)) else True
-
-
-def _refusal(values: list[Any], place: str, exc: Exception) -> BatchError:
-    """Return the error for values of which torch cannot make a tensor."""
-    for i, value in enumerate(values):
-        if type(value) is int and value not in _INT64:
-            return BatchError(f"{place!r} of sample {i} of the batch is {value}, beyond int64; use .tolist()")
-        if not isinstance(value, (*_NUMBERS, list, tuple, np.generic)):
-            return BatchError(
-                f"{place!r} of sample {i} of the batch is {shown(value)}, expected a number; use .tolist()"
-            )
-    return BatchError(f"the values at {place!r} do not form a tensor ({exc}); use .tolist()")
 
 
 def _device_of(value: Any) -> torch.device | None:

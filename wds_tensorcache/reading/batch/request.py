@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
@@ -41,8 +43,9 @@ class Structure:
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
             `Template`. None if the sample matches no template, or lacks tensors.
         is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
+        is_exact: True if `sample` is unchanged, so that all samples of the template have this structure.
         has_missing: True if the sample itself lacks tensors of the batch.
-        variants: Templates of samples that have this structure, by their ids; see `values.py`.
+        checked: Keys of samples that have this structure; see `values.py`.
     """
 
     sample: Any
@@ -50,8 +53,9 @@ class Structure:
     template: Template | None
     visits: _Visits | None
     is_plain: bool
-    has_missing: bool = False
-    variants: dict[int, Any] = field(default_factory=dict)
+    is_exact: bool
+    has_missing: bool
+    checked: dict[Any, bool] = field(default_factory=dict)
 
 
 class Structures:
@@ -77,7 +81,7 @@ class Structures:
         self.views: dict[Any, Structures] = {}
         # number of next batches from remote shards that fetch all skeletons together with the tensors
         self.num_with_values = 0
-        # by the id of the template, which the value refers to, and the names of missing tensors
+        # by the template and the names of missing tensors
         self._by_template: dict[Any, Structure] = {}
         # the value refers to the form, so the id is not reused
         self._by_form: dict[Any, tuple[Form, tuple[str, ...]]] = {}
@@ -96,7 +100,6 @@ class Structures:
         return Request(store, locate(store, positions), self, fixed)
 
     def note_values(self) -> None:
-        """Record that the values of a batch are used."""
         self.num_with_values = _NUM_WITH_VALUES
 
     def selected(self, sample: Any) -> Any:
@@ -114,24 +117,24 @@ class Structures:
             return 0
         wanted = self.wanted or (lambda name: True)
         counts = [(sum(map(wanted, layout.named)), len(layout.named)) for layout in layouts.items]
-        has_most = [count == max(counts) for count in counts]
-        return next(i for i, at in enumerate(layouts.which.tolist()) if has_most[at])
+        has_most = np.array([count == max(counts) for count in counts])
+        return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
-        """Return the structure of a batch. `fixed` are names that the batch must have.
-
-        Raises:
-            BatchError: A tensor has no place in the sample with most tensors.
-        """
-        base = self.find_base(layouts)
-        missing = self._missing(layouts, base, fixed) if layouts.is_mixed or not _has(layouts, fixed) else ()
-        template = layouts.rows.template(base)
-        key: Any = (id(template), missing) if missing else id(template)
-        structure = self._by_template.get(key)
+        """Return the structure of a batch; raise BatchError if a tensor has no place in it. The batch must have `fixed`."""
+        base = self.find_base(layouts) if layouts.is_mixed else 0
+        missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
+        rows = layouts.rows
+        shard, row = rows.shards[rows.number.item(base)], rows.row.item(base)
+        if shard.is_remote and not shard.knows_template(row):
+            rows.fetch_skeletons((base,))  # a new structure needs it, too
+        stored = rows.fetched.get(base)
+        template = shard.template(row) if stored is None else shard.template(row, stored)
+        structure = self._by_template.get((template, missing))
         if structure is None:
             structure = self._structure(layouts, base, template, missing)
             if template is not None:
-                keep_known(self._by_template, key, structure)
+                keep_known(self._by_template, (template, missing), structure)
         return structure
 
     def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
@@ -148,18 +151,15 @@ class Structures:
             try:
                 sample = insert(sample, name)
             except ValueError as exc:
-                if not wanted(name):
-                    continue
-                having = next((n for n, layout in enumerate(layouts.items) if name in layout.named), None)
-                raise BatchError(
-                    f"{'the batch' if having is None else f'sample {layouts.key(having)!r}'} has tensor {name!r}, but "
-                    f"{layouts.rows.key(base)!r} has none, and not None in its place; select the tensors that all samples "
-                    "have, filter by entry.shapes, or collate with a function"
-                ) from exc
+                if wanted(name):
+                    raise BatchError(
+                        f"sample {layouts.rows.key(base)!r} has neither tensor {name!r} of the batch, nor None in its place; "
+                        "select the tensors that all samples have, filter by entry.shapes, or collate with a function"
+                    ) from exc
         names = tuple(filter(wanted, names_of(sample)))
         is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in names)
         visits = _visits_of(sample, wanted) if template is not None and not missing else None
-        return Structure(sample, names, template, visits, is_plain, bool(missing))
+        return Structure(sample, names, template, visits, is_plain, sample is raw, bool(missing))
 
     def whole(self, sample: Any) -> Any:
         """Return a sample with the structure that the batch has if all tensors are selected."""
@@ -167,21 +167,16 @@ class Structures:
 
     def names_for(self, layouts: Layouts, fixed: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
         """Return the names of a batch's tensors, and whether every batch of these layouts has the same ones."""
-        layout = layouts.items[0]
-        is_simple = not layouts.is_mixed and _has(layouts, fixed)
-        # the bytes of a fetched skeleton would cost a request, so a kept form comes first
-        kept = self._by_form.get((id(layout.form), layout.texts, layout.further)) if is_simple else None
-        if kept is not None:
-            return kept[1], True
+        layout, key = layouts.items[0], None
+        if not layouts.is_mixed and not self._missing(layouts, 0, fixed):
+            # the bytes of a fetched skeleton would cost a request, so a kept form comes first
+            key = id(layout.form), layout.texts, layout.further
+            if key in self._by_form:
+                return self._by_form[key][1], True
         structure = self.structure_for(layouts, fixed)
-        if is_simple and structure.template is not None:
-            keep_known(self._by_form, (id(layout.form), layout.texts, layout.further), (layout.form, structure.names))
+        if key is not None and structure.template is not None:
+            keep_known(self._by_form, key, (layout.form, structure.names))
         return structure.names, structure.template is not None
-
-
-def _has(layouts: Layouts, names: tuple[str, ...]) -> bool:
-    """Return whether the first sample has all of these tensors."""
-    return all(map(layouts.items[0].named.__contains__, names))
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
@@ -209,14 +204,6 @@ def check_names(rows: Rows, i: int, sample: Any) -> None:
         raise FormatError(f"{shard.path}: sample {rows.key(i)!r}: its tensors differ from the index")
 
 
-class _Slot:
-    """A placeholder for a tensor or another value while `_visits_of` runs."""
-
-    def __init__(self, group: list[Any], value: Any) -> None:
-        self.group, self.number = group, len(group)
-        group.append(value)
-
-
 def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     """Return `Structure.visits` of a sample that matches a template, and so has only dicts, lists and tuples, each once."""
     names: list[str] = []
@@ -224,13 +211,17 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     containers: list[tuple[type, Any, Any]] = []
 
     def visit(value: Any) -> int:
-        if isinstance(value, _Slot):
-            return value.number + (len(names) if value.group is paths else 0)
+        if type(value) is int:  # the index of a name; that of a path is inverted
+            return value if value >= 0 else len(names) + ~value
         items = list(map(visit, value.values() if type(value) is dict else value))
         containers.append((type(value), tuple(value) if type(value) is dict else (), item_getter(items)))
         return len(names) + len(paths) + len(containers) - 1
 
-    visit(map_leaves(sample, lambda lazy: _Slot(names, lazy.name), lambda path: _Slot(paths, path), wanted))
+    def number(items: list[Any], item: Any) -> int:
+        items.append(item)
+        return len(items) - 1
+
+    visit(map_leaves(sample, lambda lazy: number(names, lazy.name), lambda path: ~number(paths, path), wanted))
     return names, paths, containers
 
 
@@ -247,9 +238,6 @@ class Request:
     """The samples of a batch, and the known structures of the cache.
 
     Attributes:
-        store: Shards, and the memory and threads to read them.
-        rows: Shard, row and byte offset of each sample.
-        structures: Known structures of the cache's samples.
         fixed: Names of tensors whose places every batch has, also if all samples lack one; those that are not selected are left
             out, as in samples.
     """
@@ -263,11 +251,9 @@ class Request:
         return len(self.rows.row)
 
     def key(self, i: int) -> str:
-        """Return the key of sample `i` of the batch."""
         return self.rows.key(i)
 
     def layouts(self) -> Layouts:
-        """Return the layouts of the batch."""
         return layouts_of(self.rows)
 
     def skeletons_ahead(self) -> Iterable[int]:
@@ -303,26 +289,17 @@ class Request:
         return whole_schema(self.store)
 
     def sample(self, i: int) -> Any:
-        """Return sample `i` of the batch, with lazy tensors."""
         return self.structures.selected(self.rows.sample(i))
 
     def whole_sample(self, i: int) -> Any:
-        """Return sample `i` with the structure that the batch has if all tensors are selected.
-
-        Raises:
-            NewNames: An old index lacks further names of the sample.
-        """
+        """Return sample `i` with the structure that the batch has if all tensors are selected; raise as `check_names` does."""
         sample = self.rows.sample(i)
         check_names(self.rows, i, sample)
         return self.structures.whole(sample)
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of a batch, for all tensors that any of its samples has, and those that it must have.
-
-    Raises:
-        BatchError: A tensor has no place in the sample with most tensors, or differs in kind or dtype between samples.
-    """
+    """Return the columns of a batch, for all tensors that any of its samples has, and those that it must have."""
     cached, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
     if layouts.chosen:
         key = (*key, *(tuple(chosen.items()) for chosen in layouts.chosen))
@@ -331,7 +308,7 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
         names, are_known = request.structures.names_for(layouts, request.fixed)
         # one tensor with two names has memory for each: a transform may overwrite one of them
         columns = Columns(names, layouts)
-        columns.resolve(layouts, request.schema() if columns.has_absent else {})
+        columns.resolve(layouts, request.schema)
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
             keep_known(cached, key, columns)  # columns refer to the layouts, so the ids are not reused
     return columns

@@ -3,75 +3,51 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.codec.skeleton.template import MISS, Template
-from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding, Path
+from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
-
-Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Variant:
-    """A template of samples that have the structure of a batch, but may lack tensors.
-
-    Attributes:
-        template: The template.
-        nones: Indices of the values that must be None, because the batch may have tensors in their places.
-        slots: For each path that was looked up, the index of the template's value at that path; None for a container; -1 for a
-            tensor, or if there is nothing.
-    """
-
-    template: Template
-    nones: tuple[int, ...]
-    slots: dict[Path, int | None] = field(default_factory=dict)
-
-    def slot(self, path: Path) -> int | None:
-        if path not in self.slots:
-            leaf = value_at(_number_leaves(self.template), path)
-            self.slots[path] = -1 if leaf is None else leaf if isinstance(leaf, int) else None
-        return self.slots[path]
 
 
 @dataclass(slots=True)
 class _Group:
     """The samples of a batch that match one template, with their values; or those that match none, as samples."""
 
-    variant: _Variant | None
-    positions: Any
+    template: Template | None
+    positions: list[int]
     values: list[Any]
 
     def column(self, path: Path) -> list[Any]:
         """Return the value at `path` of each sample."""
-        if self.variant is not None:
-            slot = self.variant.slot(path)
-            if slot is not None:
-                return list(map(itemgetter(slot), self.values)) if slot >= 0 else [None] * len(self.values)
-            template = self.variant.template
+        template = self.template
+        if template is not None:
+            slot = value_at(_number_leaves(template), path)
+            if slot is None:
+                return [None] * len(self.values)
+            if isinstance(slot, int):
+                return list(map(itemgetter(slot), self.values))
             blank = [None] * len(template.references)
-            self.variant, self.values = None, [template.build([*values, *blank]) for values in self.values]
+            self.template, self.values = None, [template.build([*values, *blank]) for values in self.values]
         return [value_at(sample, path) for sample in self.values]
 
 
+@lru_cache(64)
+def _number_leaves(template: Template) -> Any:
+    """Return a sample with numbers in place of the template's values, and None in place of tensors."""
+    return template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
+
+
 class Decoded:
-    """The skeletons of a batch, read once. If a skeleton matches a known template, only its values are extracted.
-
-    Args:
-        request: The batch.
-        layouts: Layouts of the batch.
-        structure: Structure of the batch.
-
-    Threads: any number of threads may use it at once.
-    """
+    """The skeletons of a batch, read once, by any thread. Of those that match a known template, only values are extracted."""
 
     def __init__(self, request: Request, layouts: Layouts, structure: Structure) -> None:
         self._request = request
@@ -84,19 +60,14 @@ class Decoded:
         return len(self._request)
 
     def column(self, path: Path) -> list[Any]:
-        """Return the value at `path` of each sample.
-
-        Raises:
-            BatchError: A sample's structure differs from that of the first sample.
-        """
+        """Return the value at `path` of each sample; raise BatchError as `check` does."""
         with self._lock:
             try:
                 groups = self._groups = self._groups or self._read()
             except NewNames as exc:
                 raise BatchError("the index lacks names that samples of the batch have; read the batch again") from exc
-            first, *others = groups
-            if not others:
-                return first.column(path)
+            if len(groups) == 1:
+                return groups[0].column(path)
             column = [None] * len(self)
             for group in groups:
                 for i, value in zip(group.positions, group.column(path), strict=True):
@@ -112,10 +83,10 @@ class Decoded:
         self._request.structures.note_values()
         template, rows, store = self._structure.template, self._request.rows, self._request.store
         if template is None:
-            return [_Group(None, range(len(self)), list(map(self._build, range(len(self)))))]
+            return [_Group(None, list(range(len(self))), list(map(self._build, range(len(self)))))]
         values_by_sample = self._find_kept(template)
-        numbers, row = rows.number.tolist(), rows.row.tolist()
-        other_templates = [layout.form.template for layout in self._layouts.items]
+        numbers, row, which = rows.number.tolist(), rows.row.tolist(), self._layouts.which.tolist()
+        # by position in the batch; a sample that matches no template stands for its values
         others: dict[int, tuple[Template | None, Any]] = {}
         # cost per sample in Python: one step for its bytes, one for its values
         for i, skeleton, begin in rows.skeletons(np.array([values is not None for values in values_by_sample])):
@@ -125,28 +96,24 @@ class Decoded:
                 if rows.shards is store.shards:
                     store.values.keep(numbers[i], row[i], template, values, len(skeleton))
                 continue
-            other = other_templates[self._layouts.which.item(i)]
-            is_known = other is not None and other is not template
-            others[i] = (other, other.match(skeleton, begin)) if is_known else (None, MISS)
+            other: Template | None = self._layouts.items[which[i]].form.template
+            values = MISS if other is None or other is template else other.match(skeleton, begin)
+            others[i] = (None, self._build(i)) if values is MISS else self._checked(i, other, values)
         if not others:
             for number, _, shard_rows in rows.by_shard:
                 rows.shards[number].note_template(shard_rows, template)
-        variant = self._structure.variants.get(id(template)) or self._new_variant(template)
-        for slot in variant.nones:
-            unfit = [i for i, values in enumerate(values_by_sample) if values is not None and values[slot] is not None]
-            others.update((i, (None, MISS)) for i in unfit)
+        if not self._structure.is_exact:
+            for i, values in enumerate(values_by_sample):
+                if values is not None:
+                    others[i] = self._checked(i, template, values)
         if not others:
-            return [_Group(variant, range(len(self)), values_by_sample)]
-        positions = [i for i in range(len(self)) if i not in others]
-        groups: dict[_Variant | None, _Group] = {
-            variant: _Group(variant, positions, [values_by_sample[i] for i in positions])
-        }
-        for i, (other, values) in others.items():
-            other_variant, values = self._match_other(i, other, values)
-            if other_variant not in groups:
-                groups[other_variant] = _Group(other_variant, [], [])
-            groups[other_variant].positions.append(i)
-            groups[other_variant].values.append(values)
+            return [_Group(template, list(range(len(self))), values_by_sample)]
+        groups: dict[Template | None, _Group] = {}
+        for i, values in enumerate(values_by_sample):
+            of, values = others.get(i, (template, values))
+            group = groups.setdefault(of, _Group(of, [], []))
+            group.positions.append(i)
+            group.values.append(values)
         return list(groups.values())
 
     def _find_kept(self, template: Template) -> list[Any]:
@@ -164,28 +131,15 @@ class Decoded:
                 values_by_sample[i] = value
         return values_by_sample
 
-    def _match_other(self, i: int, template: Template | None, values: Any) -> tuple[_Variant | None, Any]:
-        """Return the variant and the values of sample `i`, or None and the sample itself.
-
-        Raises:
-            BatchError: The structure of the sample differs from that of the batch.
-        """
-        if template is None or values is MISS:
-            return None, self._build(i)
-        variant: _Variant | None = self._structure.variants.get(id(template))
-        if variant is None:
-            # other samples of the template differ only in plain values, and only None may stand in place of a tensor
+    def _checked(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
+        """Return a template and the values of sample `i`, after comparing its structure with that of the batch."""
+        # Samples of one template differ only in plain values. All of these are alike, but only None may take the place of a
+        # tensor. So one sample is compared for all with None in the same places.
+        key = template, *(slot for slot, value in enumerate(values) if value is None)
+        if key not in self._structure.checked:
             self._build(i)
-            variant = self._new_variant(template)
-        return (variant, values) if all(values[slot] is None for slot in variant.nones) else (None, self._build(i))
-
-    def _new_variant(self, template: Template) -> _Variant:
-        holds = Holding()
-        slots = _all_slots(_number_leaves(template), ())
-        nones = [slot for path, slot in slots if _must_be_none(self._structure.sample, path, holds)]
-        variant = _Variant(template, tuple(nones))
-        keep_known(self._structure.variants, id(template), variant)
-        return variant
+            keep_known(self._structure.checked, key, True)
+        return template, values
 
     def _build(self, i: int) -> Any:
         """Return sample `i`; raise BatchError if its structure differs from that of the batch."""
@@ -200,31 +154,3 @@ class Decoded:
                 "collate with a function, or use read_tensors"
             )
         return sample
-
-
-def _number_leaves(template: Template) -> Any:
-    """Return a sample with numbers in place of the template's values, and None in place of tensors."""
-    return template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
-
-
-def _all_slots(numbered: Any, path: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the path of each value of a template, and its number."""
-    if isinstance(numbered, int):
-        yield path, numbered
-    elif numbered is not None:
-        for step, item in numbered.items() if type(numbered) is dict else enumerate(numbered):
-            yield from _all_slots(item, (*path, step))
-
-
-def _must_be_none(sample: Any, path: Path, holds: Holding) -> bool:
-    """Return whether a batch with the structure of `sample` has tensors at `path`, or nothing."""
-    for step in path:
-        if type(sample) in DICTS:
-            if step not in sample:
-                return True
-        elif type(sample) not in SEQUENCES or not holds(sample):
-            return False  # inside of a value
-        elif step >= len(sample):
-            return True
-        sample = sample[step]
-    return holds(sample)
