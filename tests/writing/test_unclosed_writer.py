@@ -23,7 +23,7 @@ def test_at_the_end_of_a_program(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stderr == (
-        "cache/%06d.tar: the writer was not closed, so its unfinished shard with 1 sample is lost; write inside "
+        "cache/%06d.tar: the writer was not closed, so unfinished shards with 1 sample are lost; write inside "
         "`with tc.ShardWriter(…) as writer:`, or call close()\n"
     )
     assert sorted(os.listdir(tmp_path / "cache")) == [
@@ -43,7 +43,7 @@ def test_when_it_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     gc.collect()
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("wds_tensorcache", logging.WARNING)
-    assert "%d.tar: the writer was not closed, so its unfinished shard with 3 samples is lost" in record.message
+    assert "%d.tar: the writer was not closed, so unfinished shards with 3 samples are lost" in record.message
     assert os.listdir(tmp_path) == []
 
 

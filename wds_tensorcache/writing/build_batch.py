@@ -56,9 +56,10 @@ def compute(
             for item, sample in zip(missing, batch.rows(), strict=True):
                 if item is not None:
                     members = {} if item.digest is None else {DIGEST: item.digest}
-                    packed = sink._write(item.key, sample, members, item.origin)
-                    if packed is not None:
-                        kinds.check(packed)
+                    packed = sink._pack(item.key, sample, members)
+                    packed.item_digest = item.origin
+                    sink._place(packed)
+                    kinds.check(packed)
                     bar.num_new += 1
         except BaseException as exc:
             failed.append(exc)
