@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -220,25 +219,6 @@ def test_one_rank_is_terminated(tmp_path: Path) -> None:
     assert called == mine[6:]
     build_rank(out, 1, 2).close()
     check(out)
-
-
-def test_entries_that_another_rank_overwrote(tmp_path: Path) -> None:
-    """As on a file system without locks: the rank that ends last lists what all have finished."""
-    build_rank(tmp_path, 0, 3).close()
-
-    def overwriting(items: list[Any]) -> Any:
-        manifest = tmp_path / "manifest.json"
-        content = json.loads(manifest.read_text())
-        names = ("r0of3-000000.tar", "r1of3-000000.tar")
-        content["shardlist"] = [entry for entry in content["shardlist"] if entry["url"] not in names]
-        (tmp_path / "other.json").write_text(json.dumps(content))
-        os.replace(tmp_path / "other.json", manifest)
-        return double(items)
-
-    build_rank(tmp_path, 1, 3, overwriting).close()
-    assert len(tc.open(tmp_path)) == len(tc.open(tmp_path / "r[01]of3-*.tar"))
-    build_rank(tmp_path, 2, 3, overwriting).close()
-    check(tmp_path)
 
 
 @pytest.mark.parametrize("others", [1, 2, 4])

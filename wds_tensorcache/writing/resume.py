@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -191,48 +191,21 @@ def take_over(
         problem += f", nor do {len(lost) - 1} more shards" * (len(lost) > 1)
         warnings.warn(f"{problem}; removed from the manifest", stacklevel=user_level())
     if lost or unlisted:
-        _list(folder, unlisted, listed, lost)
+
+        def change(manifest: Manifest) -> None:
+            # Hazard: another writer may have replaced a shard meanwhile. A shard is listed when it exists, so look again.
+            present = set(folder.names()) if lost else set()
+            manifest.remove(*(url for url in lost if url not in present))
+            for entry, index in unlisted:
+                if manifest.entries.get(entry.url) == listed.entries.get(entry.url):
+                    manifest.add(entry, index)
+
+        change_manifest(folder, change)
     return finished
 
 
-def _list(
-    folder: Folder,
-    shards: Iterable[tuple[ShardEntry, ShardIndex]],
-    before: Manifest,
-    lost: Sequence[str] = (),
-) -> None:
-    """Add shards to the manifest, and remove those that are `lost`; keep entries that others have changed since `before`."""
-
-    def change(manifest: Manifest) -> None:
-        # Hazard: another writer may have replaced a shard meanwhile. A shard is listed when it exists, so look again.
-        present = set(folder.names()) if lost else set()
-        manifest.remove(*(url for url in lost if url not in present))
-        for entry, index in shards:
-            if manifest.entries.get(entry.url) == before.entries.get(entry.url):
-                manifest.add(entry, index)
-
-    change_manifest(folder, change)
-
-
-def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
-    """Return the indexes, by path, of the finished shards of a build that are not in `finished`; list them in the manifest.
-
-    On a file system without locks, ranks that change the manifest at the same time lose each other's entries. Every
-    rank calls this after its last shard, so that the last change of the manifest lists all shards.
-
-    Args:
-        options: Those of the `ShardWriter` that has written the shards of this rank.
-    """
-    folder = folder_of(pattern.folder, options.get("fsync", True))
-
-    def load(names: Iterable[str]) -> FinishedShards:
-        return load_finished({folder.locate(name): (None, None) for name in names})
-
-    new = load(name for name in pattern.build_shards(folder.names()) if folder.locate(name) not in finished.indexes)
-    while options.get("manifest", True):
-        manifest = Manifest.of(folder)
-        unlisted = load(name for name in pattern.build_shards(folder.names()) if name not in manifest.entries)
-        if not unlisted.indexes:
-            break
-        _list(folder, [(unlisted.entry(path), index) for path, index in unlisted.indexes.items()], manifest)
-    return dict(new.indexes)
+def load_new(pattern: ShardPattern, finished: FinishedShards) -> dict[str, ShardIndex]:
+    """Return the indexes, by path, of the shards of a build that are not in `finished`."""
+    folder = folder_of(pattern.folder)
+    paths = map(folder.locate, pattern.build_shards(folder.names()))
+    return dict(load_finished({path: (None, None) for path in paths if path not in finished.indexes}).indexes)

@@ -29,7 +29,7 @@ from wds_tensorcache.writing.copy_shards import NewShard, OldShard, Run, write_c
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
-from wds_tensorcache.writing.resume import FinishedShards, list_new, load_finished
+from wds_tensorcache.writing.resume import FinishedShards, load_finished, load_new
 from wds_tensorcache.writing.writer import ShardWriter
 
 _NUM_KEYS = 100  # keys that an error compares with an unknown one
@@ -189,7 +189,7 @@ def _compute(
     for path, index in old.shards.indexes.items():
         changes |= {(path, row): None for row, key in enumerate(index.keys) if key not in keys}
     if items.world_size > 1:
-        new = list_new(pattern, finished, options)
+        new = load_new(pattern, finished)
         refuse_shared(new, pattern, keys, "call build on one process, which computes the missing samples")
     return changes
 
