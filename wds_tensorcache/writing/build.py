@@ -25,7 +25,7 @@ from wds_tensorcache.writing.build_compare import DIGEST, Comparison, refuse_sha
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.resume import FinishedShards, load_new
+from wds_tensorcache.writing.resume import FinishedShards, list_new
 from wds_tensorcache.writing.versions import OldCache, build_version, remove_abandoned
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -210,7 +210,7 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
     seen: set[str] = set()
     compute(_missing(items, sink.finished, folder, seen, bar), fn, bar, sink, folder, sink.finished.indexes.values())
     if items.world_size > 1:
-        new = load_new(pattern, sink.finished)
+        new = list_new(pattern, sink.finished, options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
         others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
         Comparison(items, FinishedShards(others, sink.finished.files), folder).check(after=items.num_all)

@@ -24,12 +24,7 @@ def check_local(path: str | os.PathLike[str], role: str) -> None:
 
 
 def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for the version") -> str:
-    """Return the absolute path of a folder that can be made or replaced. If it is not empty, the error ends with `hint`.
-
-    Raises:
-        FileExistsError: The path is a file, a folder that is not empty, the current folder, or a mount point.
-        ValueError: The path is empty.
-    """
+    """Return the absolute path of a folder that can be made or replaced. If it is not empty, the error ends with `hint`."""
     check_local(out, "a folder that appears by one rename")
     path = os.fsdecode(out)
     if not path:

@@ -14,6 +14,7 @@ from wds_tensorcache.storage.urls import check_not_url, is_url, join_url
 
 DEFAULT_NAME = "%06d.tar"
 _SIDECARS = (DALI_SUFFIX, SIDECAR_SUFFIX)
+_OTHER_FILES = (".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".gz", ".tgz", ".zip")
 _DEFAULT_RANK = 1, 0  # world size and rank of a build on one process
 _NUMBER = re.compile(r"%(?:0\d+)?d")
 _RANK = re.compile(r"r([0-9]+)of([0-9]+)-(?=%(?:0\d+)?d)")  # before the number, in patterns of ranks
@@ -26,12 +27,8 @@ class ShardPattern:
     `base`, is the pattern of a build on one process.
 
     Args:
-        pattern: A path with one number such as `%06d` in its last part; or a path that ends in `.tar`, for a single shard. Any
-            other path, or that of an existing folder, means a folder with shards `000000.tar`, `000001.tar`, …
-
-    Raises:
-        ValueError: The path is empty, a url that cannot be written, or a url that `pathlib` has changed; it has more than one
-            number, or a number in a folder's name; or names of shards and indexes would collide.
+        pattern: As for `ShardWriter`. A path without a number that does not end in `.tar`, or that of an existing folder, means
+            a folder.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -42,7 +39,7 @@ class ShardPattern:
             check_not_url(pattern, WRITABLE)
         if not pattern:
             raise ValueError("the path is empty, expected a folder or a pattern such as 'cache/%06d.tar'")
-        is_file = "%" in pattern or pattern.endswith((".tar", *_SIDECARS))
+        is_file = "%" in pattern or pattern.endswith((".tar", *_SIDECARS, *_OTHER_FILES))
         self.is_default = not is_file or os.path.isdir(pattern)
         if self._is_url:
             if self.is_default:
@@ -60,6 +57,8 @@ class ShardPattern:
         if "%" in _NUMBER.sub("", self.name, count=1) or "%" in self.folder:
             raise ValueError(f"pattern {pattern!r}: expected at most one number, such as %06d, in its last part")
 
+        if self.name.endswith(_OTHER_FILES):
+            raise ValueError(f"{pattern!r}: a shard is a tar; expected a folder, or a name that ends in .tar")
         first, second = dali_index_path(self.path(0)), dali_index_path(self.path(1))
         if self.name.endswith(_SIDECARS) or (self.is_numbered and first == second):
             raise ValueError(
