@@ -27,7 +27,6 @@ from tests.children import limit_descriptors, run_in_child
 from tests.cli.command import json_of, run
 from tests.cli.commands import Output, Process, the_server
 from tests.kills import compare
-from wds_tensorcache.integrations.importers.conversion.children import Child
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes are forked on Linux alone")
 _PATIENCE_S = 60
@@ -290,20 +289,3 @@ def test_few_descriptors(tmp_path: Path) -> None:
     found = in_processes("few_descriptors", source, tmp_path)
     assert set(found) == {0, errno.EMFILE}
     assert found == sorted(found, reverse=True)
-
-
-def test_an_interrupt_while_a_worker_starts() -> None:
-    """Ctrl-C right after the fork: the caller knows the child, and can end it."""
-
-    def work() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
-        children: list[Child] = []
-        with pytest.raises(KeyboardInterrupt):
-            Child(lambda connection: connection.recv_bytes(), children)
-        for child in children:
-            child.close()
-        with pytest.raises(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
-
-    assert run_in_child(work) == 0

@@ -86,17 +86,6 @@ class Output:
             position += len(part)
         self._filled = position
 
-    def reserve(self, nbytes: int) -> int:
-        """Reserve a range of the file `temporary`, which another process writes; return its offset.
-
-        Raises:
-            OSError: Earlier bytes could not be written.
-        """
-        self.flush()
-        begin = self._position
-        self._position = os.lseek(self._file.fileno(), begin + nbytes, os.SEEK_SET)
-        return begin
-
     def fail(self, failure: BaseException) -> None:
         """Make all later calls of `append`, `flush` and `finish` raise OSError, unless an earlier error already does."""
         self._failure = self._failure or failure

@@ -56,9 +56,10 @@ def compute(
             for item, sample in zip(missing, batch.rows(), strict=True):
                 if item is not None:
                     members = {} if item.digest is None else {DIGEST: item.digest}
-                    packed = sink._write(item.key, sample, members, item.origin)
-                    if packed is not None:
-                        kinds.check(packed)
+                    packed = sink._pack(item.key, sample, members)
+                    packed.item_digest = item.origin
+                    sink._place(packed)
+                    kinds.check(packed)
                     bar.num_new += 1
         except BaseException as exc:
             failed.append(exc)
@@ -115,27 +116,25 @@ class _TensorKinds:
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._last: tuple[Form | None, tuple[str, ...] | None] = None, None
+        self._last: tuple[Form, tuple[str, ...] | None] | None = None
 
     def add(self, index: ShardIndex) -> None:
         """Add the tensors of a finished shard."""
         for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
-            for name, kind in _kinds_of(form, texts):
-                self._kinds.setdefault(name, kind)
+            self._kinds = dict(_kinds_of(form, texts)) | self._kinds
 
     def check(self, sample: PackedSample) -> None:
         """Warn once for each tensor whose dtype or number of dimensions is not that of an earlier sample."""
         for cache in sample.caches:
-            if self._last == (cache.layout.form, cache.references):
-                continue
-            self._last = cache.layout.form, cache.references
-            for name, kind in _kinds_of(*self._last):
+            form = cache.layout.form, cache.references
+            for name, kind in _kinds_of(*form) if form != self._last else ():
                 expected = self._kinds.setdefault(name, kind)
                 if kind != expected and name not in self._warned:
                     self._warned.add(name)
                     fault = f"tensor {name!r} is {kind}, but {expected} in earlier samples of this build"
                     message = f"tc.build: sample {sample.key!r}: {fault}; such samples cannot share a batch"
                     warnings.warn(message, stacklevel=user_level())
+            self._last = form
 
 
 def _kinds_of(form: Form, texts: tuple[str, ...] | None) -> Iterator[tuple[str, str]]:
@@ -158,11 +157,6 @@ def _noting(batch: list[Target]) -> Iterator[None]:
 
 class Batch:
     """The samples that `fn` returned for a batch: a list, or nested dicts of tensors, arrays and lists with a row per sample.
-
-    Args:
-        returned: The batch.
-        count: Number of its samples.
-        describe: Function from the number of a row to the name of its item, for messages.
 
     Raises:
         EncodeError: The batch is nested too deeply, or contains itself.
@@ -231,11 +225,8 @@ def _rows(value: Any, count: int) -> Any:
 class SampleProgress(Progress):
     """The progress of a build in samples.
 
-    Attributes:
-        num_old: Number of samples that were finished before this call, and do not change the rate.
-        num_new: Number of other finished samples.
-
-    Threads: one thread counts old samples and shows; another one may count new samples.
+    Threads: one thread shows, and counts in `num_old` samples that were finished before this call, and do not change the rate;
+        another one counts the others in `num_new`.
     """
 
     def __init__(self, show: bool | Callable[[int, int | None], object] | None, total: int | None) -> None:

@@ -48,20 +48,11 @@ class Items(Dataset[Item]):
     Attributes:
         num_items: Number of items of this rank; None if unknown.
         num_all: Number of items of all ranks; for an iterable, of those found so far.
-        batch_size: Number of items in each batch but the last.
         is_map: True for a map-style dataset, False for an iterable.
-        has_digests: True if the caller gives items a digest.
         are_numbered: True if the keys of items are their numbers. If the items of the source have a `__key__`, it becomes
             False when the first of them is read.
         compares: True if items whose keys are their numbers are compared by `digest_item`: nothing else shows whether an item
             has changed its place.
-        rank, world_size: Rank of this process, and number of ranks.
-
-    Raises:
-        InvalidKeyError: Some reader of shards would misread a key.
-        TypeError: `items` is not a dataset.
-        ValueError: The number of keys differs from the number of items; a key occurs twice; or `items` is an iterable, and
-            workers or a list of keys are given.
     """
 
     def __init__(
@@ -77,14 +68,11 @@ class Items(Dataset[Item]):
         batch_size, num_workers = as_int("batch_size", batch_size), as_int("num_workers", num_workers)
         if batch_size < 1 or num_workers < 0:
             raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: expected at least 1, and at least 0")
-        kind = type(items).__name__
-        if isinstance(items, (Mapping, DataLoader, str, bytes)):
-            hint = "its dataset, since build makes batches" if isinstance(items, DataLoader) else "a list of its items"
-            raise TypeError(f"a {kind} cannot be a dataset of items; pass {hint}")
-        count = _length(items)
+        kind, count = type(items).__name__, _length(items)
         is_map = count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
-        if not is_map and not isinstance(items, Iterable):
-            raise TypeError(f"a {kind} has neither a length and [i] nor an iterator: it cannot be a dataset")
+        if isinstance(items, (Mapping, DataLoader, str, bytes)) or not (is_map or isinstance(items, Iterable)):
+            remedy = "pass a dataset or list with a length and [i], or an iterable of items; build makes the batches"
+            raise TypeError(f"a {kind} cannot be a dataset of items; {remedy}")
         if not is_map and num_workers:
             raise ValueError(f"{kind} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
         if keys is None and isinstance(items, Cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -9,21 +10,25 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
-from numbers import Real
+from math import inf
 from typing import Any
 
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.codec.skeleton.types import allow_table
-from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError, add_note
+from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError, add_note, format_count
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint
+from wds_tensorcache.shards.footer import build_footer, read_trailer
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_builder import IndexBuilder
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
-from wds_tensorcache.shards.manifest import Manifest, change_manifest
+from wds_tensorcache.shards.manifest import Manifest, ShardEntry, change_manifest
 from wds_tensorcache.shards.names import (
     FIELD,
     SKELETON,
     TENSORS,
+    NamedKey,
     cache_name,
     check_key,
     check_suffixes,
@@ -31,13 +36,14 @@ from wds_tensorcache.shards.names import (
     member_suffix,
 )
 from wds_tensorcache.shards.packed_sample import PackedSample, pack
+from wds_tensorcache.shards.tar import END_OF_ARCHIVE
 from wds_tensorcache.storage.folder import folder_of
+from wds_tensorcache.storage.output import Output
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, take_over
-from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
 
 MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
 _MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next one is written
@@ -52,6 +58,59 @@ class _Nothing:
 
 
 _NOTHING: Any = _Nothing()
+
+
+class _UnfinishedShard:
+    """A shard that is being written; its file gets the shard's name by `finish`.
+
+    Attributes:
+        path: Path or url that the shard will have.
+        name: Its name in its folder.
+        num_samples, nbytes: Samples so far, and the length of their members.
+    """
+
+    def __init__(self, path: str, name: str, output: Output) -> None:
+        self.path, self.name = path, name
+        self._output = output
+        self._builder = IndexBuilder()
+        self._keys: set[str] = set()
+        self.num_samples = self.nbytes = 0
+
+    def write(self, sample: PackedSample) -> None:
+        """Append a sample."""
+        key = sample.key
+        if key in self._keys:
+            raise InvalidKeyError(f"key {key!r} is already in {self.path}; use another key, or resume=True to skip it")
+        try:
+            self._output.append(sample.parts, sample.nbytes)
+            self._keys.add(key)
+            name = key.original if isinstance(key, NamedKey) else None
+            self._builder.add(key, sample.caches, sample.members, self.nbytes, (sample.item_digest, name))
+            self.nbytes += sample.nbytes
+            self.num_samples += 1
+        except BaseException as exc:
+            # after an interrupt, the index may lack this sample, or the file a part of it
+            self._output.fail(exc)
+            raise
+
+    def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> tuple[ShardEntry, ShardIndex]:
+        """Write the end of the archive and the index as its footer; make the shard visible; return its entry and index."""
+        try:
+            self._output.check()
+            index = dataclasses.replace(self._builder.finish(self.nbytes), fingerprint=fingerprint)
+            tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
+            trailer = read_trailer(lambda begin, end: tail[begin:end], len(tail))
+            index = dataclasses.replace(index, digest=None if trailer is None else trailer.digest)
+            self._output.append([tail], len(tail))
+            self._output.finish()
+        except BaseException:
+            self.drop()
+            raise
+        return ShardEntry(self.name, self.num_samples, self.nbytes + len(tail), index.digest), index
+
+    def drop(self) -> None:
+        """Delete the unfinished file."""
+        self._output.drop()
 
 
 class ShardWriter:
@@ -126,20 +185,18 @@ class ShardWriter:
         self._pattern = ShardPattern(os.fsdecode(pattern))
         if overwrite and resume:
             raise ValueError("overwrite=True deletes the shards that resume=True would continue; pass only one of them")
-        for name, value in (("max_samples", max_samples), ("max_nbytes", max_nbytes)):
-            if not isinstance(value, Real):  # infinity is allowed
-                raise TypeError(f"{name}={value!r:.100}, expected a number")
-        if max_samples < 1 or max_nbytes < 1:
+        if not (max_samples >= 1 and max_nbytes >= 1):
             raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
-        self._max_samples, self._max_nbytes = max_samples, max_nbytes
+        is_numbered = self._pattern.is_numbered
+        self._max_samples: float = max_samples if is_numbered else inf  # a single shard is never full
+        self._max_nbytes: float = max_nbytes if is_numbered else inf
         self._footer, self._dali_index, self._manifest = footer, dali_index, manifest
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
         self._allow, self._align, self._encoder = allow_table(allow), align, encoder or _encode_plain
-        self._shard: UnfinishedShard | None = None  # the one that gets the next sample
-        self._unfinished: list[UnfinishedShard] = []  # all that do not have their entries in the manifest yet
-        self._full: deque[UnfinishedShard] = deque()  # whose reserved bytes are awaited
-        self._finishing: deque[tuple[UnfinishedShard, Future[int]]] = deque()  # by the thread
-        self._has_gap = False  # since the thread could not finish a shard
+        self._shard: _UnfinishedShard | None = None  # the one that gets the next sample
+        self._unfinished: list[_UnfinishedShard] = []  # all that do not have their entries in the manifest yet
+        self._finishing: deque[Future[None]] = deque()  # of shards that are uploaded
+        self._has_gap = False  # since a shard could not be finished
         self._finisher = Threads(1, "tensorcache-finish")
         self._pid = os.getpid()
         self._closed = False
@@ -153,14 +210,14 @@ class ShardWriter:
         self._folder.make()
         # There are no locks at a url. If two writers use the same names, the first upload of the second one fails.
         self._lock = None if is_remote else WriterLock(self._pattern)
-        weakref.finalize(self, _drop_forgotten, self._pattern, self._unfinished, self._finishing, self._pid)
+        weakref.finalize(self, _drop_forgotten, self._pattern, self._unfinished, self._pid)
         try:
             self.finished, self._number = self._begin(overwrite, resume)
         except BaseException:
             self._release()
             raise
         self.num_finished = len(self.finished)  # samples in finished shards
-        self._has_found = self.num_finished > 0
+        self._resumes = self.num_finished > 0
 
     def _begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:
         """Take over or delete existing shards; return those that were taken over, and the number of the next shard."""
@@ -177,24 +234,14 @@ class ShardWriter:
         shards = pattern.build_shards(names) if resume else []
         finished = take_over(folder, pattern, names, shards, manifest, self._fingerprint, self._dali_index)
         if overwrite and existing:
-            self._delete(set(names), list(existing.values()))
+            indexes = [name for shard in existing.values() for name in (dali_index_path(shard), sidecar_path(shard))]
+            if not folder.is_remote:
+                check_replaceable(*map(folder.locate, indexes))
+            if self._manifest:
+                change_manifest(folder, lambda manifest: manifest.remove(*existing.values()))
+            # Without its shard, an index would be that of a later shard of this name. So it is deleted first.
+            folder.delete(name for name in (*indexes, *existing.values()) if name in names)
         return finished, max(existing) + 1 if resume and existing else 0
-
-    def _delete(self, names: set[str], shards: list[str]) -> None:
-        """Delete shards and their indexes; `names` are those of all files in the folder."""
-        folder = self._folder
-        if not folder.is_remote:
-            for path in map(folder.locate, shards):
-                if os.path.isdir(path) and not os.path.islink(path):
-                    raise FileExistsError(
-                        f"{path} is a folder, expected a file; move it away, or write to another folder"
-                    )
-                check_replaceable(dali_index_path(path), sidecar_path(path))
-        if self._manifest:
-            change_manifest(folder, lambda manifest: manifest.remove(*shards))
-        # Without its shard, an index would be that of a later shard of this name. So it is deleted first.
-        files = [name for shard in shards for name in (dali_index_path(shard), sidecar_path(shard), shard)]
-        folder.delete(name for name in files if name in names)
 
     def __contains__(self, key: object) -> bool:
         """Return whether a shard that `resume=True` found contains the key, so that `write` skips it."""
@@ -220,23 +267,13 @@ class ShardWriter:
             raise ValueError(f"{self._pattern}: the writer is closed")
         if isinstance(key, dict):
             raise TypeError("expected write(key, sample, **members), got the dict that webdataset's own writers expect")
-        self._write(key, sample, members)
+        if not self._resumes or key not in self:
+            self._place(self._pack(key, sample, members))
 
-    def _write(self, key: str, sample: Any, members: dict[str, Any], item_digest: int = 0) -> PackedSample | None:
-        """Write one sample, see `write`; return it, or None if its key is already stored."""
-        if not self._has_found or key not in self:
-            packed = self._pack(key, sample, **members)
-            packed.item_digest = item_digest
-            self._place(packed)
-            return packed
-        if not is_plain_key(key):
-            check_key(key)
-        return None
+    def _pack(self, key: str, sample: Any, members: dict[str, Any]) -> PackedSample:
+        """Encode a sample for `_place`; see `write`.
 
-    def _pack(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> PackedSample:
-        """Encode a sample for `_place` or `_reserve`; the arguments and errors are those of `write`.
-
-        Threads/fork: any thread, also in forked children, which pass on sizes alone.
+        Threads/fork: any thread, also in forked children.
 
         Memory: the result aliases the tensors.
         """
@@ -259,49 +296,18 @@ class ShardWriter:
 
     def _place(self, packed: PackedSample) -> None:
         """Write a packed sample, whose key is not stored yet."""
-        self._open_shard().write(packed)
-
-    @property
-    def _can_reserve(self) -> bool:
-        """True if other processes can write into unfinished shards, which are then files of this machine."""
-        return not self._folder.is_remote
-
-    def _reserve(self, packed: PackedSample) -> tuple[UnfinishedShard, int]:
-        """Return the shard of a packed sample, and the offset in its file at which another process writes the bytes.
-
-        When they are written, call `_acknowledge`. Until then, the shard is not finished, and `close` must not be called.
-        """
-        shard = self._open_shard()
-        return shard, shard.reserve(packed)
-
-    def _acknowledge(self, shard: UnfinishedShard, nbytes: int) -> None:
-        """Record that reserved bytes of a shard are written. A thread finishes full shards, in their order."""
-        shard.num_awaited -= nbytes
-        self._finish_full()
-
-    def _open_shard(self) -> UnfinishedShard:
-        """Return the shard for the next sample; raise the error of a shard that the thread could not finish."""
         if self._pid != os.getpid():
             raise RuntimeError("a writer cannot be used in a forked child; make a writer in each process")
         if self._finishing:
-            self._finish_full()
-        shard, is_numbered = self._shard, self._pattern.is_numbered
-        if shard is not None and is_numbered and shard.is_full(self._max_samples, self._max_nbytes):
-            if self._folder.is_remote or shard.has_reserved or self._full or self._finishing:
-                self._full.append(shard)
-                self._shard = None
-                self._finish_full()
-            else:
-                self._finish()
+            self._wait(_MAX_FINISHING)
+        shard = self._shard
+        if shard is not None and (shard.num_samples >= self._max_samples or shard.nbytes >= self._max_nbytes):
+            self._finish()
         if self._shard is None:
-            if self._closed:  # by an interrupt in another thread, during this call
-                raise ValueError(f"{self._pattern}: the writer is closed")
             self._shard = self._new_shard()
-            self._unfinished.append(self._shard)
-            self._number += 1
-        return self._shard
+        self._shard.write(packed)
 
-    def _new_shard(self) -> UnfinishedShard:
+    def _new_shard(self) -> _UnfinishedShard:
         folder, name = self._folder, self._pattern.shard_name(self._number)
         path = folder.locate(name)
         if self._number and not self._pattern.is_numbered:
@@ -309,50 +315,46 @@ class ShardWriter:
             raise FileExistsError(f"{shown(path)} {problem}")
         if self._dali_index and not folder.is_remote:
             check_replaceable(dali_index_path(path))
-        return UnfinishedShard(path, name, folder.new_file(name))
-
-    def _finish_full(self, most: int = _MAX_FINISHING) -> None:
-        """Finish full shards whose bytes are written, on the thread; wait until at most `most` are left."""
-        while self._full and not self._full[0].num_awaited:
-            self._finishing.append((self._full[0], self._finisher.submit(self._commit_next, self._full[0])))
-            self._full.popleft()
-        while len(self._finishing) > most or (self._finishing and self._finishing[0][1].done()):
-            shard, future = self._finishing[0]
-            count = future.result()
-            self._finishing.popleft()
-            self._unfinished.remove(shard)
-            self.num_finished += count
+        shard = _UnfinishedShard(path, name, folder.new_file(name))
+        self._unfinished.append(shard)
+        self._number += 1
+        return shard
 
     def _finish(self) -> None:
-        """Finish the current shard in this thread."""
+        """Finish the current shard; at a url on a thread, so that the next shard is written during the upload."""
         shard, self._shard = self._shard, None
-        if shard is not None:
-            try:
-                self.num_finished += self._commit(shard)
-            finally:  # if this fails, the shard deletes itself
-                self._unfinished.remove(shard)
+        if shard is None:
+            return
+        if self._folder.is_remote:
+            self._finishing.append(self._finisher.submit(self._commit, shard))
+            self._wait(_MAX_FINISHING)
+        else:
+            self._commit(shard)
 
-    def _commit_next(self, shard: UnfinishedShard) -> int:
-        """Commit a shard in the thread, unless an earlier one failed: shards must not appear after a gap."""
-        if self._has_gap:
-            raise CancelledError(f"{shard.path} is not finished, because an earlier shard failed")
-        try:
-            return self._commit(shard)
-        except BaseException:
-            self._has_gap = True
-            raise
+    def _wait(self, most: int) -> None:
+        """Wait until at most `most` shards are being uploaded; raise the error of the first one that failed."""
+        while self._finishing and (len(self._finishing) > most or self._finishing[0].done()):
+            self._finishing[0].result()
+            self._finishing.popleft()
 
-    def _commit(self, shard: UnfinishedShard) -> int:
-        """Make a shard visible, then its `.idx`, then its entry in the manifest; return the number of its samples.
+    def _commit(self, shard: _UnfinishedShard) -> None:
+        """Make a shard visible, then its `.idx`, then its entry in the manifest, unless an earlier shard failed.
 
         After a kill between two of these steps, `take_over` makes up for the rest.
         """
-        entry, index = shard.finish(self._footer, self._fingerprint)
-        if self._dali_index:
-            write_dali_index(self._folder, shard.name, index)
-        if self._manifest:
-            change_manifest(self._folder, lambda manifest: manifest.add(entry, index))
-        return entry.num_samples
+        if self._has_gap:
+            raise CancelledError(f"{shard.path} is not finished, because an earlier shard failed")
+        try:
+            entry, index = shard.finish(self._footer, self._fingerprint)
+            if self._dali_index:
+                write_dali_index(self._folder, shard.name, index)
+            if self._manifest:
+                change_manifest(self._folder, lambda manifest: manifest.add(entry, index))
+        except BaseException:
+            self._has_gap = True
+            raise
+        self._unfinished.remove(shard)
+        self.num_finished += entry.num_samples
 
     def close(self) -> None:
         """Finish the current shard, wait for uploads, and release the lock on the pattern. Without effect in a forked child."""
@@ -360,11 +362,8 @@ class ShardWriter:
             return
         self._closed = True
         try:
-            self._finish_full(0)
-            for shard in (*self._full, *filter(None, [self._shard])):
-                if shard.num_awaited:
-                    raise ValueError(f"{shard.path}: {shard.num_awaited} bytes of another process are still awaited")
             self._finish()
+            self._wait(0)
         except BaseException as exc:
             if not isinstance(exc, Exception):  # an interrupt of the wait
                 self._folder.cancel()
@@ -373,7 +372,7 @@ class ShardWriter:
         self._release()
 
     def _abandon(self, error: BaseException) -> None:
-        """Wait for the shards that the thread finishes, and delete all other ones. An interrupt cancels uploads.
+        """Wait for uploads, and delete all other unfinished shards. An interrupt cancels uploads.
 
         If a shard cannot be finished, `error`, which the caller raises, gets a note.
         """
@@ -384,17 +383,13 @@ class ShardWriter:
             self._finisher.shutdown(cancel_futures=True)
             raise
         finally:
-            for _, future in self._finishing:
-                failure = CancelledError() if future.cancelled() else future.exception()
-                if failure is not None:
-                    if failure is not error:
-                        add_note(error, f"a shard could not be stored: {failure}")
-                    break  # later shards are not stored after a gap
-                self.num_finished += future.result()
+            failures = (CancelledError() if each.cancelled() else each.exception() for each in self._finishing)
+            failure = next(filter(None, failures), None)
+            if failure not in (None, error):
+                add_note(error, f"a shard could not be stored: {failure}")
             for shard in self._unfinished:
                 shard.drop()
-            for shards in (self._unfinished, self._full, self._finishing):
-                shards.clear()
+            self._unfinished.clear()
             self._shard = None
             self._release()
 
@@ -436,26 +431,15 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
     return caches, others
 
 
-def _drop_forgotten(
-    pattern: ShardPattern,
-    unfinished: list[UnfinishedShard],
-    finishing: deque[tuple[UnfinishedShard, Future[int]]],
-    pid: int,
-) -> None:
+def _drop_forgotten(pattern: ShardPattern, unfinished: list[_UnfinishedShard], pid: int) -> None:
     """Delete the unfinished shards of a writer that was not closed, and log what is lost."""
-    if pid != os.getpid():  # in a forked child, the shards are still the parent's
+    if pid != os.getpid() or not unfinished:  # in a forked child, the shards are still the parent's
         return
-    are_stored = {id(shard): future.done() and future.exception() is None for shard, future in finishing}
-    lost = [shard for shard in unfinished if id(shard) not in are_stored]
-    num_uploads = sum(not is_stored for is_stored in are_stored.values())
-    if lost or num_uploads:
-        count = sum(shard.num_samples for shard in lost)
-        loss = f"its unfinished shard with {count:,} {'sample' if count == 1 else 'samples'} is lost"
-        loss += f", and {num_uploads} finished shards may not have been uploaded" * (num_uploads > 0)
-        remedy = "write inside `with tc.ShardWriter(…) as writer:`, or call close()"
-        # Python hides a ResourceWarning by default
-        _log.warning("%s", f"{shown(str(pattern))}: the writer was not closed, so {loss}; {remedy}")
-    for shard in lost:
+    count = format_count(sum(shard.num_samples for shard in unfinished), "sample")
+    problem = f"{shown(str(pattern))}: the writer was not closed, so unfinished shards with {count} are lost"
+    # Python hides a ResourceWarning by default
+    _log.warning("%s; write inside `with tc.ShardWriter(…) as writer:`, or call close()", problem)
+    for shard in unfinished:
         shard.drop()
 
 
@@ -463,21 +447,20 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
     """Encode members by extension: bytes and text as they are, any JSON value for `json`, an int for `cls`."""
     result = {}
     for extension, value in members.items():
-        kind, where = extension.rpartition(".")[2].lower(), f"member {extension!r}"
+        kind = extension.rpartition(".")[2].lower()
         is_number = kind == "cls" and isinstance(value, int)
         if isinstance(value, (bytes, bytearray, memoryview)):
             result[extension] = bytes(value)
-            continue
-        if kind != "json" and not is_number and not isinstance(value, str):
-            remedy = "pass bytes, or encoder=webdataset.writer.make_encoder(True)"
-            raise EncodeError(f"{where} is a {type(value).__name__}, which is not encoded by default; {remedy}")
-        try:
-            text = json.dumps(value) if kind == "json" else str(int(value)) if is_number else value
-            result[extension] = text.encode()
-        except UnicodeEncodeError as exc:
-            raise EncodeError(f"{where} cannot be represented in UTF-8: {exc}") from exc
-        except (TypeError, ValueError, RecursionError) as exc:
-            raise EncodeError(f"{where} cannot be represented in JSON: {exc}") from exc
+        elif kind == "json" or is_number or isinstance(value, str):
+            try:
+                text = json.dumps(value) if kind == "json" else str(int(value)) if is_number else value
+                result[extension] = text.encode()
+            except (TypeError, ValueError, RecursionError) as exc:
+                encoding = "JSON" if kind == "json" else "UTF-8"
+                raise EncodeError(f"member {extension!r} cannot be represented in {encoding}: {exc}") from exc
+        else:
+            problem = f"member {extension!r} is a {type(value).__name__}, which is not encoded by default"
+            raise EncodeError(f"{problem}; pass bytes, or encoder=webdataset.writer.make_encoder(True)")
     return result
 
 

@@ -62,8 +62,8 @@ def import_cache(
         drop_padding: Trim rows even if their elements are not all equal, so that padding cannot restore them.
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
-        num_workers: Number of processes that read files and write shards. Threads are used instead if a fork is not safe: on
-            other systems than Linux, in a process with several threads or with CUDA, and for few samples.
+        num_workers: Number of processes that read and convert files. Threads are used instead if a fork is not safe: on
+            other systems than Linux, in a process with several threads or with CUDA, for few samples, and if `out` is a url.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
         max_samples, max_nbytes: As for `ShardWriter`.
         progress: As for `tc.build`.
@@ -115,16 +115,16 @@ def import_cache(
         items = [(index, number < _NUM_PROBED) for number, index in enumerate(todo)]
         # Workers start first: a bar may have a thread, and a process with threads is not forked.
         with (
-            closing(open_pool(num_workers, conversion, writer, items)) as pool,
+            open_pool(num_workers, conversion, items, may_fork=not is_url(os.fsdecode(out))) as results,
             closing(Progress(progress, report.num_read, unit=" samples", smoothing=0)) as bar,
         ):
             bar.show(report.num_present, report.num_present)
-            for result, index in zip(pool.convert(items), todo, strict=True):
+            for result, index in zip(results, todo, strict=True):
                 sample = found.samples[index]
                 try:
                     if isinstance(result, Exception):
                         raise result
-                    pool.store(result)
+                    writer._place(result.packed)
                 except BAD_SAMPLE as exc:
                     bad = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
                     error = bad.at(sample.name) if isinstance(bad, TensorCacheError) else bad.error

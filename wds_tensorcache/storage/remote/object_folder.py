@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any
 
 from wds_tensorcache.errors import RemoteError
 from wds_tensorcache.storage.output import Output
@@ -114,9 +112,6 @@ class _Upload(Output):
 
     The file has no name, and the system frees its space however this process ends.
 
-    Attributes:
-        temporary: Path at which other processes can open the file until `finish`.
-
     Threads/fork: as for `Output`.
     """
 
@@ -125,9 +120,7 @@ class _Upload(Output):
         super().__init__(f"{shown(url)}, in the temporary folder {self._folder} (TMPDIR sets another one)", fsync=False)
 
     def _create(self) -> io.RawIOBase:
-        file: Any = tempfile.TemporaryFile(buffering=0, dir=self._folder)  # noqa: SIM115
-        self.temporary = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        return file  # type: ignore[no-any-return]
+        return tempfile.TemporaryFile(buffering=0, dir=self._folder)
 
     def finish(self) -> None:
         """Create the object by one request; raise FileExistsError if another writer has created one of this name."""

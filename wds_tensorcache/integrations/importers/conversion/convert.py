@@ -117,6 +117,6 @@ class Conversion:
         names = frozenset((*entries, *(f".{suffix}" for suffix in loaded.members)))
         if older_key(key) and any(len(f"{key}.{suffix}") > MAX_MEMBER_NBYTES for suffix in loaded.members):
             key = hashed_key(sample.name)  # at most 80 characters instead of 88, so that the members' names fit
-        packed = self.pack(key, value, **loaded.members)
+        packed = self.pack(key, value, loaded.members)
         nbytes = sum(cache.layout.nbytes - cache.layout.data_begin for cache in packed.caches)
         return Converted(packed, names, nbytes, nbytes_narrowed, nbytes_trimmed, nbytes_narrowable)

@@ -1,195 +1,180 @@
-"""Convert samples by several threads or worker processes at once, and write them in the order of the source."""
+"""Convert samples by several threads or worker processes at once, in the order of the source."""
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
+import ctypes
+import gc
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import islice
-from multiprocessing.connection import wait
-from typing import Protocol
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from multiprocessing import get_context
+from typing import Any, BinaryIO
 
-from wds_tensorcache.integrations.importers.conversion.children import Child, may_fork
-from wds_tensorcache.integrations.importers.conversion.convert import Conversion, Converted, Item
-from wds_tensorcache.integrations.importers.conversion.messages import (
-    Place,
-    Places,
-    Report,
-    Target,
-    Todo,
-    receive,
-    send,
-)
-from wds_tensorcache.integrations.importers.conversion.worker import work
+import torch
+
+from wds_tensorcache.codec.header import Layout, form_of, make_layout
+from wds_tensorcache.errors import FormatError, add_note
+from wds_tensorcache.integrations.importers.conversion.convert import BAD_SAMPLE, Conversion, Converted, Item
 from wds_tensorcache.storage.threads import Threads, run_in_order
-from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
-from wds_tensorcache.writing.writer import ShardWriter
 
-_CHUNK = 8  # samples that a worker process gets at a time
-_MIN_SAMPLES = 4 * _CHUNK  # starting processes takes longer than converting fewer samples
-
-
-class Pool(Protocol):
-    """Workers that convert samples."""
-
-    def convert(self, items: Sequence[Item]) -> Iterator[Converted | Exception]:
-        """Yield a converted sample or its error for each item, in order. The caller stores a sample before the next one.
-
-        Raises:
-            OSError: Bytes could not be written, or a worker process was killed.
-        """
-
-    def store(self, converted: Converted) -> None:
-        """Write a sample that `convert` has just yielded."""
-
-    def close(self) -> None:
-        """End the workers. Samples that are not written yet are lost, unless `convert` has yielded its last item."""
+_MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
+_PIPE_NBYTES = 1 << 20  # the most that a pipe can have without privileges
+_IS_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
-def open_pool(num_workers: int, conversion: Conversion, writer: ShardWriter, items: Sequence[Item]) -> Pool:
-    """Return worker processes if a fork is safe and worth its time; otherwise threads, which write the same bytes.
+@contextmanager
+def open_pool(
+    num_workers: int, conversion: Conversion, items: Sequence[Item], *, may_fork: bool
+) -> Iterator[Iterator[Converted | Exception]]:
+    """Start worker processes if a fork is safe and worth its time, otherwise threads; yield their results, in order.
 
-    Threads take turns for the GIL, so that two convert hardly more than one.
+    Threads take turns for the GIL, so that two convert hardly more than one. `may_fork` is False if a client of an object
+    store has threads of its own.
+
+    Raises:
+        ChildProcessError: A worker process was killed.
     """
     num_files = len({name for index, _ in items for name in conversion.samples[index].files})
+    workers: list[_Worker] = []
     # Samples that share a file are converted by threads, which share what they have read of it.
-    if writer._can_reserve and len(items) >= _MIN_SAMPLES and 2 * num_files >= len(items) and may_fork():
-        children: list[Child] = []
+    if may_fork and len(items) >= _MIN_SAMPLES and 2 * num_files >= len(items) and _is_fork_safe():
         try:
-            for _ in range(num_workers):
-                Child(partial(work, convert=conversion), children)
-            return _Processes(children, writer)
-        except BaseException as exc:
-            for child in children:
-                child.close()
-            if not isinstance(exc, OSError):  # the system allows no more processes
-                raise
-    return _Threads(num_workers, conversion, writer)
+            with contextlib.suppress(OSError):  # the system allows no more processes
+                for first in range(num_workers):
+                    workers.append(_Worker(conversion, items[first::num_workers]))
+            if len(workers) == num_workers:
+                yield (workers[number % num_workers].receive() for number in range(len(items)))
+                return
+        finally:
+            for worker in workers:
+                worker.kill()
+    with Threads(num_workers, "import") as pool, closing(run_in_order(items, conversion, pool, num_workers)) as results:
+        yield results
 
 
-class _Threads:
-    def __init__(self, num_workers: int, convert: Callable[[Item], Converted | Exception], writer: ShardWriter) -> None:
-        self._num_workers, self._convert, self._writer = num_workers, convert, writer
-        self._pool = Threads(num_workers, "import")
+def _is_fork_safe() -> bool:
+    """Return whether a forked child of this process may run torch, and the system kills it when this process ends.
 
-    def convert(self, items: Sequence[Item]) -> Iterator[Converted | Exception]:
-        return run_in_order(items, self._convert, self._pool, self._num_workers)
-
-    def store(self, converted: Converted) -> None:
-        self._writer._place(converted.packed)
-
-    def close(self) -> None:
-        self._pool.shutdown()
+    Hazard: another thread may hold a lock, which the child would have forever. CUDA and Arrow do not work after a fork.
+    """
+    return (
+        _IS_LINUX
+        and threading.active_count() == 1
+        and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        and not sys.modules.keys() & {"pyarrow", "jax"}
+    )
 
 
 class _Worker:
-    """A worker process, as its parent sees it."""
+    """A forked process that converts samples, and waits while its pipe is full.
 
-    def __init__(self, child: Child) -> None:
-        self.child = child
-        self.connection = child.connection
-        self.num_todo = 0  # items without a result
-        self.results: deque[Converted | Exception] = deque()  # in the order of its items
-        self.places: list[Place | None] = []  # of results that were taken, not sent yet
-        self.targets: set[int] = set()  # numbers of the shards that it knows
+    Raises:
+        OSError: The system allows no more processes or descriptors.
+    """
 
+    def __init__(self, conversion: Conversion, items: Sequence[Item]) -> None:
+        import fcntl  # not on all systems
 
-class _Processes:
-    """Workers that write the bytes themselves, at places that this process reserves in the order of the source."""
-
-    def __init__(self, children: list[Child], writer: ShardWriter) -> None:
-        self._writer = writer
-        self._workers = [_Worker(child) for child in children]
-        self._by_connection = {worker.connection: worker for worker in self._workers}
-        self._shards: dict[int, UnfinishedShard] = {}  # that have awaited bytes
-        self._num_shards = 0
-        self._current: UnfinishedShard | None = None
-        self._place: Place | None = None  # of the sample that `convert` has yielded
-
-    def convert(self, items: Sequence[Item]) -> Iterator[Converted | Exception]:
-        todo = iter(items)
-        assigned: deque[_Worker] = deque()  # the worker of each item that was not yielded, in the order of the items
-        while True:
-            self._assign(todo, assigned)
-            if not assigned:
-                break
-            worker = assigned[0]
-            if not worker.results:
-                self._send_places(worker)
-                self._receive()
-                continue
-            assigned.popleft()
-            self._place = None
-            yield worker.results.popleft()
-            worker.places.append(self._place)
-            if not worker.results or not assigned or assigned[0] is not worker:
-                self._send_places(worker)
-        while self._shards:
-            self._receive()
-
-    def _assign(self, todo: Iterator[Item], assigned: deque[_Worker]) -> None:
-        """Give each worker its next samples early, so that it never waits for them."""
-        while (worker := min(self._workers, key=lambda each: each.num_todo)).num_todo <= _CHUNK:
-            items = list(islice(todo, _CHUNK))
-            if not items:
-                return
-            self._send(worker, Todo(items))
-            worker.num_todo += len(items)
-            assigned.extend([worker] * len(items))
-
-    def store(self, converted: Converted) -> None:
-        shard, offset = self._writer._reserve(converted.packed)
-        if shard is not self._current:
-            self._current = shard
-            self._num_shards += 1
-        self._shards[self._num_shards] = shard
-        self._place = self._num_shards, offset
-
-    def _send_places(self, worker: _Worker) -> None:
-        if worker.places:
-            numbers = {place[0] for place in worker.places if place is not None} - worker.targets
-            targets = {}
-            for number in sorted(numbers):
-                path = self._shards[number].temporary
-                status = os.stat(path)
-                targets[number] = Target(os.path.abspath(path), (status.st_dev, status.st_ino))
-            self._send(worker, Places(worker.places, targets))
-            worker.targets |= numbers
-            worker.places = []
-
-    def _send(self, worker: _Worker, message: Todo | Places) -> None:
-        try:
-            send(worker.connection, message)
-        except OSError:
-            self._fail(worker)
-
-    def _receive(self) -> None:
-        """Wait for a message of any worker."""
-        for connection in wait(list(self._by_connection)):
-            worker = self._by_connection[connection]  # type: ignore[index]
+        reading, writing = os.pipe()
+        self._results, self._buffer = open(reading, "rb"), bytearray()  # noqa: SIM115 closed by `kill`
+        with open(writing, "wb") as results, warnings.catch_warnings():
+            # Python 3.12 warns of the threads of OpenBLAS, which handles forks itself
+            warnings.simplefilter("ignore", DeprecationWarning)
+            with contextlib.suppress(PermissionError):  # the user has many large pipes
+                fcntl.fcntl(results, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
+            arguments = conversion, items, results, os.getpid()
+            self._process = get_context("fork").Process(target=_work, args=arguments, daemon=True)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             try:
-                report: Report = receive(worker.connection)
-            except (EOFError, OSError):
-                self._fail(worker)
-            if report.fault is not None:
-                raise report.fault
-            worker.num_todo -= len(report.results)
-            worker.results.extend(report.results)
-            if report.failure is not None:
-                number, error = report.failure
-                self._shards[number].fail(error)
-            for number, nbytes in report.written.items():
-                shard = self._shards[number]
-                self._writer._acknowledge(shard, nbytes)
-                if not shard.num_awaited:
-                    del self._shards[number]
+                self._process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
-    def _fail(self, worker: _Worker) -> None:
-        raise ChildProcessError(f"{worker.child.describe_end()}; finished shards stay, and the import can resume")
+    def receive(self) -> Converted | Exception:
+        """Return the next result. Memory: the parts of a sample are valid until the next call."""
+        try:
+            # The sender is a forked copy of this process, so the pickle is as safe as the process itself.
+            result: Converted | Exception = pickle.load(self._results)  # noqa: S301
+            if isinstance(result, Converted):
+                nbytes = result.packed.nbytes
+                if len(self._buffer) < nbytes:
+                    self._buffer = bytearray(nbytes)  # recycled, since new pages take as long as the copy
+                result.packed.parts = [memoryview(self._buffer)[:nbytes]]
+                if self._results.readinto(result.packed.parts[0]) < nbytes:
+                    raise EOFError
+        except (EOFError, pickle.UnpicklingError) as exc:
+            self._process.join()
+            status = self._process.exitcode
+            end = f"was killed by {signal.Signals(-status).name}" if status and status < 0 else f"has ended ({status})"
+            remedy = "finished shards stay, and the import can resume"
+            raise ChildProcessError(f"worker process {self._process.pid} {end}; {remedy}") from exc
+        return result
 
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.child.kill()
-        for worker in self._workers:  # the system frees the memory of all at once
-            worker.child.close()
+    def kill(self) -> None:
+        self._results.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _work(conversion: Conversion, items: Sequence[Item], results: BinaryIO, parent: int) -> None:
+    """Convert samples in a worker process, and send the results to the parent process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    gc.freeze()  # a collection would copy the pages of all objects
+    torch.set_num_threads(1)  # Hazard: the child does not have the threads of OpenMP, and would wait for them
+    for item in items:
+        result: Converted | Exception
+        try:
+            result = conversion(item)
+        except Exception as exc:
+            add_note(exc, f"in a worker process:\n{traceback.format_exc()}")
+            result = exc
+        parts: list[Any] = []
+        if isinstance(result, Converted):
+            parts, result.packed.parts = result.packed.parts, parts
+        else:
+            result = _portable(result)
+        pickler = pickle.Pickler(results, 5)
+        pickler.dispatch_table = _REDUCERS
+        pickler.dump(result)
+        for part in parts:
+            results.write(part)
+        results.flush()
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that another process can unpickle, such as `error` itself."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 (made here)
+    except Exception:
+        text = f"{type(error).__name__}: {error}"
+        return FormatError(text) if isinstance(error, BAD_SAMPLE) else RuntimeError(text)
+    return error
+
+
+def _reduce_layout(layout: Layout) -> tuple[Any, ...]:
+    """Leave out what other samples taught the layout and its form, such as templates."""
+    dims = [dim for tensor in layout.tensors.values() for dim in tensor.shape]
+    return _layout, (layout.form.entries, dims, layout.data_begin, layout.texts, layout.further)
+
+
+def _layout(entries: Any, dims: Any, data_begin: Any, texts: Any, further: Any) -> Layout:
+    return make_layout(form_of(entries), dims, data_begin, texts, further)
+
+
+_REDUCERS = {**copyreg.dispatch_table, Layout: _reduce_layout}
