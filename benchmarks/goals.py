@@ -13,10 +13,9 @@ from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.dali_cpu import OURS as NODES
 from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
 from benchmarks.scenarios.importing import IMPORT_CEILING, IMPORTED, KINDS
-from benchmarks.scenarios.loaders.loader import READ_BATCH
-from benchmarks.scenarios.loaders.random_draws import ARITHMETIC, CHOSEN, MOMENTS, SAME_BYTES, SAMPLED
-from benchmarks.scenarios.loaders.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
+from benchmarks.scenarios.loader import READ_BATCH
 from benchmarks.scenarios.many_shards import memory_row, time_row
+from benchmarks.scenarios.random_draws import ARITHMETIC, CHOSEN, MOMENTS, SAME_BYTES, SAMPLED
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, ONE_OF_PEERS, moved
 from benchmarks.scenarios.shared import (
     ADDED,
@@ -36,6 +35,7 @@ from benchmarks.scenarios.shared import LOADED as SHARED_LOADED
 from benchmarks.scenarios.shared import VIEWS as SHARED_VIEWS
 from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
+from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds, median, ratios
 

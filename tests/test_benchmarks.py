@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,12 +14,10 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.calls import acts, traced
 from benchmarks.ceiling import Ranges
-from benchmarks.children.http_server import Server
 from benchmarks.peers.base import as_array, as_tensor
-from benchmarks.report import spread
+from benchmarks.report import tables
 from benchmarks.scenarios.gpu import AHEAD, CACHED_COPY, DALI_NATIVE, DALI_NODES, PINNED_COPY
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, STREAM, moved
-from benchmarks.summary import tables
 from benchmarks.timing import Variant, interleaved
 from benchmarks.workloads import WORKLOADS
 
@@ -63,29 +58,21 @@ def test_rounds_run_in_different_orders() -> None:
     assert len(set(orders)) > 2
 
 
-def test_the_table_of_the_docs() -> None:
+def test_the_tables_of_a_run() -> None:
     batches = {
-        "ceiling": [10.0, 12.0, 11.0],
         "tensorcache": [20.0, 21.0, 22.0],
-        "tensorcache, small values read": [35.0, 30.0, 31.0],
+        "ceiling": [10.0, 12.0, 11.0],
         "tensordict, tuned": [25.0, 28.0, 40.0],
-        "DALI, raw members": [5.0, 5.0, 5.0],
     }
-    stored = {"ceiling": 449_024.0, "tensorcache": 451_194.0}
-    content = {
-        "us_per_sample": {"diffusion": {"batch_random": batches}},
-        "stored_bytes_per_sample": {"diffusion": stored},
-    }
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables(content).splitlines() if line]
-    head = lines[0]
-    found = {line[0]: line for line in lines if len(line) == len(head)}
-    column, size = head.index("random batch of 32"), head.index("store, KB")
-    assert found["tensorcache"][column] == "31.0 (30.0..35.0)"  # with the small values, as peers decode them
-    assert found["*tensorcache, small values not decoded*"][column] == "21.0 (20.0..22.0)"
-    assert found["tensordict, tuned"][column] == "**28.0** (25.0..40.0)"  # the fastest that decodes everything
-    assert found["*DALI's reader, bytes not decoded*"][column] == "5.00 (5.00..5.00)"
-    assert found["tensorcache"][size] == "451"
-    assert spread([7.0]) == "7.00"
+    found = {"batch_random": batches, "verify": {"ceiling, readinto": [7.0]}, "remote": {}}
+    assert list(tables(WORKLOADS["diffusion"], found, {"ceiling": 449_024.0, "tensorcache": 451_194.0}, [])) == [
+        "| 450 KB in three fp16 tensors, nested, us/sample | batch_random | store, KB/sample |\n"
+        "| --- | --- | --- |\n"
+        "| ceiling | 11.0 (10.0..12.0) | 449 |\n"
+        "| tensorcache | 21.0 (20.0..22.0) | 451 |\n"
+        "| tensordict, tuned | 28.0 (25.0..40.0) | - |",
+        "| verify, diffusion | us/sample |\n| --- | --- |\n| ceiling, readinto | 7.00 |",
+    ]
 
 
 def test_calls_are_counted_until_the_first_read_of_a_batch(tmp_path: Path) -> None:
@@ -155,27 +142,17 @@ def test_the_remote_scenario_runs(tmp_path: Path) -> None:
     assert "Missing: none." in done.stdout
 
 
-def test_the_server_of_the_remote_scenario(tmp_path: Path) -> None:
-    content = random.Random(0).randbytes(300_000)
-    (tmp_path / "a b").mkdir()
-    (tmp_path / "a b" / "x.bin").write_bytes(content)
-    (tmp_path.parent / "outside.bin").write_bytes(b"secret")
-    with Server(tmp_path) as server:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        url = f"{server.url}/a%20b/x.bin"
-        for asked, expected in (
-            (None, content),
-            ("bytes=5-9", content[5:10]),
-            ("bytes=-70000", content[-70_000:]),
-            ("bytes=299990-400000", content[-10:]),
-        ):
-            with opener.open(urllib.request.Request(url, headers={"Range": asked} if asked else {})) as response:
-                assert response.read() == expected
-                assert response.status == (206 if asked else 200)
-        assert server.sent() == len(content) + 5 + 70_000 + 10
-        assert server.sent() == 0
-        for missing in ("/none", "/../outside.bin", "/%2e%2e/outside.bin"):
-            with pytest.raises(urllib.error.HTTPError) as error:
-                opener.open(server.url + missing)
-            assert error.value.code == 404
-            error.value.close()
+@pytest.mark.long
+def test_two_states_are_compared(tmp_path: Path) -> None:
+    """This one with itself; each row checks the values that it reads."""
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "benchmarks.core", "--base", root, "--quick", "--folder", tmp_path]
+    done = subprocess.run(
+        [*command, "--only", "*1 threads*"], capture_output=True, text=True, cwd=root, timeout=300, check=True
+    )
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == 8
+    for _, base, now, ratio, beside in rows:
+        assert float(base) > 0 < float(now)
+        assert len(ratio.partition(" (")[0].split(", ")) == 2
+        assert "Error" not in beside.replace("ModuleNotFoundError", "")  # tensordict

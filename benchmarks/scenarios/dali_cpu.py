@@ -17,7 +17,7 @@ import wds_tensorcache as tc
 from benchmarks.context import Context, Skipped
 from benchmarks.peers.base import as_array, by_sample, unstack
 from benchmarks.peers.webdataset import SHARD
-from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.timing import Rounds
 from benchmarks.workloads import Workload
 
 OURS = "tensorcache nodes"
@@ -110,8 +110,7 @@ def dali_cpu(context: Context) -> Rounds:
 
         runs: dict[str, Callable[[], int]] = {name: partial(nested, batches) for name, batches in iterators.items()}
         runs |= {name: partial(run, pipe) for name, pipe in pipes.items()}
-        variants = {name: Variant(each, count * size, context.warm(name)) for name, each in runs.items()}
-        return interleaved(variants, context.rounds)
+        return context.measure(runs, count * size)
 
 
 def _batches(context: Context, samples: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, ...]]:

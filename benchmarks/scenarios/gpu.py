@@ -19,7 +19,7 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.peers.base import by_sample, unstack
-from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.timing import Rounds
 
 PINNED_COPY = f"{CEILING}: copy from pinned memory"
 CACHED_COPY = f"{CEILING}: copy from the page cache"
@@ -139,11 +139,8 @@ def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
 
     with closing(_read_and_copied(context, nbytes)) as cached:
         ceilings = {PINNED_COPY: copied, CACHED_COPY: partial(next, cached)}
-        variants = {
-            name: Variant(partial(timed, run), count * size, context.warm(name))
-            for name, run in (ceilings | runs).items()
-        }
-        return interleaved(variants, context.rounds)
+        runs = ceilings | runs
+        return context.measure({name: partial(timed, run) for name, run in runs.items()}, count * size)
 
 
 def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None]:

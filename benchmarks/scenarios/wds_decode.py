@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,29 +80,24 @@ def wds_decode(context: Context) -> Rounds:
     def samples(shard: str, stages: list[Any]) -> Iterator[dict[str, Any]]:
         return iter(wds.DataPipeline(wds.SimpleShardList(shard), *stages))
 
-    def measured(shard: str, stages: list[Any], field: str | None, touched: bool) -> Callable[[], int]:
-        def once() -> int:
-            seen = 0
-            for sample in samples(shard, stages):
-                if touched:
-                    workload.touch(sample[field])
-                seen += 1
-            return seen
-
-        return once
+    def run(shard: str, stages: list[Any], field: str | None, touched: bool) -> int:
+        seen = 0
+        for sample in samples(shard, stages):
+            if touched:
+                workload.touch(sample[field])
+            seen += 1
+        return seen
 
     def decoded(sample: dict[str, Any], field: str | None) -> Any:
         return sample[field] if field else tc.decode_sample(sample["skel.pyd"], sample["safetensors"])
 
     for name, (shard, stages, field, _) in rows.items():
         context.check(name, (decoded(sample, field) for sample in samples(shard, stages)), range(workload.timed))
+    variants = {
+        name: Variant(partial(run, *row), workload.timed, partial(page_cache.load, folder))
+        for name, row in rows.items()
+    }
     try:
-        return interleaved(
-            {
-                name: Variant(measured(*row), workload.timed, partial(page_cache.load, folder))
-                for name, row in rows.items()
-            },
-            context.rounds,
-        )
+        return interleaved(variants, context.rounds)
     finally:
         shutil.rmtree(folder)

@@ -18,7 +18,7 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.context import CEILING, Context
 from benchmarks.peers import NAME
-from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.timing import Rounds
 
 _WORKLOAD = "diffusion"  # the samples are this scenario's own, so one run is enough
 SAME_BYTES = f"{NAME}, Loader, one latent and one text"
@@ -66,9 +66,7 @@ def random_draws(context: Context) -> Rounds:
         stack.callback(pool.shutdown)
         runs: dict[str, Callable[[], int]] = {name: partial(_epoch, each) for name, each in loaders.items()}
         runs[ARITHMETIC] = partial(_sample_all, pool, sample, list(loaders[MOMENTS].with_info()))
-        return interleaved(
-            {name: Variant(run, count, context.warm(name)) for name, run in runs.items()}, context.rounds
-        )
+        return context.measure(runs, count)
 
 
 def _write(folder: Path, count: int) -> None:
