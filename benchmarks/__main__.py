@@ -17,8 +17,8 @@ from benchmarks import page_cache, peers, report
 from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.goals import outcomes
 from benchmarks.scenarios.batches import batch_cold, batch_random, one_tensor
-from benchmarks.scenarios.dali_cpu import dali_cpu
-from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
+from benchmarks.scenarios.dali import dali_cpu, dali_gpu
+from benchmarks.scenarios.gpu import loader_gpu
 from benchmarks.scenarios.importing import importing
 from benchmarks.scenarios.loader import loader
 from benchmarks.scenarios.many_shards import many_shards

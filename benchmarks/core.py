@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks import page_cache
-from benchmarks.ceiling import Ranges, WarmMaps, plain_write
+from benchmarks.ceiling import Ranges, WarmMaps
 from benchmarks.peers.base import Batch, Reader
 from benchmarks.timing import Variant
 from benchmarks.workloads import WORKLOADS, Workload
@@ -51,14 +51,8 @@ def _caption(index: int) -> dict[str, Any]:
     return {"text": encoded, "prompt": f"caption number {index}", "index": index}
 
 
-def _medium(index: int) -> dict[str, Any]:
-    features = torch.randn(4096, generator=torch.Generator().manual_seed(index))
-    return {"features": features, "meta": {"id": f"item-{index:08d}", "label": index % 1000}, "index": index}
-
-
 LARGE = WORKLOADS["diffusion"]
 SMALL = replace(WORKLOADS["features"], count=40_000)
-MEDIUM = replace(SMALL, count=8000, sample=_medium)
 RAGGED = replace(WORKLOADS["text"], count=4096, sample=_caption)
 STORES: dict[str, tuple[Workload, int]] = {  # the samples, and in how many shards
     **dict.fromkeys(FILLS, (LARGE, 2)),
@@ -67,7 +61,6 @@ STORES: dict[str, tuple[Workload, int]] = {  # the samples, and in how many shar
     "1.5 KB": (SMALL, 2),
     **{f"450 KB, {n} shards": (replace(LARGE, count=2000), n) for n in (300, 2000)},
     **{f"1.5 KB, {n} shards": (SMALL, n) for n in (300, 2000)},
-    "16 KB, 300 shards": (MEDIUM, 300),
     "ragged": (RAGGED, 4),
 }
 
@@ -100,47 +93,50 @@ class _Cases:
         """Return the cases by title."""
         found: dict[str, Case] = {}
 
-        def add(title: str, ours: Callable[..., Variant], *args: Any, **beside: Callable[[], Variant]) -> None:
-            found[title] = Case(partial(ours, *args), {name.replace("_", " "): make for name, make in beside.items()})
+        def add(
+            title: str,
+            ours: Callable[[], Variant],
+            beside: dict[str, Callable[[], Variant]] | None = None,
+            **options: bool,
+        ) -> None:
+            found[title] = Case(ours, beside or {}, **options)
 
-        warm, read = FILLS[0], self._batches
+        def read(*args: Any) -> Callable[[], Variant]:
+            return partial(self._batches, *args)
+
+        warm, cold = FILLS[0], "450 KB, dropped"
         for fill in FILLS:
             for n in (1, 2):
-                beside = {"bare_copy": partial(self._bare, fill, n), "tensordict,_tuned": partial(self._tuned, n)}
-                add(f"450 KB x 32, {fill}, {n} threads", read, fill, 32, n, **beside)
-                add(f"450 KB x 32, {fill}, {n} threads, small values read", read, fill, 32, n, True, **beside)
+                beside = {"bare copy": partial(self._bare, fill, n), "tensordict, tuned": partial(self._tuned, n)}
+                add(f"450 KB x 32, {fill}, {n} threads", read(fill, 32, n), beside)
+                add(f"450 KB x 32, {fill}, {n} threads, small values read", read(fill, 32, n, True), beside)
         for size in (32, 256):
             for n in (1, 2, 8):
-                add(f"padded x {size}, {n} threads", read, "ragged", size, n)
-            add(f"16 KB x {size}, 300 shards", read, "16 KB, 300 shards", size, 1)
+                add(f"padded x {size}, {n} threads", read("ragged", size, n))
         for n in (300, 2000):
-            add(f"450 KB x 32, {n} shards", read, f"450 KB, {n} shards", 32, 1)
-            add(f"1.5 KB x 256, {n} shards", read, f"1.5 KB, {n} shards", 256, 1)
+            add(f"450 KB x 32, {n} shards", read(f"450 KB, {n} shards", 32, 1))
+            add(f"1.5 KB x 256, {n} shards", read(f"1.5 KB, {n} shards", 256, 1))
         for size in (32, 256, 1024):
-            add(f"1.5 KB x {size}", read, "1.5 KB", size, 1)
-            add(f"1.5 KB x {size}, small values read", read, "1.5 KB", size, 1, True)
-        add("one tensor of 450 KB x 32", self._one_tensor, warm)
+            add(f"1.5 KB x {size}", read("1.5 KB", size, 1))
+            add(f"1.5 KB x {size}, small values read", read("1.5 KB", size, 1, True))
         for title, store, size, num_written in (("450 KB", warm, 32, 200), ("1.5 KB", "1.5 KB", 256, 4000)):
-            add(f"tc.realize(cache[i]), {title}", self._samples, store, True)
-            add(f"cache[i], {title}", self._samples, store, False)
-            add(f"Loader, {title} x {size}", self._loader, store, size, read_batch=partial(read, store, size, 2))
-            plain = partial(self._plain_write, store, num_written)
-            add(f"write, {title}", self._write, store, num_written, plain_write=plain)
-        for store, size in (("450 KB, dropped", 32), ("1.5 KB, dropped", 1024)):
-            plain = partial(self._plain_epochs, store, 1)
+            add(f"tc.realize(cache[i]), {title}", partial(self._samples, store, True))
+            add(f"cache[i], {title}", partial(self._samples, store, False))
+            add(f"Loader, {title} x {size}", partial(self._loader, store, size), {"read_batch": read(store, size, 2)})
+            add(f"write, {title}", partial(self._write, store, num_written))
+        for store, size in ((cold, 32), ("1.5 KB, dropped", 1024)):
+            plain = {"plain reads": partial(self._plain_epochs, store, 1)}
             for is_loader, name in enumerate(("read_batch", "Loader")):
                 title = f"open and first epoch, cold, {store[:6]} x {size}, {name}"
-                add(title, self._epochs, store, size, 1, bool(is_loader), plain_reads=plain)
-        store = "450 KB, dropped"
-        found[f"450 KB x 32, open and two epochs, {LIMIT_NBYTES >> 20} MB of memory"] = Case(
-            partial(self._epochs, store, 32, 2, False),
-            {"plain reads": partial(self._plain_epochs, store, 2)},
-            is_limited=True,
+                add(title, partial(self._epochs, store, size, 1, bool(is_loader)), plain)
+        title, plain = (
+            f"450 KB x 32, two epochs, {LIMIT_NBYTES >> 20} MB of memory",
+            {"plain reads": partial(self._plain_epochs, cold, 2)},
         )
-        alone = partial(read, warm, 32, 1)
-        title = "450 KB x 32, two processes, default threads"
-        found[title] = Case(partial(read, warm, 32, None), {"one process, 1 thread": alone}, is_pair=True)
-        add("open 2,000 shards, us in all", self._open, "1.5 KB, 2000 shards")
+        add(title, partial(self._epochs, cold, 32, 2, False), plain, is_limited=True)
+        alone = {"one process, 1 thread": read(warm, 32, 1)}
+        add("450 KB x 32, two processes, default threads", read(warm, 32, None), alone, is_pair=True)
+        add("open 2,000 shards, us in all", partial(self._open, "1.5 KB, 2000 shards"))
         add("first look-up of 10^6 ascending keys, us in all", self._look_up)
         return found
 
@@ -201,18 +197,6 @@ class _Cases:
         for indices in batches[:2]:
             maps.check(indices, [LARGE.sample(index) for index in indices])
         return Variant(lambda: _count(map(maps.copy, batches)), sum(map(len, batches)))
-
-    def _one_tensor(self, store: str) -> Variant:
-        from benchmarks.peers import ours
-
-        reader = ours.open_cache(self._folder / store, LARGE, threads=1)
-        self.opened.callback(reader.close)
-        read: Any = reader.one
-        batches = self._order(store, 32)
-        expected = [LARGE.split(LARGE.sample(index))[0][LARGE.one[0]] for index in batches[0]]
-        if not torch.equal(read(batches[0]), torch.stack(expected)):
-            raise AssertionError(f"{store}: what was read is not what was written")
-        return Variant(lambda: sum(map(len, map(read, batches))), sum(map(len, batches)))
 
     def _samples(self, store: str, is_whole: bool) -> Variant:
         import wds_tensorcache as tc
@@ -285,17 +269,6 @@ class _Cases:
             return count
 
         run(is_checked=True)
-        return Variant(run, count)
-
-    def _plain_write(self, store: str, count: int) -> Variant:
-        content = memoryview(b"".join(path.read_bytes() for path in (self._folder / store).glob("*.tar")))
-        nbytes = len(content) * min(count, self.count(store)) // self.count(store)
-
-        def run() -> int:
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-                plain_write(Path(folder) / "plain", content[:nbytes], fsync=False)
-            return count
-
         return Variant(run, count)
 
     def _open(self, store: str) -> Variant:

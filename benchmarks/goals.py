@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from benchmarks.context import CEILING
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
 from benchmarks.scenarios.batches import COLD_CEILINGS
-from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
-from benchmarks.scenarios.dali_cpu import OURS as NODES
-from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
+from benchmarks.scenarios.dali import NATIVE, NESTED, PYD_SOURCE, RAW
+from benchmarks.scenarios.dali import OURS as NODES
+from benchmarks.scenarios.gpu import AHEAD, PINNED_COPY
 from benchmarks.scenarios.importing import IMPORT_CEILING, IMPORTED, KINDS
 from benchmarks.scenarios.loader import READ_BATCH
 from benchmarks.scenarios.many_shards import memory_row, time_row
@@ -186,8 +186,8 @@ _GOALS = (
     _Goal("diffusion", "dali_cpu", "raw members / native reader", _over(RAW, NATIVE), 1.3, at_least=True),
     _Goal("diffusion", "dali_cpu", "nodes / raw members", _over(NODES, RAW), 1.3),
     _Goal("diffusion", "dali_cpu", "native reader / raw members", _over(NATIVE, RAW), 1.0),
-    _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, DALI_NODES), 0.85, at_least=True),
-    _Goal("diffusion", "dali_gpu", "pinned copy / native reader", _over(PINNED_COPY, DALI_NATIVE), 0.85, at_least=True),
+    _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, NESTED), 0.85, at_least=True),
+    _Goal("diffusion", "dali_gpu", "pinned copy / native reader", _over(PINNED_COPY, NATIVE), 0.85, at_least=True),
     _Goal("diffusion", "loader_gpu", "pinned copy / Loader", _over(PINNED_COPY, AHEAD), 0.85, at_least=True),
     _Goal("diffusion", "dali_cpu", ".pyd source / nested batches", _over(PYD_SOURCE, NESTED), 4, at_least=True),
     _Goal("diffusion", "wds_decode", "lazy / raw members", _over("tensorcache, lazy", "raw members"), 1.15),

@@ -16,7 +16,8 @@ from benchmarks.calls import acts, traced
 from benchmarks.ceiling import Ranges
 from benchmarks.peers.base import as_array, as_tensor
 from benchmarks.report import tables
-from benchmarks.scenarios.gpu import AHEAD, CACHED_COPY, DALI_NATIVE, DALI_NODES, PINNED_COPY
+from benchmarks.scenarios.dali import NATIVE, NESTED
+from benchmarks.scenarios.gpu import AHEAD, CACHED_COPY, PINNED_COPY
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, STREAM, moved
 from benchmarks.timing import Variant, interleaved
 from benchmarks.workloads import WORKLOADS
@@ -110,7 +111,7 @@ def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
         "writing/test_gpu",
     ):
         assert f"tests/{module}.py" in found.stdout
-    for row in (PINNED_COPY, CACHED_COPY, DALI_NODES, DALI_NATIVE, AHEAD):
+    for row in (PINNED_COPY, CACHED_COPY, NESTED, NATIVE, AHEAD):
         assert f"| {row} |" in found.stdout
     assert "Missing: none." in found.stdout
 
