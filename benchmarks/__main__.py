@@ -22,7 +22,6 @@ from benchmarks.scenarios.gpu import loader_gpu
 from benchmarks.scenarios.importing import importing
 from benchmarks.scenarios.loader import loader
 from benchmarks.scenarios.many_shards import many_shards
-from benchmarks.scenarios.random_draws import random_draws
 from benchmarks.scenarios.remote import remote
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, opened, random_get
 from benchmarks.scenarios.shared import shared
@@ -49,7 +48,6 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "wds_decode": wds_decode,
     "worker_handoff": worker_handoff,
     "loader": loader,
-    "random_draws": random_draws,
     "verify": verify,
     "many_shards": many_shards,
     "shared": shared,

@@ -15,7 +15,6 @@ from benchmarks.scenarios.gpu import AHEAD, PINNED_COPY
 from benchmarks.scenarios.importing import IMPORT_CEILING, IMPORTED, KINDS
 from benchmarks.scenarios.loader import READ_BATCH
 from benchmarks.scenarios.many_shards import memory_row, time_row
-from benchmarks.scenarios.random_draws import ARITHMETIC, CHOSEN, MOMENTS, SAME_BYTES, SAMPLED
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, ONE_OF_PEERS, moved
 from benchmarks.scenarios.shared import (
     ADDED,
@@ -71,12 +70,6 @@ def _over(name: str, base: str) -> Callable[[Rounds], list[float]]:
 
 def _us(name: str) -> Callable[[Rounds], list[float]]:
     return lambda rounds: rounds[name]
-
-
-def _over_sum(name: str, *parts: str) -> Callable[[Rounds], list[float]]:
-    return lambda rounds: [
-        each / sum(of_round) for each, *of_round in zip(rounds[name], *map(rounds.__getitem__, parts), strict=True)
-    ]
 
 
 def _fastest(rounds: Rounds, names: list[str]) -> str:
@@ -157,10 +150,6 @@ _GOALS = (
     _Goal("diffusion", "loader", "MDS / Loader", _best_over("MDS", LOADED), 8, at_least=True),
     _Goal("diffusion", "loader", "webdataset .pyd / Loader", _best_over("webdataset .pyd", LOADED), 15, at_least=True),
     _Goal("diffusion", "loader", "tensordict / Loader", _best_over("tensordict", LOADED), 1, at_least=True),
-    _Goal("diffusion", "random_draws", "chosen / the same bytes", _over(CHOSEN, SAME_BYTES), 1.1),
-    _Goal(
-        "diffusion", "random_draws", "sampled / (moments + arithmetic)", _over_sum(SAMPLED, MOMENTS, ARITHMETIC), 1.0
-    ),
     _Goal("diffusion", "verify", "readinto / 1 thread", _over(READINTO, VERIFIED), 0.6, at_least=True),
     _Goal("diffusion", "verify", "readinto / all cores", _over(READINTO, VERIFIED_BY_ALL), 0.6, at_least=True),
     _Goal("features", "many_shards", "10^7, first key, us", _us(time_row("10^7", "first key")), 10_000),

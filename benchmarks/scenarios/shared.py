@@ -44,23 +44,10 @@ MEMORY, ADDED = "8 processes with 1 GB, MB", "8 processes, added by 1 GB, MB"
 BATCH_CEILING = f"{CEILING}, batches"
 
 
-class _ListDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset of samples in a list."""
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
-
-
 class _Block:
     """Flat tuples of tensors in shared memory, loaded at their first access. A hit returns views, a batch is a copy."""
 
-    def __init__(self, dataset: _ListDataset) -> None:
+    def __init__(self, dataset: Sequence[tuple[torch.Tensor, ...]]) -> None:
         count, first = len(dataset), dataset[0]
         self._dataset = dataset
         self._memory = SharedMemory(create=True, size=count * (1 + sum(tensor.nbytes for tensor in first)))
@@ -103,7 +90,7 @@ def shared(context: Context) -> Rounds:
     with ExitStack() as stack:
 
         def share(samples: Sequence[Any], name: str) -> tc.SharedDataset:
-            return stack.enter_context(tc.SharedDataset(_ListDataset(samples), name, directory=context.tmpfs))
+            return stack.enter_context(tc.SharedDataset(samples, name, directory=context.tmpfs))
 
         nested, flat = share(context.samples, "nested"), share(tensors, "flat")
         reopened: list[tc.SharedDataset] = []  # the last one is opened before each pass, as by another process
@@ -113,7 +100,7 @@ def shared(context: Context) -> Rounds:
             for opened in reopened[:-1]:
                 opened.close()
 
-        block = _Block(_ListDataset(tensors))
+        block = _Block(tensors)
         stack.callback(block.close)
         copies = [pickle.dumps(sample, 5) for sample in context.samples]
         gets: dict[str, Callable[[int], object]] = {
