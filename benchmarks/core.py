@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -230,21 +230,21 @@ class _Cases:
         from benchmarks.peers import ours
 
         folder, workload, batches = self._folder / store, STORES[store][0], self._order(store, size, 10**9)
-        count = sum(map(len, batches))
+        count = epochs * sum(map(len, batches))
 
-        @contextmanager
-        def reading() -> Iterator[Iterator[Batch]]:
-            reader: Any = ours.open_loader(folder, workload, size) if is_loader else ours.open_cache(folder, workload)
-            yield reader.batches(count) if is_loader else map(reader.batch, batches * epochs)
-            reader.close()
+        def opened() -> Any:
+            return closing(ours.open_loader(folder, workload, size) if is_loader else ours.open_cache(folder, workload))
+
+        def read(reader: Any) -> Iterator[Batch]:
+            return reader.batches(count) if is_loader else map(reader.batch, batches * epochs)
 
         def run() -> int:
-            with reading() as read:
-                return _count(read)
+            with opened() as reader:
+                return _count(read(reader))
 
-        with reading() as read:
-            _check(workload, read, None if is_loader else batches)
-        return Variant(run, epochs * count, partial(_drop, folder))
+        with opened() as reader:
+            _check(workload, read(reader), None if is_loader else batches)
+        return Variant(run, count, partial(_drop, folder))
 
     def _plain_epochs(self, store: str, epochs: int) -> Variant:
         folder, order = self._folder / store, [index for (index,) in self._order(store, 1, 10**9)]
@@ -334,8 +334,11 @@ def _serve(address: str, stores: Path, part: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     connection, cases, rows, last = Client(address), _Cases(stores, part), {}, None
-    while request := connection.recv():
-        title, row = request
+    while True:
+        try:
+            title, row = connection.recv()
+        except EOFError:
+            return
         if title != last:
             rows, last = {}, title
             cases.opened.close()
@@ -345,17 +348,16 @@ def _serve(address: str, stores: Path, part: int) -> None:
                 rows[row] = case.beside[row]() if row else case.ours()
                 rows[row].prepare()
                 rows[row].run()
-            variant = rows[row]
-            variant.prepare()
+            rows[row].prepare()
             gc.collect()
             begun = time.perf_counter()
-            if variant.run() != variant.count:
+            if rows[row].run() != rows[row].count:
                 raise AssertionError("another number of samples")
-            connection.send((time.perf_counter() - begun) / variant.count * 1e6)
+            connection.send((time.perf_counter() - begun) / rows[row].count * 1e6)
+        except ImportError:
+            connection.send("not installed")
         except Exception as error:
-            connection.send(
-                f"{type(error).__name__}: {error}".partition(":" if isinstance(error, ImportError) else "\n")[0]
-            )
+            connection.send(f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 class _Parent:
@@ -377,11 +379,12 @@ class _Parent:
     def _child(self, state: str, place: str) -> Connection:
         if (state, place) not in self._children:
             process = self.command(state, "--serve", str(self._listener.address))
-            self._children[state, place] = self._listener.accept()
+            connection = self._stack.enter_context(self._listener.accept())
             if place == "limited":
                 self._stack.callback(_limit_memory(process.pid).rmdir)
             self._stack.callback(process.wait)
-            self._stack.callback(self._children[state, place].send, None)
+            self._stack.callback(connection.close)  # which ends the process
+            self._children[state, place] = connection
         return self._children[state, place]
 
     def measure(self, title: str, case: Case, rounds: int) -> dict[str, list[Any]]:
@@ -390,6 +393,8 @@ class _Parent:
         found: dict[str, list[Any]] = {row or state: [] for state, row in rows}
         for number in range(rounds):
             for state, row in random.Random(number).sample(rows, len(rows)):
+                if isinstance((found[row or state] or [0])[-1], str):
+                    continue  # it failed
                 places = ["a", "b"] if case.is_pair and not row else ["limited" if case.is_limited else "a"]
                 try:
                     children = [self._child(state, place) for place in places]
