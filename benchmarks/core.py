@@ -60,7 +60,7 @@ STORES: dict[str, tuple[Workload, int]] = {  # the samples, and in how many shar
     "450 KB, dropped": (LARGE, 2),  # from the page cache, before each pass
     "1.5 KB": (SMALL, 2),
     "1.5 KB, dropped": (SMALL, 2),
-    **{f"450 KB, {n} shards": (replace(LARGE, count=2000), n) for n in (300, 2000)},
+    **{f"450 KB, {n} shards": (replace(LARGE, count=max(LARGE.count, n)), n) for n in (300, 2000)},
     **{f"1.5 KB, {n} shards": (SMALL, n) for n in (300, 2000)},
     "ragged": (RAGGED, 4),
 }
@@ -161,7 +161,8 @@ class _Cases:
                     for index in range(count):
                         writer.write(f"{index:08d}", workload.sample(index))
                 written[key] = store
-            page_cache.sync(self._folder / store)
+            if store in FILLS or store.endswith("dropped"):
+                page_cache.sync(self._folder / store)
         for fill in FILLS:
             page_cache.refill(self._folder / fill, fill)
         sparse.write_shards(self._folder / KEYS, 100, 10_000 // self._part)
