@@ -86,7 +86,6 @@ $(BENCH)/peers: setup.cfg constraints/bench.txt
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH_PIP) torch
 	$(BENCH_PIP) --editable '.[remote]'
-	-$(BENCH_PIP) matplotlib
 	-$(BENCH_PIP) tensordict
 	-$(BENCH_PIP) array_record
 	-$(BENCH_PIP) nvidia-dali-cuda130

@@ -1,40 +1,51 @@
-"""The ceiling: the bytes that a scenario must read or write, moved by the plainest system calls."""
+"""The ceiling: the bytes that a scenario must read or write, moved by the plainest calls."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import tarfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
+from benchmarks.peers.base import Batch
 from benchmarks.workloads import tensor_at
 
 IN_FLIGHT = 32  # reads that keep a cold disk busy
 _PIECE_NBYTES = 1 << 20
 
 
-class Range(NamedTuple):
-    """The bytes of one sample: [begin, begin + nbytes) of the open shard `file`."""
+@cache
+def _tensors(path: Path) -> list[dict[str, tuple[int, int]]]:
+    """Return where the tensors of each sample of our shard begin and end, in their order, found by `tarfile` alone."""
+    found = []
+    with tarfile.open(path, "r:") as tar, path.open("rb") as file:
+        for member in tar:
+            if member.name.endswith(".safetensors"):
+                file.seek(member.offset_data)
+                nbytes = int.from_bytes(file.read(8), "little")
+                header, first = json.loads(file.read(nbytes)), member.offset_data + 8 + nbytes
+                header.pop("__metadata__", None)
+                places = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+                found.append({name: (first + begin, first + end) for begin, end, name in places})
+    return found
 
-    file: int
-    begin: int
-    nbytes: int
 
-
-@lru_cache
-def _members(path: Path) -> list[tuple[int, int]]:
-    with tarfile.open(path, "r:") as tar:
-        return [(member.offset_data, member.size) for member in tar if member.name.endswith(".safetensors")]
+def _nbytes(tensor: torch.Tensor) -> Any:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class Ranges:
-    """The byte ranges of each sample's tensors in our shards, found by `tarfile` alone.
+    """Plain reads of each sample's tensors out of our shards.
 
     Args:
         folder: Folder of the shards.
@@ -44,24 +55,17 @@ class Ranges:
 
     def __init__(self, folder: Path, num_slots: int, tensor: str | None = None) -> None:
         self._files: list[int] = []
-        self._ranges: list[Range] = []
-        self._headers: list[tuple[int, int]] = []  # where the JSON of each range's member is: begin and length
-        self._tensor = tensor
+        self._names: list[list[str]] = []
+        self._ranges: list[tuple[int, int, int]] = []  # of each sample: file, begin, length
         for path in sorted(folder.glob("*.tar")):
             self._files.append(os.open(path, os.O_RDONLY))
-            self._ranges += [self._tensors(begin, nbytes, tensor) for begin, nbytes in _members(path)]
-        self._most = max(found.nbytes for found in self._ranges)
+            for sample in _tensors(path):
+                places = [sample[tensor]] if tensor else list(sample.values())
+                self._names.append([tensor] if tensor else list(sample))
+                self._ranges.append((self._files[-1], places[0][0], places[-1][1] - places[0][0]))
+        self._most = max(nbytes for _, _, nbytes in self._ranges)
         self._slots = num_slots
         self._memory = memoryview(bytearray(self._slots * self._most))
-
-    def _tensors(self, begin: int, nbytes: int, tensor: str | None) -> Range:
-        file = self._files[-1]
-        header_nbytes = int.from_bytes(os.pread(file, 8, begin), "little")
-        self._headers.append((begin + 8, header_nbytes))
-        start, stop = 0, nbytes - 8 - header_nbytes
-        if tensor is not None:
-            start, stop = json.loads(os.pread(file, header_nbytes, begin + 8))[tensor]["data_offsets"]
-        return Range(file, begin + 8 + header_nbytes + start, stop - start)
 
     def __enter__(self) -> Ranges:
         return self
@@ -77,18 +81,12 @@ class Ranges:
             raise AssertionError(f"short read of {nbytes} bytes at {begin}")
         return 1
 
-    def check(self, order: Sequence[int], samples: Sequence[Any]) -> None:
+    def check(self, order: Sequence[int], samples: Any) -> None:
         """Raise AssertionError unless the bytes read for each sample of `order` are those of its tensors."""
         for index in order:
             self._read(0, index)
-            file, _, nbytes = self._ranges[index]
-            begin, header_nbytes = self._headers[index]
-            entries = json.loads(os.pread(file, header_nbytes, begin))
-            entries.pop("__metadata__", None)
-            names = sorted(entries, key=lambda name: entries[name]["data_offsets"])
-            tensors = [tensor_at(samples[index], name) for name in names if self._tensor in (None, name)]
-            wanted = b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().data for tensor in tensors)
-            if self._memory[:nbytes] != wanted:
+            wanted = b"".join(_nbytes(tensor_at(samples[index], name)) for name in self._names[index])
+            if self._memory[: len(wanted)] != wanted:
                 raise AssertionError(f"the ceiling's bytes of sample {index} are not those of its tensors")
 
     def read(self, order: Sequence[int]) -> Callable[[], int]:
@@ -110,20 +108,70 @@ class Ranges:
     def read_ahead(self, order: Sequence[int]) -> Callable[[], int]:
         """Return a function that reads the same samples on one thread and requests each range `IN_FLIGHT` reads ahead."""
 
-        def ask(index: int) -> None:
-            os.posix_fadvise(*self._ranges[index], os.POSIX_FADV_WILLNEED)
-
         def run() -> int:
             seen = 0
-            for index in order[:IN_FLIGHT]:
-                ask(index)
-            for slot, index in enumerate(order):
+            for slot in range(-IN_FLIGHT, len(order)):
                 if slot + IN_FLIGHT < len(order):
-                    ask(order[slot + IN_FLIGHT])
-                seen += self._read(slot, index)
+                    os.posix_fadvise(*self._ranges[order[slot + IN_FLIGHT]], os.POSIX_FADV_WILLNEED)
+                seen += self._read(slot, order[slot]) if slot >= 0 else 0
             return seen
 
         return run
+
+
+class WarmMaps:
+    """Bare copies out of maps of our shards: one `memmove` for each tensor of a sample, into three batches in turn.
+
+    Args:
+        folder: Folder of the shards, whose tensors have equal shapes.
+        batch_size: Samples of a batch.
+        threads: 1 or 2, which share the samples of a batch.
+    """
+
+    def __init__(self, folder: Path, batch_size: int, threads: int) -> None:
+        self._maps = []
+        addresses: dict[str, list[int]] = {}
+        nbytes = {}
+        for path in sorted(folder.glob("*.tar")):
+            with path.open("rb") as file:
+                self._maps.append(np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8))
+            for sample in _tensors(path):
+                for name, (begin, end) in sample.items():
+                    addresses.setdefault(name, []).append(self._maps[-1].ctypes.data + begin)
+                    nbytes[name] = end - begin
+        self._addresses = {name: np.array(each) for name, each in addresses.items()}
+        self._batches = [{name: np.empty((batch_size, n), np.uint8) for name, n in nbytes.items()} for _ in range(3)]
+        self._turn = cycle(self._batches)
+        self._pool = ThreadPoolExecutor(1) if threads == 2 else None
+
+    def copy(self, indices: Sequence[int]) -> Batch:
+        """Copy the tensors of a batch."""
+        batch, numbers, half = next(self._turn), np.array(indices), len(indices) // 2
+
+        def part(first: int, last: int) -> None:
+            for name, rows in batch.items():
+                nbytes = rows.shape[1]
+                target = rows.ctypes.data + first * nbytes
+                for source in self._addresses[name][numbers[first:last]].tolist():
+                    ctypes.memmove(target, source, nbytes)
+                    target += nbytes
+
+        if self._pool is None:
+            part(0, len(indices))
+        else:
+            other = self._pool.submit(part, half, len(indices))
+            part(0, half)
+            other.result()
+        return Batch(len(indices), list)
+
+    def check(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
+        """Raise AssertionError unless a copied batch has the bytes of the tensors of its samples."""
+        self._turn = cycle(self._batches)
+        self.copy(indices)
+        for name, rows in self._batches[0].items():
+            for row, sample in zip(rows, samples, strict=False):
+                if row.data != _nbytes(tensor_at(sample, name)):
+                    raise AssertionError(f"{name}: the bare copy's bytes are not those of the tensors")
 
 
 def plain_write(path: Path, content: memoryview, *, fsync: bool) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks import page_cache
 from benchmarks.ceiling import Ranges
 from benchmarks.peers import NAME
 from benchmarks.peers.base import Peer, Reader
+from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import Workload
 
 CEILING = "ceiling"  # its rows start with this word
@@ -36,6 +38,7 @@ class Context:
     tmpfs: Path  # for writing, in memory
     rounds: int
     missing: dict[str, str]  # filled as peers fail: why, by workload and peer
+    is_quick: bool = False  # few samples, only to test that everything runs
     gpu: str = "cuda"  # the device of the GPU scenarios; "cpu" only tests that they run
 
     @property
@@ -58,15 +61,21 @@ class Context:
         """Return the folder that a peer reads."""
         return self.stores / (peer.store or peer.name)
 
-    def warm(self, name: str, rewind: Callable[[], object] = lambda: None) -> Callable[[], None]:
-        """Return a function that loads a row's store into the page cache, to call before each pass."""
+    def warm(self, name: str, rewind: Callable[[], object] = lambda: None) -> None:
+        """Load a row's store into the page cache, and prepare its stream for another pass."""
         stores = {peer.name: self.store(peer) for peer in self.peers}
+        page_cache.load(stores.get(name, self.ours))
+        rewind()
 
-        def prepare() -> None:
-            page_cache.load(stores.get(name, self.ours))
-            rewind()
-
-        return prepare
+    def measure(
+        self, runs: dict[str, Callable[[], int]], count: int | None = None, readers: dict[str, Reader] | None = None
+    ) -> Rounds:
+        """Return the rounds of rows that each see `count` samples (one pass), from the page cache."""
+        variants = {}
+        for name, run in runs.items():
+            rewind = readers[name].rewind if readers and name in readers else lambda: None
+            variants[name] = Variant(run, count or self.workload.timed, partial(self.warm, name, rewind))
+        return interleaved(variants, self.rounds)
 
     @contextmanager
     def readers(self, ability: Callable[[Reader], object]) -> Iterator[dict[str, Reader]]:

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from benchmarks.context import CEILING
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
 from benchmarks.scenarios.batches import COLD_CEILINGS
-from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
-from benchmarks.scenarios.dali_cpu import OURS as NODES
-from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
+from benchmarks.scenarios.dali import NATIVE, NESTED, PYD_SOURCE, RAW
+from benchmarks.scenarios.dali import OURS as NODES
+from benchmarks.scenarios.gpu import AHEAD, PINNED_COPY
 from benchmarks.scenarios.importing import IMPORT_CEILING, IMPORTED, KINDS
-from benchmarks.scenarios.loaders.loader import READ_BATCH
-from benchmarks.scenarios.loaders.random_draws import ARITHMETIC, CHOSEN, MOMENTS, SAME_BYTES, SAMPLED
-from benchmarks.scenarios.loaders.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
+from benchmarks.scenarios.loader import READ_BATCH
 from benchmarks.scenarios.many_shards import memory_row, time_row
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, ONE_OF_PEERS, moved
 from benchmarks.scenarios.shared import (
@@ -36,6 +34,7 @@ from benchmarks.scenarios.shared import LOADED as SHARED_LOADED
 from benchmarks.scenarios.shared import VIEWS as SHARED_VIEWS
 from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
+from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds, median, ratios
 
@@ -71,12 +70,6 @@ def _over(name: str, base: str) -> Callable[[Rounds], list[float]]:
 
 def _us(name: str) -> Callable[[Rounds], list[float]]:
     return lambda rounds: rounds[name]
-
-
-def _over_sum(name: str, *parts: str) -> Callable[[Rounds], list[float]]:
-    return lambda rounds: [
-        each / sum(of_round) for each, *of_round in zip(rounds[name], *map(rounds.__getitem__, parts), strict=True)
-    ]
 
 
 def _fastest(rounds: Rounds, names: list[str]) -> str:
@@ -157,10 +150,6 @@ _GOALS = (
     _Goal("diffusion", "loader", "MDS / Loader", _best_over("MDS", LOADED), 8, at_least=True),
     _Goal("diffusion", "loader", "webdataset .pyd / Loader", _best_over("webdataset .pyd", LOADED), 15, at_least=True),
     _Goal("diffusion", "loader", "tensordict / Loader", _best_over("tensordict", LOADED), 1, at_least=True),
-    _Goal("diffusion", "random_draws", "chosen / the same bytes", _over(CHOSEN, SAME_BYTES), 1.1),
-    _Goal(
-        "diffusion", "random_draws", "sampled / (moments + arithmetic)", _over_sum(SAMPLED, MOMENTS, ARITHMETIC), 1.0
-    ),
     _Goal("diffusion", "verify", "readinto / 1 thread", _over(READINTO, VERIFIED), 0.6, at_least=True),
     _Goal("diffusion", "verify", "readinto / all cores", _over(READINTO, VERIFIED_BY_ALL), 0.6, at_least=True),
     _Goal("features", "many_shards", "10^7, first key, us", _us(time_row("10^7", "first key")), 10_000),
@@ -186,8 +175,8 @@ _GOALS = (
     _Goal("diffusion", "dali_cpu", "raw members / native reader", _over(RAW, NATIVE), 1.3, at_least=True),
     _Goal("diffusion", "dali_cpu", "nodes / raw members", _over(NODES, RAW), 1.3),
     _Goal("diffusion", "dali_cpu", "native reader / raw members", _over(NATIVE, RAW), 1.0),
-    _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, DALI_NODES), 0.85, at_least=True),
-    _Goal("diffusion", "dali_gpu", "pinned copy / native reader", _over(PINNED_COPY, DALI_NATIVE), 0.85, at_least=True),
+    _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, NESTED), 0.85, at_least=True),
+    _Goal("diffusion", "dali_gpu", "pinned copy / native reader", _over(PINNED_COPY, NATIVE), 0.85, at_least=True),
     _Goal("diffusion", "loader_gpu", "pinned copy / Loader", _over(PINNED_COPY, AHEAD), 0.85, at_least=True),
     _Goal("diffusion", "dali_cpu", ".pyd source / nested batches", _over(PYD_SOURCE, NESTED), 4, at_least=True),
     _Goal("diffusion", "wds_decode", "lazy / raw members", _over("tensorcache, lazy", "raw members"), 1.15),

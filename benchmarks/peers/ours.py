@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +22,46 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any], *, fsync: b
             writer.write(f"{index:08d}", sample)
 
 
-def _open(folder: Path, workload: Workload, *, threads: int | None = None, decoded: bool = False) -> Reader:
-    cache = tc.open(folder, num_threads=threads)
-    narrow = cache.select([workload.one[1]])
-    one = workload.one[0]
+def _collate(workload: Workload) -> Any:
+    return "pad" if workload.ragged else "stack"
+
+
+def as_batch(workload: Workload, read: Any) -> Batch:
+    """Return a batch of `read_batch` or `Loader`."""
+    tensors, small = workload.split(read)
+    return Batch(len(tensors[workload.one[0]]), lambda: unstack(workload, tensors, by_sample(small)))
+
+
+def open_cache(folder: Path, workload: Workload, *, threads: int | None = None, decoded: bool = False) -> Reader:
+    """Open shards; `decoded` reads all small values of a batch, too."""
+    opened = tc.open(folder, num_threads=threads)
+    collate, path = _collate(workload), workload.one[1]
+
+    @cache
+    def narrow() -> Any:
+        return opened.select([path])
 
     def batch(indices: Sequence[int]) -> Batch:
-        if workload.ragged:
-            read = cache.read_batch(indices, collate="pad")
-        else:
-            read = cache.read_batch(indices)
-        tensors, small = workload.split(read)
+        read = opened.read_batch(indices, collate=collate)
         if decoded:
-            for values in small.values():
+            for values in workload.split(read)[1].values():
                 list(values)
-        return Batch(len(tensors[one]), lambda: unstack(workload, tensors, by_sample(small)))
+        return as_batch(workload, read)
 
-    def read_one(indices: Sequence[int]) -> torch.Tensor:
-        read: torch.Tensor = tensor_at(narrow.read_batch(indices), workload.one[1])
+    def one(indices: Sequence[int]) -> torch.Tensor:
+        read: torch.Tensor = tensor_at(narrow().read_batch(indices), path)
         return read
 
-    return Reader(samples=lambda: iter(cache), get=cache.__getitem__, batch=batch, one=read_one, close=cache.close)
+    return Reader(samples=lambda: iter(opened), get=opened.__getitem__, batch=batch, one=one, close=opened.close)
 
 
 def _open_for_batches(folder: Path, workload: Workload, *, threads: int | None, decoded: bool = False) -> Reader:
-    return replace(_open(folder, workload, threads=threads, decoded=decoded), samples=None, get=None, one=None)
+    reader = open_cache(folder, workload, threads=threads, decoded=decoded)
+    return replace(reader, samples=None, get=None, one=None)
 
 
 def _open_views(folder: Path, workload: Workload) -> Reader:
-    whole = _open(folder, workload)
+    whole = open_cache(folder, workload)
 
     def viewed(sample: Any) -> Any:
         tensors, small = workload.split(sample)
@@ -65,36 +76,27 @@ def _open_views(folder: Path, workload: Workload) -> Reader:
     return Reader(samples=samples, get=get, close=whole.close)
 
 
-def _open_loader(folder: Path, workload: Workload) -> Reader:
-    cache = tc.open(folder)
-    loader = tc.Loader(
-        cache,
-        workload.batch_size,
-        shuffle=True,
-        last_batch="drop",
-        num_threads=2,
-        collate="pad" if workload.ragged else "stack",
-    )
+def open_loader(folder: Path, workload: Workload, batch_size: int | None = None) -> Reader:
+    """Open shards, and a `Loader` on two threads, which shuffles; its epochs follow each other."""
+    size, collate = batch_size or workload.batch_size, _collate(workload)
+    opened = tc.open(folder)
+    loader = tc.Loader(opened, size, shuffle=True, last_batch="drop", num_threads=2, collate=collate)
 
     def close() -> None:
         loader.close()
-        cache.close()
+        opened.close()
 
     def batches(count: int) -> Iterator[Batch]:
         seen = 0
         while seen < count:
             for read in loader:
-                tensors, small = workload.split(read)
-                seen += len(tensors[workload.one[0]])
-                yield Batch(len(tensors[workload.one[0]]), partial(_samples, workload, tensors, small))
+                batch = as_batch(workload, read)
+                seen += batch.count
+                yield batch
                 if seen >= count:
                     break
 
     return Reader(batches=batches, close=close)
-
-
-def _samples(workload: Workload, tensors: Any, small: Any) -> list[Any]:
-    return unstack(workload, tensors, by_sample(small))
 
 
 def peers() -> list[Peer]:
@@ -104,8 +106,8 @@ def peers() -> list[Peer]:
         Peer(name=VIEWS, open=_open_views, store=NAME),
         Peer(name=ONE_THREAD, open=partial(_open_for_batches, threads=1), store=NAME),
         Peer(name=TWO_THREADS, open=partial(_open_for_batches, threads=2), store=NAME),
-        Peer(name=LOADED, open=_open_loader, store=NAME),
+        Peer(name=LOADED, open=open_loader, store=NAME),
         Peer(name=READ, open=partial(_open_for_batches, threads=None, decoded=True), store=NAME),
         Peer(name=DECODED, open=partial(_open_for_batches, threads=1, decoded=True), store=NAME),
     ]
-    return [Peer(name=NAME, open=_open, write=write, write_synced=write_synced), *rows]
+    return [Peer(name=NAME, open=open_cache, write=write, write_synced=write_synced), *rows]

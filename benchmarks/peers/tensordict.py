@@ -17,7 +17,8 @@ from benchmarks.workloads import Small, Tensors, Workload
 _BUFFERS = 3  # batches that are there at a time: one that is used, one that is read, one in between
 
 
-def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
+def write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
+    """Write one map for each tensor, and one for each small value."""
     parts = [workload.split(sample) for sample in samples]
     count = [len(parts)]
     shapes = {name: _longest([tensors[name].shape for tensors, _ in parts]) for name in workload.dtypes}
@@ -80,7 +81,7 @@ def _open(folder: Path, workload: Workload) -> Reader:
     return Reader(samples=samples, get=get, batch=batch, one=one, loaders=loaders)
 
 
-def _open_tuned(folder: Path, workload: Workload, *, threads: int) -> Reader:
+def open_tuned(folder: Path, workload: Workload, *, threads: int) -> Reader:
     """Open as plain tensors over the maps, and list the small values once.
 
     Memory: a batch is overwritten by the third one after it.
@@ -144,7 +145,7 @@ def peers() -> list[Peer]:
     """Return tensordict's rows: one that indexes a TensorDict, two that are tuned for random access."""
     padded = "padded to the longest"
     tuned = [
-        Peer(name=name, open=partial(_open_tuned, threads=threads), store="tensordict", ragged=padded)
+        Peer(name=name, open=partial(open_tuned, threads=threads), store="tensordict", ragged=padded)
         for name, threads in (("tensordict, tuned", 1), ("tensordict, tuned, 2 threads", 2))
     ]
-    return [Peer(name="tensordict", open=_open, write=_write, ragged=padded), *tuned]
+    return [Peer(name="tensordict", open=_open, write=write, ragged=padded), *tuned]

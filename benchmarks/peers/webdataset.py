@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -85,16 +84,9 @@ def _open(folder: Path, workload: Workload, *, field: str) -> Reader:
     return Reader(samples=samples, batches=batches, ones=ones, loaders=loaders)
 
 
-def _open_raw(folder: Path, workload: Workload) -> Reader:
-    def samples() -> Iterator[bytes]:
-        return (sample["pyd"] for sample in _stream(folder, wds.map(lambda sample: sample)))
-
-    return Reader(samples=samples, decode=pickle.loads, touch=lambda content: sum(content[::4096]))
-
-
 def peers() -> list[Peer]:
-    """Return webdataset's rows; the raw row yields the members' undecoded bytes."""
-    rows = [
+    """Return webdataset's rows."""
+    return [
         Peer(
             name=f"webdataset .{field}",
             open=partial(_open, field=field),
@@ -103,4 +95,3 @@ def peers() -> list[Peer]:
         )
         for field in ("pyd", "pth", "npz")
     ]
-    return [Peer(name="webdataset, raw members", open=_open_raw, store="webdataset .pyd"), *rows]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,39 +20,39 @@ COLD_CEILINGS = (f"{CEILING}, {IN_FLIGHT} threads", f"{CEILING}, WILLNEED {IN_FL
 
 def batch_random(context: Context) -> Rounds:
     """Measure batches in random order, from the page cache. Streams shuffle as their users do."""
-    count = context.workload.timed
     with context.readers(_has_batches) as readers, context.ceiling(context.workload.batch_size) as ranges:
-        variants = {CEILING: Variant(ranges.read(context.order), count, context.warm(CEILING))}
-        for name, reader in readers.items():
-            with context.attempt(name):
-                _check(context, name, reader)
-                variants[name] = Variant(
-                    partial(_read, context, reader), count, context.warm(name, partial(_rewind, reader))
-                )
-        return interleaved(variants, context.rounds)
+        runs = {CEILING: ranges.read(context.order)}
+        runs |= {name: partial(_read, context, readers[name]) for name in _checked(context, readers)}
+        return context.measure(runs, readers=readers)
 
 
 def batch_cold(context: Context) -> Rounds:
     """Measure the same batches, with files dropped from the page cache and stores opened again before each pass."""
     count = context.workload.timed
-    peers = _checked(context)
+    with context.readers(_has_batches) as readers:
+        checked = _checked(context, readers)
     opened: list[Reader] = []
 
     def prepare(store: Path, peer: Peer | None = None) -> None:
         while opened:  # mapped files cannot be dropped
             opened.pop().close()
-        _drop(store)
+        page_cache.drop(store)
+        if (part := page_cache.resident(store)) > 0.05:
+            raise Skipped(
+                f"{part:.0%} of {store.name}'s files stayed in the page cache; --folder must be on a real disk"
+            )
         if peer:
             opened.append(peer.open(store, context.workload))
-            _rewind(opened[0])
+            opened[0].rewind()
 
     with context.ceiling(context.workload.batch_size) as ranges:
-        runs = (ranges.read_by_threads(context.order), ranges.read_ahead(context.order))
+        plain = (ranges.read_by_threads(context.order), ranges.read_ahead(context.order))
         before = partial(prepare, context.ours)
-        variants = {name: Variant(run, count, before) for name, run in zip(COLD_CEILINGS, runs, strict=True)}
-        for peer in peers:
-            before = partial(prepare, context.store(peer), peer)
-            variants[peer.name] = Variant(lambda: _read(context, opened[0]), count, before)
+        variants = {name: Variant(run, count, before) for name, run in zip(COLD_CEILINGS, plain, strict=True)}
+        for peer in context.peers:
+            if peer.name in checked:
+                before = partial(prepare, context.store(peer), peer)
+                variants[peer.name] = Variant(lambda: _read(context, opened[0]), count, before)
         try:
             return interleaved(variants, context.rounds)
         finally:
@@ -65,25 +66,19 @@ def one_tensor(context: Context) -> Rounds:
     expected = torch.stack([context.workload.split(sample)[0][short] for sample in context.samples])
     batches, count, size = context.batches, context.workload.timed, context.workload.batch_size
 
-    def check(name: str, reader: Reader) -> None:
-        found = map(reader.one, batches) if reader.one else reader.ones(count)
-        indices = batches if reader.one else torch.arange(count).split(size)
-        for batch, wanted in zip(found, indices, strict=True):
-            if not torch.equal(batch, expected[torch.as_tensor(wanted)]):
-                raise AssertionError(f"{name}: what was read is not what was written")
-
-    def variant(reader: Reader) -> Callable[[], int]:
-        if reader.one:
-            return lambda: sum(len(reader.one(indices)) for indices in batches)
-        return lambda: sum(map(len, reader.ones(count)))
+    def read(reader: Reader) -> Iterator[torch.Tensor]:
+        return map(reader.one, batches) if reader.one else reader.ones(count)
 
     with context.readers(lambda reader: reader.one or reader.ones) as readers, context.ceiling(size, path) as ranges:
-        variants = {CEILING: Variant(ranges.read(context.order), count, context.warm(CEILING))}
+        runs = {CEILING: ranges.read(context.order)}
         for name, reader in readers.items():
             with context.attempt(name):
-                check(name, reader)
-                variants[name] = Variant(variant(reader), count, context.warm(name, partial(_rewind, reader)))
-        return interleaved(variants, context.rounds)
+                indices: Any = batches if reader.one else torch.arange(count).split(size)
+                for batch, wanted in zip(read(reader), indices, strict=True):
+                    if not torch.equal(batch, expected[torch.as_tensor(wanted)]):
+                        raise AssertionError(f"{name}: what was read is not what was written")
+                runs[name] = lambda reader=reader: sum(map(len, read(reader)))
+        return context.measure(runs, readers=readers)
 
 
 def _has_batches(reader: Reader) -> object:
@@ -94,36 +89,20 @@ def _batches(context: Context, reader: Reader) -> Iterator[Batch]:
     return map(reader.batch, context.batches) if reader.batch else reader.batches(context.workload.timed)
 
 
-def _rewind(reader: Reader) -> None:
-    if reader.batch is None:  # a stream
-        reader.rewind()
-
-
 def _read(context: Context, reader: Reader) -> int:
     return sum(batch.count for batch in _batches(context, reader))
 
 
-def _check(context: Context, name: str, reader: Reader) -> None:
-    _rewind(reader)
-    samples = (sample for batch in _batches(context, reader) for sample in batch.samples())
-    if reader.batch:
-        context.check(name, samples, context.order)
-    else:
-        context.check_shuffled(name, samples)
-
-
-def _checked(context: Context) -> list[Peer]:
-    """Return the peers that can read batches, after a check of each."""
-    checked = set()
-    with context.readers(_has_batches) as readers:
-        for name, reader in readers.items():
-            with context.attempt(name):
-                _check(context, name, reader)
-                checked.add(name)
-    return [peer for peer in context.peers if peer.name in checked]
-
-
-def _drop(store: Path) -> None:
-    page_cache.drop(store)
-    if (part := page_cache.resident(store)) > 0.05:
-        raise Skipped(f"{part:.0%} of {store.name}'s files stayed in the page cache; --folder must be on a real disk")
+def _checked(context: Context, readers: dict[str, Reader]) -> list[str]:
+    """Return the names of the readers whose batches have the values that were written."""
+    checked = []
+    for name, reader in readers.items():
+        with context.attempt(name):
+            reader.rewind()
+            samples = (sample for batch in _batches(context, reader) for sample in batch.samples())
+            if reader.batch:
+                context.check(name, samples, context.order)
+            else:
+                context.check_shuffled(name, samples)
+            checked.append(name)
+    return checked

@@ -1,4 +1,4 @@
-"""Scenarios `dali_gpu`, `loader_gpu`: batches of 64 into a GPU's memory, compared with plain copies."""
+"""Scenario `loader_gpu`: batches of 64 into a GPU's memory, compared with plain copies; `dali_gpu` is measured alike."""
 
 from __future__ import annotations
 
@@ -18,76 +18,27 @@ import torch
 
 import wds_tensorcache as tc
 from benchmarks.context import CEILING, Context, Skipped
-from benchmarks.peers.base import by_sample, unstack
-from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.peers.ours import as_batch
+from benchmarks.timing import Rounds
 
 PINNED_COPY = f"{CEILING}: copy from pinned memory"
 CACHED_COPY = f"{CEILING}: copy from the page cache"
-DALI_NODES = "tensorcache nodes, nested batches"
-DALI_NATIVE = "native reader, nested batches"
 AHEAD = "Loader(device='cuda')"
-_RAW = "fn.readers.webdataset, raw members"
 _BATCH = 64
-_THREADS = 8
-_AHEAD = 4  # batches
+THREADS = 8
 # in each round; a pipeline has read up to 9 batches before the clock starts, which must not count
 _TIMED = 1024
 _LINKS = 8  # an epoch has as many times the samples; at the end of each one, batches that are read ahead run out
 
 
-def dali_gpu(context: Context) -> Rounds:
-    """Measure shuffled batches from DALI pipelines, until every byte is in the GPU's memory."""
-    _need_gpu(context)
-    try:
-        from nvidia.dali import fn, pipeline_def
-
-        import dali_plugin
-    except ImportError as exc:
-        raise Skipped(f"DALI is not installed: {exc}") from exc
-    is_dry, size = context.gpu == "cpu", _batch_size(context)
-    options = {"batch_size": size, "num_threads": _THREADS, "prefetch_queue_depth": _AHEAD}
-    options["device_id"] = None if is_dry else 0
-    device = "cpu" if is_dry else "gpu"
-
-    @pipeline_def(**options)
-    def ours(cache: Any) -> Any:
-        ahead = {"num_threads": _THREADS, "prefetch_batches": _THREADS}
-        return dali_plugin.fn.tensorcache(cache, shuffle=True, device=device, **ahead)
-
-    @pipeline_def(**options)
-    def native(cache: Any) -> Any:
-        return dali_plugin.fn.native_reader(cache, shuffle=True, initial_fill=4 * size, device=device)
-
-    @pipeline_def(**options)
-    def raw(shards: list[str]) -> Any:
-        indexes = [path.replace(".tar", ".idx") for path in shards]
-        ext = ["skel.pyd", "safetensors"]
-        members = fn.readers.webdataset(
-            paths=shards, index_paths=indexes, ext=ext, random_shuffle=True, initial_fill=4 * size
-        )
-        return tuple(members if is_dry else (member.gpu() for member in members))
-
-    with _long_epoch(context) as folder, tc.open(folder, num_threads=_THREADS) as cache:
-        nested = {
-            name: chain.from_iterable(repeat(dali_plugin.TensorCacheIterator(made(cache))))
-            for name, made in ((DALI_NODES, ours), (DALI_NATIVE, native))
-        }
-        pipe = raw(sorted(map(str, folder.glob("*.tar"))))
-        pipe.build()
-        runs: dict[str, Callable[[], Any]] = {name: partial(next, batches) for name, batches in nested.items()}
-        for name, run in runs.items():
-            _check(context, name, run())
-        return _measure(context, runs | {_RAW: pipe.run})
-
-
 def loader_gpu(context: Context) -> Rounds:
     """Measure batches without DALI: `read_batch` alone, and a `Loader` that reads ahead."""
-    _need_gpu(context)
-    with _long_epoch(context) as folder, tc.open(folder, num_threads=_THREADS) as cache:
-        order, size = tc.EpochOrder(len(cache), seed=0), _batch_size(context)
+    need_gpu(context)
+    with long_epoch(context) as folder, tc.open(folder, num_threads=THREADS) as cache:
+        order, size = tc.EpochOrder(len(cache), seed=0), batch_size(context)
         numbers = [order(0, range(at, at + size)) for at in range(0, len(cache) - size + 1, size)]
         endless = chain.from_iterable(repeat(numbers))
-        options = {"num_threads": _THREADS, "prefetch_batches": _THREADS}
+        options = {"num_threads": THREADS, "prefetch_batches": THREADS}
         with tc.Loader(cache, size, shuffle=True, last_batch="drop", device=context.gpu, **options) as loader:
             ahead = chain.from_iterable(repeat(loader))
             runs = {
@@ -95,15 +46,17 @@ def loader_gpu(context: Context) -> Rounds:
                 AHEAD: partial(next, ahead),
             }
             for name, run in runs.items():
-                _check(context, name, run())
-            return _measure(context, runs)
+                check(context, name, run(), context.gpu)
+            return measure(context, runs)
 
 
-def _batch_size(context: Context) -> int:
+def batch_size(context: Context) -> int:
+    """Return the samples of a batch."""
     return 8 if context.gpu == "cpu" else _BATCH
 
 
-def _need_gpu(context: Context) -> None:
+def need_gpu(context: Context) -> None:
+    """Skip the scenario where it cannot run."""
     if context.gpu == "cuda" and not torch.cuda.is_available():
         raise Skipped(f"torch {torch.__version__} sees no CUDA device")
     if context.workload.ragged:
@@ -111,7 +64,7 @@ def _need_gpu(context: Context) -> None:
 
 
 @contextmanager
-def _long_epoch(context: Context) -> Iterator[Path]:
+def long_epoch(context: Context) -> Iterator[Path]:
     """Make a folder in which each of our shards has several names."""
     with TemporaryDirectory(dir=context.scratch) as folder:
         for number in range(_LINKS):
@@ -120,8 +73,9 @@ def _long_epoch(context: Context) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
-    is_dry, size = context.gpu == "cpu", _batch_size(context)
+def measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
+    """Measure functions that put a batch into the GPU's memory, beside plain copies."""
+    is_dry, size = context.gpu == "cpu", batch_size(context)
     count = 4 if is_dry else _TIMED
     tensors = context.workload.split(context.samples[0])[0].values()
     nbytes = size * sum(tensor.nbytes for tensor in tensors)
@@ -139,11 +93,8 @@ def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
 
     with closing(_read_and_copied(context, nbytes)) as cached:
         ceilings = {PINNED_COPY: copied, CACHED_COPY: partial(next, cached)}
-        variants = {
-            name: Variant(partial(timed, run), count * size, context.warm(name))
-            for name, run in (ceilings | runs).items()
-        }
-        return interleaved(variants, context.rounds)
+        runs = ceilings | runs
+        return context.measure({name: partial(timed, run) for name, run in runs.items()}, count * size)
 
 
 def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None]:
@@ -161,8 +112,8 @@ def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None
 
     number = os.open(path, os.O_RDONLY)
     try:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            waiting = deque(pool.submit(read, generator.randint(0, last)) for _ in range(2 * _THREADS))
+        with ThreadPoolExecutor(THREADS) as pool:
+            waiting = deque(pool.submit(read, generator.randint(0, last)) for _ in range(2 * THREADS))
             while True:
                 moved, event = waiting.popleft().result()
                 waiting.append(pool.submit(read, generator.randint(0, last)))
@@ -174,12 +125,12 @@ def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None
         os.close(number)
 
 
-def _check(context: Context, name: str, batch: Any) -> None:
-    """Raise AssertionError unless a batch is on the GPU and equals the samples as written."""
+def check(context: Context, name: str, batch: Any, device: str) -> None:
+    """Raise AssertionError unless a nested batch is on the device and equals the samples as written."""
     workload = context.workload
     tensors, small = workload.split(batch)
-    if not all(tensor.device.type == context.gpu for tensor in tensors.values()):
-        raise AssertionError(f"{name}: not on {context.gpu}")
-    on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
-    for sample in unstack(workload, on_host, by_sample(small)):
+    if {tensor.device.type for tensor in tensors.values()} != {device}:
+        raise AssertionError(f"{name}: not on {device}")
+    on_host = workload.nest({key: tensor.cpu() for key, tensor in tensors.items()}, small)
+    for sample in as_batch(workload, on_host).samples():
         context.check(name, [sample], [workload.split(sample)[1]["index"]])

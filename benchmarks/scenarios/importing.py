@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from benchmarks import page_cache
 from benchmarks.context import CEILING, Context
 from benchmarks.peers import NAME
 from benchmarks.timing import Rounds, Variant, interleaved
-from benchmarks.workloads import WORKLOADS
 
 _ROOT = Path(__file__).parent.parent.parent
 _WORKLOAD = "diffusion"
@@ -42,8 +41,7 @@ def importing(context: Context) -> Rounds:
     """
     if context.workload.name != _WORKLOAD:
         return {}
-    is_quick = context.workload.count < WORKLOADS[_WORKLOAD].count
-    count = context.workload.count if is_quick else _NUM_FILES
+    count = context.workload.count if context.is_quick else _NUM_FILES
     found: Rounds = {}
     with _command() as run_command:
         for kind in KINDS:
@@ -69,17 +67,9 @@ def _import(context: Context, kind: str, count: int, run_command: Callable[[list
         return sum(shard["nsamples"] for shard in manifest["shardlist"])
 
     def ceiling() -> int:
-        counts = [0] * _NUM_WORKERS
-
-        def copy(part: int) -> None:
-            counts[part] = _copy(paths[part::_NUM_WORKERS], out / f"{part}")
-
-        threads = [Thread(target=copy, args=(part,)) for part in range(_NUM_WORKERS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return sum(counts)
+        with ThreadPoolExecutor(_NUM_WORKERS) as pool:
+            parts = range(_NUM_WORKERS)
+            return sum(pool.map(lambda part: _copy(paths[part::_NUM_WORKERS], out / f"{part}"), parts))
 
     try:
         page_cache.sync(source)
@@ -146,19 +136,40 @@ def _check(folder: Path, kind: str, samples: list[dict[str, torch.Tensor]]) -> N
 @contextmanager
 def _command() -> Iterator[Callable[[list[str]], None]]:
     """Yield a function that runs `tensorcache` in a new process, which has imported its modules already."""
-    arguments = [sys.executable, "-m", "benchmarks.children.commands"]
+    arguments = [sys.executable, "-m", "benchmarks.scenarios.importing"]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as child:
-        if child.stdin is None or child.stdout is None:
-            raise AssertionError("a child without pipes")
+        stdin, stdout = child.stdin, child.stdout
+        assert stdin
+        assert stdout
 
         def run(arguments: list[str]) -> None:
-            child.stdin.write(json.dumps(arguments) + "\n")
-            child.stdin.flush()
-            status = child.stdout.readline().strip()
+            print(json.dumps(arguments), file=stdin, flush=True)
+            status = stdout.readline().strip()
             if status != "0":
                 raise AssertionError(f"tensorcache {' '.join(arguments)}: status {status or 'of a process that died'}")
 
-        if child.stdout.readline() != "ready\n":
-            raise AssertionError("the process that runs commands did not start")
         yield run
-        child.stdin.close()
+        stdin.close()
+
+
+def _serve() -> None:
+    """Run a command of `tensorcache` for each line of stdin, its arguments as JSON, and print its status.
+
+    A process forked from this one has one thread and no CUDA, as the console script.
+    """
+    from wds_tensorcache.cli.app import run
+
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                status = run(json.loads(line))
+            finally:
+                os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from benchmarks.children.http_server import Server
 from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.peers import NAME
-from benchmarks.peers.base import by_sample, unstack
+from benchmarks.peers.ours import as_batch
 from benchmarks.peers.over_http import WEBSHART, Pass, passes, set_credentials
 from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import tensor_at
+from tests.remote.servers.http_server import HttpServer
 
 _WORKLOAD = "diffusion"
 _NUM_CURLS, _PER_SHARD = 8, 64
@@ -45,10 +45,6 @@ def moved(row: str) -> str:
     return f"{row}, MB"
 
 
-def _repeat(epoch: Callable[[], int]) -> int:
-    return sum(epoch() for _ in range(_NUM_LOCAL))
-
-
 def remote(context: Context) -> Rounds:
     """Measure each row; check all that was read."""
     if context.workload.name != _WORKLOAD:
@@ -60,16 +56,14 @@ def remote(context: Context) -> Rounds:
         for index, sample in enumerate(context.samples):
             writer.write(f"{index:08d}", sample)
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, ours)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="remote-", dir=context.scratch)))
-        server = stack.enter_context(Server(context.stores))
-        try:
-            return _Rows(context, server, scratch, stack).measure()
-        finally:
-            shutil.rmtree(ours)
+        server = stack.enter_context(HttpServer(context.stores, latency_s=0.02, rate=100e6))
+        return _Rows(context, server, scratch, stack).measure()
 
 
 class _Rows:
-    def __init__(self, context: Context, server: Server, scratch: Path, stack: ExitStack) -> None:
+    def __init__(self, context: Context, server: HttpServer, scratch: Path, stack: ExitStack) -> None:
         self._context, self._server, self._scratch, self._stack = context, server, scratch, stack
         self._folder = context.stores / _FOLDER
         self._url = f"{server.url}/{_FOLDER}"
@@ -84,23 +78,27 @@ class _Rows:
         found = interleaved(dict(self._of_one()), rounds)
         found |= interleaved(dict(self._of_epochs()), rounds)
         found |= interleaved(dict(self._of_second_epochs()), self._context.rounds)
-        # as many rounds as there are times: the first pass is not counted
+        # the first pass is not counted
         return found | {moved(row): counts[1:] for row, counts in self._moved.items() if row in found}
+
+    def _sent(self) -> int:
+        """Return the bytes of bodies that the server sent since the last call."""
+        return sum(request.nbytes for request in self._server.log())
 
     def _counted(self, row: str, run: Callable[[], int]) -> Variant:
         counts = self._moved[row] = []
 
         def counted() -> int:
             found = run()
-            counts.append(self._server.sent() / 1e6)
+            counts.append(self._sent() / 1e6)
             return found
 
-        return Variant(counted, self._count, prepare=self._server.sent)
+        return Variant(counted, self._count, prepare=self._sent)
 
     def _of_one(self) -> Iterator[tuple[str, Variant]]:
         """Yield a row for each way to read one tensor of all samples, with opening."""
         yield ONE, self._counted(ONE, self._one)
-        yield ALL_BYTES, self._counted(ALL_BYTES, lambda: self._curl(1))
+        yield ALL_BYTES, self._counted(ALL_BYTES, partial(self._curl, 1))
         context = self._context
         names = {peer.name for peer in context.peers if not peer.name.startswith(NAME)}
         if not names:
@@ -137,57 +135,47 @@ class _Rows:
         command = ["curl", "--silent", "--fail", "--noproxy", "*"]
         parts = [[*chain(*(("--output", "/dev/null", url) for url in urls[first::count]))] for first in range(count)]
         running = [subprocess.Popen([*command, *part]) for part in parts if part]
-        statuses = [process.wait() for process in running]
-        if any(statuses):
+        if [process for process in running if process.wait()]:
             raise AssertionError("a curl failed")
         return self._count
 
     def _of_epochs(self) -> Iterator[tuple[str, Variant]]:
         """Yield a row for each way to read whole samples, each opened before."""
-        yield CURLS, self._counted(CURLS, lambda: self._curl(_NUM_CURLS))
-        yield EPOCH, self._counted(EPOCH, self._epoch(self._open(self._url)))
+        yield CURLS, self._counted(CURLS, partial(self._curl, _NUM_CURLS))
+        yield EPOCH, self._counted(EPOCH, partial(self._epoch, self._loader(self._url)))
         stream = tc.ResumablePipeline(f"{self._url}/", tc.decode(lazy=False))
-        yield STREAM, self._counted(STREAM, lambda: self._check_stream(stream))
+        yield STREAM, self._counted(STREAM, lambda: self._check(sample["tensorcache"] for sample in stream))
 
     def _of_second_epochs(self) -> Iterator[tuple[str, Variant]]:
-        cached = self._open(self._url, cache_dir=self._scratch / "node")
-        local = self._open(self._folder)
-        for cache in (cached, local):
-            self._epoch(cache)()  # fills the node's cache, and checks what is read
-        self._server.sent()
-        for row, cache in ((CACHED, cached), (LOCAL, local)):
-            epoch = self._epoch(cache, is_checked=False)
-            yield row, Variant(partial(_repeat, epoch), _NUM_LOCAL * self._count)
-        self._epoch(cached)()
-        if self._server.sent():
+        node = {"cache_dir": self._scratch / "node"}
+        loaders = {CACHED: self._loader(self._url, **node), LOCAL: self._loader(self._folder)}
+        for loader in loaders.values():
+            self._epoch(loader)  # fills the node's cache
+        self._sent()
+        for row, loader in loaders.items():
+            epoch = partial(self._epoch, loader, is_checked=False)
+            yield row, Variant(lambda epoch=epoch: sum(epoch() for _ in range(_NUM_LOCAL)), _NUM_LOCAL * self._count)
+        self._epoch(loaders[CACHED])
+        if self._sent():
             raise AssertionError("the second epoch of the node's cache asked the server for bytes")
 
-    def _open(self, source: Any, **options: Any) -> Any:
-        return self._stack.enter_context(tc.open(source, **options))
+    def _loader(self, source: Any, **options: Any) -> tc.Loader:
+        cache = self._stack.enter_context(tc.open(source, **options))
+        return self._stack.enter_context(tc.Loader(cache, self._context.workload.batch_size, shuffle=True))
 
-    def _epoch(self, cache: Any, *, is_checked: bool = True) -> Callable[[], int]:
-        """Return a function that reads a shuffled epoch; it compares all samples with those that were written."""
+    def _epoch(self, loader: tc.Loader, *, is_checked: bool = True) -> int:
+        """Read a shuffled epoch, and compare it with what was written."""
         workload = self._context.workload
-        loader = self._stack.enter_context(tc.Loader(cache, workload.batch_size, shuffle=True))
-
-        def run() -> int:
-            seen: list[int] = []
-            for batch in loader:
-                tensors, small = workload.split(batch)
-                seen += small["index"]
-                if is_checked:
-                    self._check(unstack(workload, tensors, by_sample(small)))
-            return len(set(seen))
-
-        return run
-
-    def _check_stream(self, stream: Any) -> int:
-        return self._check(sample["tensorcache"] for sample in stream)
+        seen: list[int] = []
+        for batch in loader:
+            seen += workload.split(batch)[1]["index"]
+            if is_checked:
+                self._check(as_batch(workload, batch).samples())
+        return len(set(seen))
 
     def _check(self, samples: Iterable[Any]) -> int:
-        count, context = 0, self._context
-        for count, sample in enumerate(samples, start=1):  # noqa: B007
-            index = context.workload.split(sample)[1]["index"]
-            if context.workload.checksum(sample) != context.expected[index]:
-                raise AssertionError(f"sample {index}: what was read is not what was written")
+        count = 0
+        for sample in samples:
+            self._context.check("remote", [sample], [self._context.workload.split(sample)[1]["index"]])
+            count += 1
         return count

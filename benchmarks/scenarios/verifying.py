@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from functools import partial
 
 import wds_tensorcache as tc
 from benchmarks.context import CEILING, Context
-from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.timing import Rounds
 
 READINTO = f"{CEILING}, readinto of the same files"
 VERIFIED = "tensorcache, verify on 1 thread"
@@ -30,15 +30,12 @@ def verify(context: Context) -> Rounds:
             raise AssertionError(f"{seen} bytes of {nbytes} were read")
         return count
 
-    def checked(threads: int) -> Callable[[], int]:
-        def run() -> int:
-            report = tc.verify(context.ours, num_threads=threads)
-            if not report.ok or report.num_unverified or report.num_unread:
-                raise AssertionError(str(report))
-            return report.num_samples
+    def checked(threads: int) -> int:
+        report = tc.verify(context.ours, num_threads=threads)
+        if not report.ok or report.num_unverified or report.num_unread:
+            raise AssertionError(str(report))
+        return report.num_samples
 
-        return run
-
-    rows = {READINTO: plain, VERIFIED: checked(1), VERIFIED_BY_ALL: checked(len(os.sched_getaffinity(0)))}
-    variants = {name: Variant(run, count, context.warm(name)) for name, run in rows.items()}
-    return interleaved(variants, context.rounds)
+    cores = len(os.sched_getaffinity(0))
+    runs = {READINTO: plain, VERIFIED: partial(checked, 1), VERIFIED_BY_ALL: partial(checked, cores)}
+    return context.measure(runs, count)

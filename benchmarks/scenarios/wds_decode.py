@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import webdataset as wds
 
 import wds_tensorcache as tc
@@ -21,20 +19,6 @@ from benchmarks.timing import Rounds, Variant, interleaved
 
 FAST_RAW = "raw members, tc.tarfile_to_samples"
 FAST = "tensorcache, tc.tarfile_to_samples, lazy, touched"
-
-
-def _decode_naively(sample: dict[str, Any]) -> dict[str, Any]:
-    """Decode the two members with stock libraries: safetensors.torch.load, pickle.loads, and a walk that joins them."""
-    tensors = safetensors.torch.load(sample["safetensors"])
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: fill(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [fill(item) for item in value]
-        return tensors[value[7:]] if isinstance(value, str) and value.startswith("tensor:") else value
-
-    return {"value": fill(pickle.loads(sample["skel.pyd"]))}
 
 
 def _write(context: Context, folder: Path) -> dict[str, str]:
@@ -68,7 +52,6 @@ def wds_decode(context: Context) -> Rounds:
         "tensorcache, eager": (ours, [stock, tc.decode(lazy=False)], "tensorcache", False),
         "tensorcache, eager, touched": (ours, [stock, tc.decode(lazy=False)], "tensorcache", True),
         "tensorcache, verified, touched": (ours, [stock, tc.decode(verify=True)], "tensorcache", True),
-        "safetensors.torch.load, touched": (ours, [stock, wds.map(_decode_naively)], "value", True),
         FAST_RAW: (ours, [fast], None, False),
         FAST: (ours, [fast, tc.decode()], "tensorcache", True),
         ".pyd": (shards["pyd"], [stock, wds.decode()], "pyd", False),
@@ -80,29 +63,24 @@ def wds_decode(context: Context) -> Rounds:
     def samples(shard: str, stages: list[Any]) -> Iterator[dict[str, Any]]:
         return iter(wds.DataPipeline(wds.SimpleShardList(shard), *stages))
 
-    def measured(shard: str, stages: list[Any], field: str | None, touched: bool) -> Callable[[], int]:
-        def once() -> int:
-            seen = 0
-            for sample in samples(shard, stages):
-                if touched:
-                    workload.touch(sample[field])
-                seen += 1
-            return seen
-
-        return once
+    def run(shard: str, stages: list[Any], field: str | None, touched: bool) -> int:
+        seen = 0
+        for sample in samples(shard, stages):
+            if touched:
+                workload.touch(sample[field])
+            seen += 1
+        return seen
 
     def decoded(sample: dict[str, Any], field: str | None) -> Any:
         return sample[field] if field else tc.decode_sample(sample["skel.pyd"], sample["safetensors"])
 
     for name, (shard, stages, field, _) in rows.items():
         context.check(name, (decoded(sample, field) for sample in samples(shard, stages)), range(workload.timed))
+    variants = {
+        name: Variant(partial(run, *row), workload.timed, partial(page_cache.load, folder))
+        for name, row in rows.items()
+    }
     try:
-        return interleaved(
-            {
-                name: Variant(measured(*row), workload.timed, partial(page_cache.load, folder))
-                for name, row in rows.items()
-            },
-            context.rounds,
-        )
+        return interleaved(variants, context.rounds)
     finally:
         shutil.rmtree(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import page_cache
@@ -35,30 +35,26 @@ def _write(context: Context, folder: Path, *, fsync: bool) -> Rounds:
         if not fsync:
             page_cache.back_memory(folder / "plain", content)
 
-    def variant(peer: Peer) -> Callable[[], int]:
-        def run() -> int:
-            if fsync and peer.write_synced:
-                peer.write_synced(folder, context.workload, samples)
-            else:
-                peer.write(folder, context.workload, samples)
-                if fsync:
-                    page_cache.sync(folder)
-            return len(samples)
-
-        return run
+    def run(peer: Peer) -> int:
+        if fsync and peer.write_synced:
+            peer.write_synced(folder, context.workload, samples)
+        else:
+            peer.write(folder, context.workload, samples)
+            if fsync:
+                page_cache.sync(folder)
+        return len(samples)
 
     variants: dict[str, Variant] = {}
     for peer in context.peers:
         if peer.write is None:
             continue
         anew()
-        run = variant(peer)
         with context.attempt(peer.name):
-            run()
+            run(peer)
             reader = peer.open(folder, context.workload)
             context.check(peer.name, reader.samples(), range(len(samples)))
             reader.close()
-            variants[peer.name] = Variant(run, len(samples), anew)
+            variants[peer.name] = Variant(partial(run, peer), len(samples), anew)
         if peer.write_synced:
             content = memoryview(b"".join(path.read_bytes() for path in sorted(folder.glob("*.tar"))))
     anew()

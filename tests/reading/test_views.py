@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
-from benchmarks.children import sparse
+from benchmarks import sparse
 
 FORMS = ["%03d", "%d", "k%d/e", "shuffled-%d"]
 

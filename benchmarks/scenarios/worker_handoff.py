@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import wds_tensorcache as tc
 from benchmarks.context import Context
 from benchmarks.peers.base import by_sample, unstack
-from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.timing import Rounds
 
 LAZY = "lazy samples, read in the main process"
 TENSORS = "samples of tensors"
@@ -34,13 +35,10 @@ class _Each(Dataset[Any]):
 
 def worker_handoff(context: Context) -> Rounds:
     """Measure batches in random order. The main process uses one byte of each page of every tensor; workers stay alive."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each tensor of a sample crosses as a file descriptor
-    try:
-        with tc.open(context.ours) as cache:
-            return _compared(context, cache)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with tc.open(context.ours) as cache:
+        return _compared(context, cache)
 
 
 def _compared(context: Context, cache: Any) -> Rounds:
@@ -65,14 +63,14 @@ def _compared(context: Context, cache: Any) -> Rounds:
     in_batches[TORCH_LOADER] = tc.torch_loader(
         cache[context.order], workload.batch_size, collate="pad" if workload.ragged else "stack", **workers
     )
-    variants = {}
+    runs = {}
     for name, source in in_samples.items():
         context.check(name, chain.from_iterable(source), context.order)
-        variants[name] = Variant(_samples_of(source, context), workload.timed, context.warm(name))
+        runs[name] = partial(_samples_of, source, context)
     for name, source in in_batches.items():
         context.check(name, chain.from_iterable(_separate(item, context) for item in source), context.order)
-        variants[name] = Variant(_batches_of(source, context), workload.timed, context.warm(name))
-    return interleaved(variants, context.rounds)
+        runs[name] = partial(_batches_of, source, context)
+    return context.measure(runs)
 
 
 def _separate(batch: Any, context: Context) -> list[Any]:
@@ -87,23 +85,17 @@ def _separate(batch: Any, context: Context) -> list[Any]:
     return unstack(context.workload, tensors, by_sample({name: plain(values) for name, values in small.items()}))
 
 
-def _samples_of(source: DataLoader[Any], context: Context) -> Callable[[], int]:
-    def run() -> int:
-        seen = 0
-        for sample in chain.from_iterable(source):
-            context.workload.touch(sample)
-            seen += 1
-        return seen
-
-    return run
+def _samples_of(source: DataLoader[Any], context: Context) -> int:
+    seen = 0
+    for sample in chain.from_iterable(source):
+        context.workload.touch(sample)
+        seen += 1
+    return seen
 
 
-def _batches_of(source: DataLoader[Any], context: Context) -> Callable[[], int]:
-    def run() -> int:
-        seen = 0
-        for batch in source:
-            context.workload.touch(batch)
-            seen += len(context.workload.split(batch)[0][context.workload.one[0]])
-        return seen
-
-    return run
+def _batches_of(source: DataLoader[Any], context: Context) -> int:
+    seen = 0
+    for batch in source:
+        context.workload.touch(batch)
+        seen += len(context.workload.split(batch)[0][context.workload.one[0]])
+    return seen

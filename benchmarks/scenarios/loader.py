@@ -41,10 +41,7 @@ def loader(context: Context) -> Rounds:
 
         ours = tc.Loader(cache, size, shuffle=True, last_batch="drop", num_threads=2, prefetch_batches=_PREFETCHED)
         stack.callback(ours.close)
-        epochs: dict[str, Callable[[], Iterable[Any]]] = {
-            READ_BATCH: read_batches,
-            LOADED: lambda: map(in_rows, ours),
-        }
+        epochs: dict[str, Callable[[], Iterable[Any]]] = {READ_BATCH: read_batches, LOADED: lambda: map(in_rows, ours)}
         owners = {name: name for name in epochs}
         readers = stack.enter_context(context.readers(lambda reader: reader.loaders or reader.batch))
         for peer, reader in readers.items():
@@ -57,7 +54,7 @@ def loader(context: Context) -> Rounds:
             with context.attempt(name):
                 _check(context, name, batches())
                 run = partial(_epoch, workload.one[0], batches)
-                variants[name] = Variant(run, _epoch(workload.one[0], batches), context.warm(owners[name]))
+                variants[name] = Variant(run, run(), partial(context.warm, owners[name]))
         return interleaved(variants, context.rounds)
 
 

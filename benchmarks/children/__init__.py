@@ -1,1 +1,0 @@
-"""Programs that scenarios run in separate processes, to measure their memory and their first steps."""

@@ -1,1 +1,0 @@
-"""Scenarios of loaders, which read batches ahead."""
