@@ -82,7 +82,7 @@ def test_thousands_of_long_names() -> None:
         (
             lambda c: c.read_batch([0], choose={"x": "txet.*"}),
             tc.BatchError,
-            "of 'x': 'txet.\\*'; they have 'text', 'latent'",
+            "of 'x': 'txet.\\*'; it has 'text', 'latent'",
         ),
         (
             lambda c: tc.Loader(c, choose={"x": "txet.*"}),

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from wds_tensorcache.reading.batch.request import Request, Structures
     from wds_tensorcache.reading.batch_info import BatchInfo
-    from wds_tensorcache.reading.choose import Alternatives, Choices, Choose, Chooser, Randomness
+    from wds_tensorcache.reading.choose import Alternatives, Choose, Chooser, Randomness
     from wds_tensorcache.reading.description import Contents, Description
 
     _Sample = TypeVar("_Sample", covariant=True, default=Any)
@@ -247,9 +247,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
                 alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
-                If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
-                chosen on first use. Tensors and values can be chosen together:
-                `{("text", "caption"): ("texts.*", "captions.*")}`.
+                If no tensor has these names, values do, for example a list of captions as strings; the samples of the batch
+                are decoded for them. Tensors and values can be chosen together:
+                `{("text", "caption"): ("texts.*", "captions.*")}`. Names and alternatives that belong together are in one
+                of the joined caches.
             choices: Choice of each sample, integers `[B]`, by name in `choose`: the number of one of the alternatives that the
                 sample has. By default 0, the first one.
 
@@ -448,37 +449,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     ) -> Any:
         """Return the batch of samples by index, with the chosen alternatives; see `read_batch`."""
         request = self._request_chosen(numbers, randomness, collate=collate)
-        if randomness.alternatives is None or not request.values:
-            return self._read_batch(request, device, pin_memory, collate, pad_value)
-        from wds_tensorcache.reading.choose import place_in_samples, place_values
-
-        chooser = randomness.chooser(numbers)
-        keys = [request.key(i) for i in range(len(request))]
-        if callable(collate):
-
-            def collate_chosen(samples: list[Any]) -> Any:
-                return collate(place_in_samples(samples, request, chooser, keys))
-
-            return self._read_batch(request, device, pin_memory, collate_chosen, pad_value)
-        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), request, chooser, keys)
-
-    def _choices(self, numbers: Array, randomness: Randomness) -> Choices:
-        """Return the choices of a batch; decodes values that are alternatives."""
-        request = self._request_chosen(numbers, randomness)
-        choices: Choices = request.named_choices()
-        if not request.values:
-            return choices
-        from wds_tensorcache.reading.choose import choices_of_values
-
-        keys = [request.key(i) for i in range(len(request))]
-        of_values = choices_of_values(self.nest(request, {}), request, randomness.chooser(numbers), keys)
-        return choices._with_more(of_values, "")
+        return self._read_batch(request, device, pin_memory, collate, pad_value)
 
     def _choose(self, request: Any, alternatives: Alternatives, chooser: Chooser) -> Any:
         """Return a request with one of the alternatives for each sample."""
-        from wds_tensorcache.reading.choose import choose_tensors
+        from wds_tensorcache.reading.choose import choose_alternatives
 
-        return choose_tensors(request, alternatives, chooser)
+        return choose_alternatives(request, alternatives, chooser)
 
     def _shapes(self, request: Any) -> dict[str, torch.Tensor | None]:
         """Return shapes by tensor name, int64 `[B, ndim]`, zeros for a sample that lacks the tensor; None if `ndim` differs."""

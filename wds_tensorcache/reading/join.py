@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
@@ -16,8 +16,9 @@ import torch
 from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
+from wds_tensorcache.reading.batch.request import keep_known
 from wds_tensorcache.reading.cache import Cache, _Sample
-from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, ChosenValue, Group, split
+from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, Group
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
@@ -36,7 +37,6 @@ from wds_tensorcache.shards.fingerprint import common_fields
 from wds_tensorcache.storage.urls import shown as shown_url
 
 Array = np.ndarray[Any, Any]
-_MAX_ALTERNATIVES = 16
 _NUM_SHOWN = 5  # number of missing keys in a message
 _FIRST_BUILT = "000000000"  # key that tc.build gives to the first item, if items have no keys
 _JOIN_A_DICT = "join a dict of caches, as tc.join({'a': …, 'b': …})"
@@ -146,8 +146,6 @@ class _JoinedRequest:
 
     parts: Sequence[Any]
     prefixes: Sequence[str]
-    values: Sequence[ChosenValue] = ()  # names whose alternatives are not tensors
-    counts: Mapping[Group, Array] = field(default_factory=dict)  # as in `ChosenRequest`
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -157,11 +155,14 @@ class _JoinedRequest:
 
     def named_choices(self) -> Choices:
         """Return the choices of all parts by name."""
-        choices = Choices({}, {})
+        choices, chosen = {}, {}
         for prefix, part in zip(self.prefixes, self.parts, strict=True):
             if isinstance(part, (ChosenRequest, _JoinedRequest)):
-                choices = choices._with_more(part.named_choices(), prefix)
-        return choices
+                own = part.named_choices()
+                for name in own:
+                    choices[prefix + name] = own[name]
+                    chosen[prefix + name] = [alternative and prefix + alternative for alternative in own.chosen(name)]
+        return Choices(choices, chosen)
 
     def chosen_names(self) -> list[str]:
         return [
@@ -186,8 +187,7 @@ class JoinedCache(Cache[_Sample]):
     def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:
         self._caches = list(caches)
         self._names = names
-        # for each cache, its part of the alternatives: groups by their names there
-        self._alternatives: dict[Alternatives, list[dict[Group, Group]]] = {}
+        self._alternatives: dict[Alternatives, dict[int, Alternatives]] = {}  # results of `_owners`
         # for each cache, the prefix of its tensors' names
         self._prefixes = [f"{component(name, 0)}." for name in names] if names is not None else [""] * len(self._caches)
 
@@ -297,39 +297,31 @@ class JoinedCache(Cache[_Sample]):
         return _JoinedRequest(parts, self._prefixes)
 
     def _choose(self, request: _JoinedRequest, alternatives: Alternatives, chooser: Chooser) -> _JoinedRequest:
-        groups_of_parts = self._alternatives.get(alternatives)
-        if groups_of_parts is None:
-            if len(self._alternatives) >= _MAX_ALTERNATIVES:
-                self._alternatives.clear()
-            groups_of_parts = self._alternatives[alternatives] = split(alternatives, self._prefixes, self._tensor_names)
-        all_counts: dict[Group, Array] = {}
+        owners = self._alternatives.get(alternatives)
+        if owners is None:
+            owners = self._owners(alternatives)
+            keep_known(self._alternatives, alternatives, owners)
+        parts = list(request.parts)
+        for number, own in owners.items():
+            parts[number] = self._caches[number]._choose(parts[number], own, chooser)
+        return _JoinedRequest(parts, self._prefixes)
 
-        def choose_once(group: Group, counts: Array) -> Array:
-            if not np.array_equal(all_counts.setdefault(group, counts), counts):
-                raise BatchError(
-                    f"{list_names(group.names)} are chosen together from several caches, but samples have different "
-                    "numbers of alternatives there"
-                )
-            return chooser(group, counts)
-
-        parts, tensors = list(request.parts), set[str]()
-        for number, groups in enumerate(groups_of_parts):
-            if groups:
-
-                def choose_here(group: Group, counts: Array, groups: Mapping[Group, Group] = groups) -> Array:
-                    return choose_once(groups[group], counts)
-
-                parts[number] = self._caches[number]._choose(parts[number], Alternatives(tuple(groups)), choose_here)
-                tensors |= {self._prefixes[number] + name for group in groups for name in group.names}
-        values = [
-            ChosenValue(name, patterns, group)
-            for group in alternatives.groups
-            for name, patterns in zip(group.names, group.patterns, strict=True)
-            if name not in tensors
-        ]
-        for value in values:
-            value.check(self._batch_names())
-        return _JoinedRequest(parts, self._prefixes, values, all_counts)
+    def _owners(self, alternatives: Alternatives) -> dict[int, Alternatives]:
+        """Return the alternatives of each cache that has some, by its position."""
+        groups_of_caches: dict[int, list[Group]] = {}
+        for group in alternatives.groups:
+            parts = [(number, group.without(prefix)) for number, prefix in enumerate(self._prefixes)]
+            owners = [(number, part) for number, part in parts if part is not None]
+            if len(owners) > 1:  # caches without names
+                owners = [(n, part) for n, part in owners if part.is_in(self._caches[n])] or owners[:1]
+            if len(owners) != 1:
+                expected = "names and alternatives of one of the joined caches"
+                if self._names is not None:
+                    expected += f", which begin with {list_names(self._prefixes)}"
+                raise ValueError(f"choose={{{group.names[0]!r:.100}: …}}: expected {expected}")
+            for number, part in owners:
+                groups_of_caches.setdefault(number, []).append(part)
+        return {number: Alternatives(tuple(groups)) for number, groups in groups_of_caches.items()}
 
     def _shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor | None]:
         named = zip(self._prefixed(), request.parts, strict=True)
