@@ -254,22 +254,14 @@ def test_keys_for_caches_that_are_not_there(folders: tuple[Path, Path], keys: An
 def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", lambda i: torch.tensor(i), NUMBERS)
     clashing = write(tmp_path / "clashing", lambda i: {"size": i, "pooled": i, "new": 1}, NUMBERS)
-    with tc.join([folders[0], plain]) as cache:
-        for use in (lambda: cache[0], lambda: cache.read_batch([0]), lambda: cache.__getitems__([0])):
-            with pytest.raises(
-                tc.BatchError, match=r"cache 1 \(.*plain/0.tar\) has a (Lazy)?Tensor, not a dict; join a dict of"
-            ):
-                use()
+    with pytest.raises(tc.BatchError, match=r"cache 1 \(.*plain/0.tar\) has a LazyTensor, not a dict; join a dict of"):
+        tc.join([folders[0], plain])
     with tc.join({"a": folders[0], "b": plain}) as cache:
         assert cache[4]["b"].load() == 4
         assert cache.read_batch([4, 2])["b"].tolist() == [4, 2]
-    with tc.join([*folders, clashing]) as cache:
-        for use in (lambda: cache[0], lambda: cache.read_batch([0])):
-            with pytest.raises(
-                tc.BatchError,
-                match=r"cache 0 \(.*latents/0.tar\) and cache 2 \(.*clashing/0.tar\) both have .*'size' .*join a dict of",
-            ):
-                use()
+    message = r"cache 0 \(.*latents/0.tar\) and cache 2 \(.*clashing/0.tar\) both have .*'size' .*join a dict of"
+    with pytest.raises(tc.BatchError, match=message):
+        tc.join([*folders, clashing])
     for empty in ([], {}):
         with pytest.raises(ValueError, match="nothing to join"):
             tc.join(empty)

@@ -130,29 +130,16 @@ def test_names_of_files(tmp_path: Path, wrong: str) -> None:
 
 
 def test_near_keys_of_many(tmp_path: Path) -> None:
-    """They are found by their order, among any number of samples; without an order, some keys are listed."""
-    names = [
-        f"{animal}_{i:04d}_{light}" for animal in ("cat", "dog", "owl") for i in range(500) for light in ("dim", "lit")
-    ]
-    with tc.ShardWriter(tmp_path / "sorted", max_samples=700, fsync=False) as sink:
-        for name in names:
-            sink.write(name, {"x": torch.zeros(1)})
-    with tc.ShardWriter(tmp_path / "shuffled", fsync=False) as sink:
-        for name in sorted(names, key=lambda name: name[::-1]):
-            sink.write(name, {"x": torch.zeros(1)})
-    with tc.open(tmp_path / "sorted") as cache:
-        for wrong in ("dog_0321_lot", "dog_0321_litt", "dog_0321_"):
-            with pytest.raises(KeyError, match=rf"no sample '{wrong}' .* there are 'dog_0321_\w+', .* and 2,992 more"):
-                cache[wrong]
-        for wrong in ("", "zebra", "\udcff", "d" * 10_000):
-            with pytest.raises(KeyError, match="there are '.*' and 2,992 more") as caught:
+    """They are among the first 1,000 keys."""
+    with tc.ShardWriter(tmp_path, max_samples=700, fsync=False) as sink:
+        for i in range(1500):
+            sink.write(f"cat_{i:04d}_lit", {"x": torch.zeros(1)})
+    with tc.open(tmp_path) as cache:
+        for wrong in ("cat_0321_lot", "cat_0321_litt", "cat_0321_", "", "\udcff", "d" * 10_000):
+            near = "'cat_0321_lit', " if wrong.startswith("cat") else "'"
+            with pytest.raises(KeyError, match=rf"no sample '.* there are {near}.* and 1,492 more") as caught:
                 tc.join([cache])[wrong]
             assert len(str(caught.value)) < BOUND
-    with (
-        tc.open(tmp_path / "shuffled") as cache,
-        pytest.raises(KeyError, match=r"there are 'dog_.*_lit', .* and 2,992 more"),
-    ):
-        cache["dog_0321_litt"]
 
 
 def test_entries(cache: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -64,6 +65,7 @@ def join(
             cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
         ValueError: There are no caches; `how` is unknown; `keys` names a cache that does not exist, or the first one.
+        BatchError: The first samples of a list of caches are not dicts, or have names in common.
         Errors of `tc.open`: A path among `caches` cannot be opened.
 
     Memory: at most 8 bytes per sample and cache; if keys differ, also about 150 bytes per key during the call.
@@ -72,12 +74,13 @@ def join(
         raise TypeError(f"tc.join needs a list or a dict of caches or paths, got {caches!r:.200}")
     if how not in ("exact", "inner"):
         raise ValueError(f"how={how!r}, expected 'exact' or 'inner'")
-    names: Sequence[Any] = list(caches) if isinstance(caches, Mapping) else range(len(caches))
+    is_named = isinstance(caches, Mapping)
+    names: Sequence[Any] = list(caches) if is_named else range(len(caches))
     if not names:
         raise ValueError("nothing to join: expected at least one cache")
-    if isinstance(caches, Mapping) and not all(isinstance(name, str) for name in names):
+    if is_named and not all(isinstance(name, str) for name in names):
         raise TypeError(f"tc.join needs strings as names of caches, got {names!r:.200}")
-    if keys is not None and not isinstance(keys, Mapping):
+    if not isinstance(keys, (Mapping, type(None))):
         raise TypeError(
             f"keys={keys!r:.200}, expected a dict of functions or mappings by cache: {{'text': caption_of.get}}"
         )
@@ -86,20 +89,15 @@ def join(
         if name not in names[1:]:
             shown = list_names(names[1:], name)
             raise ValueError(f"keys has an entry for {name!r:.100}, expected names of caches after the first: {shown}")
-    opened: list[Any] = []
-    try:
-        parts = []
+    with ExitStack() as opened:  # closes caches that were opened here after an error
+        parts: list[Any] = []
         for cache in caches.values() if isinstance(caches, Mapping) else caches:
-            if not isinstance(cache, Cache):
-                cache = open(cache)
-                opened.append(cache)
-            parts.append(cache)
-        views = _match(parts, names, how, maps)
-    except BaseException:
-        for cache in opened:
-            cache.close()
-        raise
-    return JoinedCache(views, tuple(names) if isinstance(caches, Mapping) else None)
+            parts.append(cache if isinstance(cache, Cache) else opened.enter_context(open(cache)))
+        joined: JoinedCache = JoinedCache(_match(parts, names, how, maps), tuple(names) if is_named else None)
+        if not is_named and len(parts) > 1 and len(joined):
+            joined._sample(0)  # its caches may have names in common
+        opened.pop_all()
+    return joined
 
 
 def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
@@ -107,11 +105,12 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
     first, rows_of_parts = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
         rows, others_keys = match_some(first, _with_keys(other), maps.get(name))
-        missing = np.flatnonzero(rows < 0) if rows is not None else ()
+        missing = np.flatnonzero(rows < 0) if rows is not None else np.empty(0, np.int64)
         rows_of_parts.append(rows)
         if how == "exact" and (len(missing) or others_keys):
-            keys = [first.keys()[number] for number in missing[:_NUM_SHOWN]] if len(missing) else sorted(others_keys)
-            where, count = (name, len(missing)) if len(missing) else (names[0], len(others_keys))
+            keys, where, count = sorted(others_keys)[:_NUM_SHOWN], names[0], len(others_keys)
+            if len(missing):
+                keys, where, count = [first.keys()[at] for at in missing[:_NUM_SHOWN].tolist()], name, len(missing)
             hint = f"keys= maps none of them to a key of {name!r}" if name in maps else "keys= maps different keys"
             hint += ", and how='inner' keeps only the samples that all caches have"
             built = [at for at, cache in ((names[0], first), (name, other)) if list(cache.keys()[:1]) == [_FIRST_BUILT]]
@@ -120,13 +119,14 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
                     f"the keys of cache {built[0]!r} are numbers of items, as tc.build makes them; pass keys= to tc.build, for "
                     "example keys=lambda key: key if the items are keys"
                 )
-            shown = list_names(keys[:_NUM_SHOWN], count=count)
             raise KeyError(
                 f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {where!r} lacks "
-                f"{count} key{'s' * (count > 1)}: {shown}; {hint}"
+                f"{count} key{'s' * (count > 1)}: {list_names(keys, count=count)}; {hint}"
             )
-    lacking = [rows < 0 for rows in rows_of_parts if rows is not None and (rows < 0).any()]
-    kept: Any = np.flatnonzero(~np.logical_or.reduce(lacking)) if lacking else slice(None)
+    lacking = [rows < 0 for rows in rows_of_parts if rows is not None]
+    kept: Any = slice(None)
+    if lacking and (lacks_any := np.logical_or.reduce(lacking)).any():
+        kept = np.flatnonzero(~lacks_any)
     return [
         part._take(kept if rows is None else rows[kept])
         for part, rows in zip(parts, [None, *rows_of_parts], strict=True)

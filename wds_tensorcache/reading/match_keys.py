@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -50,56 +50,32 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Return whether two caches have the same keys in the same order.
-
-    No key is compared for two views of one cache whose positions are equal, and are both ranges or both arrays.
-    """
-    if len(left) != len(right):
-        return False
-    if left._store is right._store and _same_positions(left._where, right._where):
-        return True
-    blocks, others = _blocks(left), _blocks(right)
-    lengths, text = _NONE
-    other_lengths, other_text = _NONE
-    while True:
-        if not len(lengths):
-            lengths, text = next(blocks, _NONE)
-        if not len(other_lengths):
-            other_lengths, other_text = next(others, _NONE)
-        count = min(len(lengths), len(other_lengths))
-        if not count:
+    """Return whether two caches have the same keys in the same order."""
+    if len(left) != len(right) or not len(left):
+        return len(left) == len(right)
+    ours, theirs = left._where, right._where
+    if left._store is right._store and type(ours) is type(theirs):
+        if ours == theirs if isinstance(ours, range) else np.array_equal(ours, theirs):
             return True
-        nbytes = int(lengths[:count].sum())
-        if not np.array_equal(lengths[:count], other_lengths[:count]) or not np.array_equal(
-            text[:nbytes], other_text[:nbytes]
-        ):
-            return False
-        lengths, text = lengths[count:], text[nbytes:]
-        other_lengths, other_text = other_lengths[count:], other_text[nbytes:]
+    return all(np.array_equal(part, other) for part, other in zip(_raw_keys(left), _raw_keys(right), strict=True))
 
 
-_NONE: tuple[Array, Array] = np.empty(0, np.int64), np.empty(0, np.uint8)
-
-
-def _same_positions(left: Any, right: Any) -> bool:
-    if isinstance(left, range) and isinstance(right, range):
-        return left == right
-    return left is right or (type(left) is type(right) and np.array_equal(left, right))
-
-
-def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
-    """Yield `(lengths, text)` for each block of successive keys: their lengths in bytes, and their bytes without gaps."""
+def _raw_keys(cache: Any) -> tuple[Array, Array]:
+    """Return the length of each key in bytes, and the bytes of all keys without gaps."""
+    lengths, texts = list[Any](), list[Any]()
     for shard, rows in in_order(cache._store, cache._where):
         keys, samples = shard.index.keys, shard.columns.rows
         rows = rows if samples is None else samples[rows].astype(np.int64)
         first, last = rows.item(0), rows.item(-1)
         if last - first == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all()):
             begin = keys.ends.item(first - 1) if first else 0
-            ends = keys.ends[first : last + 1].astype(np.int64)
-            yield np.diff(ends, prepend=begin), keys.text[begin : keys.ends.item(last)]
+            lengths.append(np.diff(keys.ends[first : last + 1].astype(np.int64), prepend=begin))
+            texts.append(keys.text[begin : keys.ends.item(last)])
         else:
             raw_keys = [keys.raw(row) for row in rows.tolist()]
-            yield np.array(list(map(len, raw_keys)), np.int64), np.frombuffer(b"".join(raw_keys), np.uint8)
+            lengths.append(np.array(list(map(len, raw_keys)), np.int64))
+            texts.append(np.frombuffer(b"".join(raw_keys), np.uint8))
+    return np.concatenate(lengths), np.concatenate(texts)
 
 
 def match(left: Any, right: Any) -> Array | None:
