@@ -46,11 +46,6 @@ def test_samples_shards_bytes_tensors_and_fingerprint(tmp_path: Path) -> None:
     assert repr(cache[:0]).startswith("TensorCache: 0 samples in 3 shards")
 
 
-def test_dtypes_and_dimensions_that_differ(tmp_path: Path) -> None:
-    samples = [{"x": torch.zeros(2)}, {"x": torch.zeros(1, 3).half()}]
-    assert "  x: float32/float16 […]" in repr(tc.open(write(tmp_path, samples))).splitlines()
-
-
 def test_little_is_read_of_a_large_cache(tmp_path: Path) -> None:
     folder = write(tmp_path, [{"x": torch.tensor(i)} for i in range(3000)], max_samples=500)
     with tc.open(folder) as cache:
