@@ -52,4 +52,6 @@ def test_samples_that_differ(tmp_path: Path) -> None:
             assert (x.dtype, x.shape) == ((torch.float32, torch.bfloat16), ((1, 4), 3))
             assert (x.nbytes, x.num_samples) == (24 + 24 + 12, 3)
             assert (set(n.dtype), n.shape, n.nbytes) == ({np.dtype("<f8"), torch.float32}, None, 48)
-            assert {"  x: float32/bfloat16 [1..4, 3]", "  n: float64/float32 […] (numpy)"} <= {*repr(cache).splitlines()}
+            assert {"  x: float32/bfloat16 [1..4, 3]", "  n: float64/float32 […] (numpy)"} <= {
+                *repr(cache).splitlines()
+            }
