@@ -22,7 +22,7 @@ from wds_tensorcache.reading.cache import Cache, _Sample
 from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, Group
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
-from wds_tensorcache.reading.match_keys import KeyMap, match_some
+from wds_tensorcache.reading.match_keys import KeyMap, match_keys
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import KeysView
 from wds_tensorcache.reading.schema import (
@@ -104,7 +104,7 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
     """Return a view of each cache, such that the samples to join have the same index in all views."""
     first, rows_of_parts = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
-        rows, others_keys = match_some(first, _with_keys(other), maps.get(name))
+        rows, others_keys = match_keys(first, _with_keys(other), maps.get(name))
         missing = np.flatnonzero(rows < 0) if rows is not None else np.empty(0, np.int64)
         rows_of_parts.append(rows)
         if how == "exact" and (len(missing) or others_keys):
@@ -164,18 +164,12 @@ class _JoinedRequest:
                     chosen[prefix + name] = [alternative and prefix + alternative for alternative in own.chosen(name)]
         return Choices(choices, chosen)
 
-    def chosen_names(self) -> list[str]:
-        return [
-            prefix + name
-            for prefix, part in zip(self.prefixes, self.parts, strict=True)
-            for name in _chosen_names(part)
-        ]
-
 
 def _chosen_names(request: Any) -> list[str]:
-    if isinstance(request, ChosenRequest):
-        return request.alternatives.names
-    return request.chosen_names() if isinstance(request, _JoinedRequest) else []
+    if isinstance(request, _JoinedRequest):
+        parts = zip(request.prefixes, request.parts, strict=True)
+        return [prefix + name for prefix, part in parts for name in _chosen_names(part)]
+    return request.alternatives.names if isinstance(request, ChosenRequest) else []
 
 
 class JoinedCache(Cache[_Sample]):
@@ -266,7 +260,7 @@ class JoinedCache(Cache[_Sample]):
     def _ways(self, collate: Any, pad_value: PadValue, allowed: tuple[str, ...], request: _JoinedRequest) -> Any:
         ways = as_collate(collate, pad_value, allowed)
         if ways is not collate and (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
-            ways.check_names([*self._batch_names(), *request.chosen_names()])
+            ways.check_names([*self._batch_names(), *_chosen_names(request)])
         return ways
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Compare and match the keys of two caches; if both contain the same keys, no key becomes a Python object."""
+"""Match the keys of two caches by their hashes, without a Python object per key."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.positions import by_shard, in_order
-from wds_tensorcache.shards.key_table import match_unique_keys
+from wds_tensorcache.reading.positions import in_order
+from wds_tensorcache.shards.key_table import Keys
 
 Array = np.ndarray[Any, Any]
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 
 
-def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
+def match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
     """Return, for each sample of `first`, the index of its match in `other`, plus the keys that only `other` contains.
 
     Indices are int64, -1 for a sample without a match. The array is None if both caches have the same keys in the same
@@ -29,11 +29,13 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
         KeyError: A key occurs twice in `other`.
     """
     if key_map is None and isinstance(first, TensorCache) and isinstance(other, TensorCache):
-        if _are_equal(first, other):
-            return None, []
-        matched = match(first, other)
+        ours, theirs = first._where, other._where
+        if first._store is other._store and type(ours) is type(theirs):
+            if ours == theirs if isinstance(ours, range) else np.array_equal(ours, theirs):
+                return None, []
+        matched = _match_hashes(_keys_of(first), _keys_of(other)) if len(first) and len(other) else None
         if matched is not None:
-            return matched, []
+            return matched
     places = {key: at for at, key in enumerate(other.keys())}
     if len(places) != len(other):
         twice = next(key for at, key in enumerate(other.keys()) if places[key] != at)
@@ -42,27 +44,15 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
     # a generator, in which a StopIteration of the function is an error and does not end the keys
     keys = first.keys()
     wanted = keys if get is None else (get(key) for key in keys)
-    positions = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
-    if key_map is not None or int(np.count_nonzero(positions >= 0)) >= len(places):
-        return positions, []
-    first_keys = set(first.keys())
-    return positions, [key for key in places if key not in first_keys]
+    rows = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
+    is_matched = np.zeros(len(other), np.bool_)
+    is_matched[rows[rows >= 0]] = True
+    return rows, [] if key_map is not None else [key for key, done in zip(places, is_matched, strict=True) if not done]
 
 
-def _are_equal(left: Any, right: Any) -> bool:
-    """Return whether two caches have the same keys in the same order."""
-    if len(left) != len(right) or not len(left):
-        return len(left) == len(right)
-    ours, theirs = left._where, right._where
-    if left._store is right._store and type(ours) is type(theirs):
-        if ours == theirs if isinstance(ours, range) else np.array_equal(ours, theirs):
-            return True
-    return all(np.array_equal(part, other) for part, other in zip(_raw_keys(left), _raw_keys(right), strict=True))
-
-
-def _raw_keys(cache: Any) -> tuple[Array, Array]:
-    """Return the length of each key in bytes, and the bytes of all keys without gaps."""
-    lengths, texts = list[Any](), list[Any]()
+def _keys_of(cache: Any) -> Keys:
+    """Return the keys of a cache in the order of its samples."""
+    texts, lengths = list[Any](), list[Any]()
     for shard, rows in in_order(cache._store, cache._where):
         keys, samples = shard.index.keys, shard.columns.rows
         rows = rows if samples is None else samples[rows].astype(np.int64)
@@ -72,30 +62,39 @@ def _raw_keys(cache: Any) -> tuple[Array, Array]:
             lengths.append(np.diff(keys.ends[first : last + 1].astype(np.int64), prepend=begin))
             texts.append(keys.text[begin : keys.ends.item(last)])
         else:
-            raw_keys = [keys.raw(row) for row in rows.tolist()]
-            lengths.append(np.array(list(map(len, raw_keys)), np.int64))
-            texts.append(np.frombuffer(b"".join(raw_keys), np.uint8))
-    return np.concatenate(lengths), np.concatenate(texts)
+            begins, counts = keys.extents(rows)
+            lengths.append(counts)
+            texts.append(_gather(keys.text, begins, counts))
+    return Keys(np.concatenate(texts), np.cumsum(np.concatenate(lengths)))
 
 
-def match(left: Any, right: Any) -> Array | None:
-    """Return the index in `right` of each key of `left`, int64; None if their keys differ, or a key occurs twice."""
-    (parts, left_rows), (others, right_rows) = _parts(left), _parts(right)
-    matched = match_unique_keys(parts, others)
-    if matched is None:
+def _gather(text: Array, begins: Array, lengths: Array) -> Array:
+    """Return the bytes of keys without gaps."""
+    ends = np.cumsum(lengths)
+    gathered: Array = text[np.repeat(begins - ends + lengths, lengths) + np.arange(ends[-1])]
+    return gathered
+
+
+def _match_hashes(first: Keys, other: Keys) -> tuple[Array | None, list[str]] | None:
+    """Return the result of `match_keys`; None if two keys have one hash, usually because a key occurs twice."""
+    if np.array_equal(first.ends, other.ends) and np.array_equal(first.text, other.text):
+        return None, []
+    hashes, others = first.hashes(), other.hashes()
+    order = np.argsort(others)
+    ascending = others[order]
+    if (ascending[1:] == ascending[:-1]).any():
         return None
-    result = np.empty(len(matched), np.int64)
-    result[left_rows] = right_rows[matched]
-    return result
-
-
-def _parts(cache: Any) -> tuple[list[Any], Array]:
-    """Return the keys of a cache shard by shard, and the sample index of each key."""
-    parts, numbers = [], np.empty(len(cache), np.min_scalar_type(len(cache)))
-    done = 0
-    for shard, which, rows in by_shard(cache._store, cache._where):
-        samples = shard.columns.rows
-        parts.append((shard.index.keys, rows if samples is None else samples[rows].astype(np.int64)))
-        numbers[done : done + len(rows)] = np.arange(which.start, which.stop) if isinstance(which, slice) else which
-        done += len(rows)
-    return parts, numbers
+    rows = order[np.minimum(np.searchsorted(ascending, hashes), len(order) - 1)]
+    (matched,) = np.nonzero(others[rows] == hashes)
+    (begins, lengths), (other_begins, other_lengths) = first.extents(matched), other.extents(rows[matched])
+    if not np.array_equal(lengths, other_lengths):
+        return None
+    if len(matched) and not np.array_equal(
+        _gather(first.text, begins, lengths), _gather(other.text, other_begins, lengths)
+    ):
+        return None
+    result = np.full(len(first), -1, np.int64)
+    result[matched] = rows[matched]
+    is_matched = np.zeros(len(other), np.bool_)
+    is_matched[rows[matched]] = True
+    return result, [other[row] for row in np.flatnonzero(~is_matched).tolist()]
