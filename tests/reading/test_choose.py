@@ -259,6 +259,21 @@ def test_different_dtypes_are_an_error(tmp_path: Path) -> None:
             cache.read_batch([0, 1], choose={"x": ["a", "b"]}, choices={"x": [0, 1]})
 
 
+def test_shards_without_references_in_the_index(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of an earlier writer may have none; they come from the samples then."""
+    options: dict[str, Any] = {"choose": CHOOSE, "choices": {"text": [1, 2, 3]}, "collate": {"text": "pad"}}
+    with tc.open(folder) as cache:
+        expected, schema = cache.read_batch([3, 4, 5], **options), cache.schema
+    with tc.open(folder) as cache:
+        for shard in cache._store.shards:
+            for row in range(len(shard)):
+                monkeypatch.setattr(shard.layout(row), "texts", None)
+        batch = cache.read_batch([3, 4, 5], **options)
+        assert all(torch.equal(batch[name], expected[name]) for name in ("text", "latent"))
+        assert batch["cond"][1]["prompt"] == ["p3", "p4", "p5"]
+        assert cache.schema == schema
+
+
 # --- values that are not tensors ---
 
 
@@ -375,6 +390,8 @@ def test_batches_without_the_lacking_tensor_have_one_structure(masked: Any, rows
         assert batch["captions"].tolist() == [with_mask(i)["captions"] for i in rows]
         nested = view.nest(rows, {"latent": batch["latent"]})
         assert sorted(nested) == ["captions", "latent", "more"]
+    with pytest.raises(tc.BatchError, match="sample '00[1-3]' has none of the alternatives of 'm': 'mask'; it has"):
+        masked.read_batch([4, *rows, 1], choose={"m": ["mask"]}, collate="list")
 
 
 def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
@@ -473,15 +490,13 @@ def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwar
 
 
 def test_a_misspelled_alternative(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path) as sink:
-        for i in range(4):
-            sink.write(f"{i}", {"latent": torch.zeros(2), "flip": torch.ones(2)})
-    with tc.open(tmp_path) as cache:
+    folder = write(tmp_path, [{"latent": torch.zeros(2), "flip": torch.ones(2)}] * 4)
+    with tc.open(folder) as cache:
         for choose in ({"latent": ["latent", "flp"]}, {("latent",): [("latent",), ("flip",), ("no.*",)]}):
-            message = "no sample has a tensor '(flp|no.*)'; there are .*flip"
-            with pytest.raises(tc.BatchError, match=message):
-                tc.Loader(cache, 2, choose=choose)
-            for joined in (cache, tc.join([cache])):
-                for _ in range(2):
-                    with pytest.raises(tc.BatchError, match=message):
-                        joined.read_batch([0], choose=choose)
+            for use in (
+                lambda choose=choose: tc.Loader(cache, 2, choose=choose),
+                lambda choose=choose: cache.read_batch([0], choose=choose),
+                lambda choose=choose: tc.join([cache]).read_batch([0], choose=choose),
+            ):
+                with pytest.raises(tc.BatchError, match="no sample has a tensor '(flp|no.*)'; there are .*flip"):
+                    use()

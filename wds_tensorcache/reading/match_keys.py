@@ -70,8 +70,8 @@ def _keys_of(cache: Any) -> Keys:
 
 def _gather(text: Array, begins: Array, lengths: Array) -> Array:
     """Return the bytes of keys without gaps."""
-    ends = np.cumsum(lengths)
-    gathered: Array = text[np.repeat(begins - ends + lengths, lengths) + np.arange(ends[-1])]
+    offsets = np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
+    gathered: Array = text[offsets + np.arange(len(offsets))]
     return gathered
 
 
@@ -87,11 +87,8 @@ def _match_hashes(first: Keys, other: Keys) -> tuple[Array | None, list[str]] | 
     rows = order[np.minimum(np.searchsorted(ascending, hashes), len(order) - 1)]
     (matched,) = np.nonzero(others[rows] == hashes)
     (begins, lengths), (other_begins, other_lengths) = first.extents(matched), other.extents(rows[matched])
-    if not np.array_equal(lengths, other_lengths):
-        return None
-    if len(matched) and not np.array_equal(
-        _gather(first.text, begins, lengths), _gather(other.text, other_begins, lengths)
-    ):
+    ours, theirs = _gather(first.text, begins, lengths), _gather(other.text, other_begins, other_lengths)
+    if not (np.array_equal(lengths, other_lengths) and np.array_equal(ours, theirs)):
         return None
     result = np.full(len(first), -1, np.int64)
     result[matched] = rows[matched]
