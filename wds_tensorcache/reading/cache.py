@@ -455,9 +455,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         for name in dict.fromkeys(chain.from_iterable(by_layout)):
             if wanted is None or wanted(name) or name in chosen:
                 ndims = {len(shapes[name]) for shapes in by_layout if name in shapes}
-                lacking = (0,) * max(ndims)
-                rows = np.array([shapes.get(name, lacking) for shapes in by_layout if len(ndims) == 1], np.int64)
-                result[name] = torch.from_numpy(rows.reshape(len(rows), -1)[layouts.which]) if len(rows) else None
+                result[name] = None
+                if len(ndims) == 1:
+                    lacking = (0,) * ndims.pop()
+                    rows = np.array([shapes.get(name, lacking) for shapes in by_layout], np.int64)
+                    result[name] = torch.from_numpy(rows.reshape(len(rows), -1)[layouts.which])
         return result
 
     @abstractmethod
