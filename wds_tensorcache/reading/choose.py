@@ -389,7 +389,7 @@ class ChosenRequest(Request):
         self.structures.note_values()
         if self.store.has_remote:
             self.rows.fetch_skeletons()
-        samples = [self.rows.sample(i) for i in range(len(self))]
+        samples, chosen = [self.rows.sample(i) for i in range(len(self))], dict[str, list[tuple[str, Any]]]()
         for name, group, patterns in self.of_values:
             rows = [_values(sample, patterns) for sample in samples]
             counts = np.array(list(map(len, rows)))
@@ -401,7 +401,8 @@ class ChosenRequest(Request):
             if group not in self.choices:
                 self.choices[group] = self.chooser(group, counts)
             choices = self.choices[group].tolist()
-            self.known_values[name] = [row[choice] for row, choice in zip(rows, choices, strict=True)]
+            chosen[name] = [row[choice] for row, choice in zip(rows, choices, strict=True)]
+        self.known_values.update(chosen)  # at once, for other threads
         return self.known_values
 
     def place_chosen(self, batch: Any, tensors: Mapping[str, Any]) -> None:
