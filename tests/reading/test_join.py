@@ -222,7 +222,6 @@ def test_many_samples_with_one_caption(
         assert (batch["text"] if is_named else batch)["caption"][:, 0].tolist() == [1, 1, 2, 1]
         view = pickle.loads(pickle.dumps(cache[3:]))["k5"]
         assert int((view["text"] if is_named else view)["caption"][0]) == 2
-        assert cache["k7"].keys() == ({"image", "text"} if is_named else {"latent", "size", "caption"})
 
 
 def test_samples_without_a_caption(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -267,25 +266,6 @@ def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> No
     ):
         with pytest.raises(error, match=message):
             tc.join(wrong, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_keys_that_build_has_numbered(folders: tuple[Path, Path], tmp_path: Path, is_first: bool) -> None:
-    with tc.open(folders[0]) as cache:
-        names = list(cache.keys())
-
-    def compute(batch: list[str]) -> list[dict[str, str]]:
-        return [{"name": key} for key in batch]
-
-    tc.build(names, compute, tmp_path / "numbered", fingerprint={}).close()
-    sources = [tmp_path / "numbered", folders[0]]
-    with pytest.raises(
-        KeyError, match=rf"keys of cache {1 - is_first} are numbers .* keys=lambda key: key if the items are keys"
-    ):
-        tc.join(sources if is_first else sources[::-1])
-    tc.build(names, compute, tmp_path / "named", fingerprint={}, keys=lambda key: key).close()
-    with tc.join([folders[0], tmp_path / "named"]) as joined:
-        assert joined["k3"]["name"] == "k3"
 
 
 def test_close(folders: tuple[Path, Path]) -> None:

@@ -39,7 +39,6 @@ from wds_tensorcache.storage.urls import shown as shown_url
 
 Array = np.ndarray[Any, Any]
 _NUM_SHOWN = 5  # number of missing keys in a message
-_FIRST_BUILT = "000000000"  # key that tc.build gives to the first item, if items have no keys
 _JOIN_A_DICT = "join a dict of caches, as tc.join({'a': …, 'b': …})"
 
 
@@ -111,14 +110,7 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
             keys, where, count = sorted(others_keys)[:_NUM_SHOWN], names[0], len(others_keys)
             if len(missing):
                 keys, where, count = [first.keys()[at] for at in missing[:_NUM_SHOWN].tolist()], name, len(missing)
-            hint = f"keys= maps none of them to a key of {name!r}" if name in maps else "keys= maps different keys"
-            hint += ", and how='inner' keeps only the samples that all caches have"
-            built = [at for at, cache in ((names[0], first), (name, other)) if list(cache.keys()[:1]) == [_FIRST_BUILT]]
-            if name not in maps and count == len(first) and built:
-                hint = (
-                    f"the keys of cache {built[0]!r} are numbers of items, as tc.build makes them; pass keys= to tc.build, for "
-                    "example keys=lambda key: key if the items are keys"
-                )
+            hint = "keys= maps different keys, and how='inner' keeps only the samples that all caches have"
             raise KeyError(
                 f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {where!r} lacks "
                 f"{count} key{'s' * (count > 1)}: {list_names(keys, count=count)}; {hint}"
