@@ -220,7 +220,7 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
 def test_shapes_are_counted_exactly(tmp_path: Path, rng: Seeded) -> None:
     """As `Counter` counts them, in many shards, with one, two or no dimensions."""
     shapes = [tuple(rng.randrange(40) for _ in range(rng.randrange(3))) for _ in range(6000)]
-    with tc.ShardWriter(tmp_path, max_samples=100, fsync=False) as sink:
+    with tc.ShardWriter(tmp_path, max_samples=20, fsync=False) as sink:
         for i, shape in enumerate(shapes):
             sink.write(f"{i:04d}", {"x": torch.zeros(shape, dtype=torch.uint8)})
     expected = Counter(shapes)

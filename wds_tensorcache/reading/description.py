@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 NUM_EXAMINED = 64  # samples whose small values are examined
 _MAX_SHAPES = 20  # shapes of a tensor with their counts
 _MAX_VALUES = 1000  # small values of all samples together
-_MERGED_ROWS = 4096  # shapes to collect before equal ones are merged
+_MAX_PARTS = 256  # arrays of shapes to collect before equal shapes are merged
 _NUM_ITEMS = 1000  # items of a list whose types are examined
 _MAX_LINES, _LINE_CHARS, _VALUE_CHARS = 100, 240, 60  # bounds of a repr
 _SHOWN_SHAPES, _SHOWN_ITEMS = 3, 4
@@ -161,36 +161,28 @@ class _ShapeCounts:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[Array, Array]]] = {}  # by number of dimensions
-        self._num_rows = self._num_merged = 0
 
     def add(self, shapes: Array, counts: Array) -> None:
-        self._parts.setdefault(shapes.shape[1], []).append((shapes, counts))
-        self._num_rows += len(shapes)
-        if self._num_rows > max(_MERGED_ROWS, 2 * self._num_merged):
-            self._merge()
-
-    def _merge(self) -> None:
-        self._parts = {ndim: [_merge_counts(parts)] for ndim, parts in self._parts.items()}
-        self._num_rows = self._num_merged = sum(len(shapes) for [(shapes, _)] in self._parts.values())
+        parts = self._parts.setdefault(shapes.shape[1], [])
+        parts.append((shapes, counts))
+        if len(parts) > _MAX_PARTS:
+            parts[:] = [_merge_counts(parts)]
 
     def most_frequent(self) -> tuple[dict[tuple[int, ...], int], int]:
         """Return the most frequent shapes with their counts, and the number of all distinct shapes."""
-        self._merge()
-        frequent: list[tuple[tuple[int, ...], int]] = []
-        for [(shapes, counts)] in self._parts.values():
+        frequent, num_shapes = list[tuple[tuple[int, ...], int]](), 0
+        for shapes, counts in map(_merge_counts, self._parts.values()):
+            num_shapes += len(shapes)
             order = np.argsort(-counts, kind="stable")[:_MAX_SHAPES]
             frequent += zip(map(tuple, shapes[order].tolist()), counts[order].tolist(), strict=True)
         frequent.sort(key=lambda pair: -pair[1])
-        return dict(frequent[:_MAX_SHAPES]), self._num_merged
+        return dict(frequent[:_MAX_SHAPES]), num_shapes
 
 
 def _merge_counts(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Return distinct shapes, int64 `[n, ndim]`, in ascending order, and the number of samples of each."""
-    shapes = np.concatenate([shapes for shapes, _ in parts])
-    counts = np.concatenate([counts for _, counts in parts])
-    if not shapes.shape[1]:  # np.unique needs a column
-        return shapes[:1], counts.sum(keepdims=True)
-    order = np.lexsort(shapes.T[::-1])
+    shapes, counts = map(np.concatenate, zip(*parts, strict=True))
+    order = np.lexsort(shapes.T[::-1]) if shapes.shape[1] else np.arange(len(shapes))
     shapes, counts = shapes[order], counts[order]
     first = np.flatnonzero(np.append(True, (shapes[1:] != shapes[:-1]).any(1)))
     return shapes[first], np.add.reduceat(counts, first)
