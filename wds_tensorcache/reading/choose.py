@@ -307,11 +307,11 @@ class Randomness:
             for column in columns:
                 if column.shape != (count,) or column.dtype.kind not in "iu" or not np.array_equal(column, first):
                     raise ValueError(
-                        f"choices for {list_names(group.names)}: expected {count} integers, got {column!r:.200}"
+                        f"choices for {list_names(group.whole_names)}: expected {count} integers, got {column!r:.200}"
                     )
             for at in np.flatnonzero((first < 0) | (first >= counts))[:1].tolist():
                 raise IndexError(
-                    f"choices[{group.names[0]!r}][{at}] = {first[at]} out of range [0, {counts[at]}), "
+                    f"choices[{group.whole_names[0]!r}][{at}] = {first[at]} out of range [0, {counts[at]}), "
                     "the alternatives of the sample"
                 )
             return first.astype(np.int64)
