@@ -217,7 +217,7 @@ class JoinedCache(Cache[_Sample]):
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
         request = self._request(indices)
         parts, rest = [], dict(tensors)
-        for (prefix, cache), names, part in zip(self._prefixed(), self._tensor_names, request.parts, strict=True):
+        for (prefix, cache, part), names in zip(self._parts(request), self._tensor_names, strict=True):
             own = {prefix + name: name for name in [*names, *_chosen_names(part)] if prefix + name in rest}
             parts.append(cache.nest(part, {name: rest.pop(whole) for whole, name in own.items()}))
         if rest:
@@ -233,7 +233,7 @@ class JoinedCache(Cache[_Sample]):
         ways = None if callable(collate) else self._ways(collate, pad_value, WAYS, request)
         parts = [
             cache._read_batch(part, device, pin, list if ways is None else ways.with_prefix(prefix), 0)
-            for (prefix, cache), part in zip(self._prefixed(), request.parts, strict=True)
+            for prefix, cache, part in self._parts(request)
         ]
         if ways is None:
             return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
@@ -245,7 +245,7 @@ class JoinedCache(Cache[_Sample]):
         ways = self._ways(collate, pad_value, TENSOR_WAYS, request)
         return {
             prefix + name: tensor
-            for (prefix, cache), part in zip(self._prefixed(), request.parts, strict=True)
+            for prefix, cache, part in self._parts(request)
             for name, tensor in cache._read_tensors(part, device, pin, ways.with_prefix(prefix), 0).items()
         }
 
@@ -262,6 +262,9 @@ class JoinedCache(Cache[_Sample]):
     def _prefixed(self) -> Iterator[tuple[str, Any]]:
         return zip(self._prefixes, self._caches, strict=True)
 
+    def _parts(self, request: _JoinedRequest) -> Iterator[tuple[str, Any, Any]]:
+        return zip(self._prefixes, self._caches, request.parts, strict=True)
+
     def _batch_names(self) -> list[str]:
         named = zip(self._prefixes, self._tensor_names, strict=True)
         return list(dict.fromkeys(prefix + name for prefix, names in named for name in names))
@@ -274,12 +277,10 @@ class JoinedCache(Cache[_Sample]):
             numbers = self._numbers(indices)
             if isinstance(collate, Mapping):
                 collate = Collate(collate)
-            parts = [
-                cache._request(
-                    numbers, collate=collate.with_prefix(prefix) if isinstance(collate, Collate) else collate
-                )
-                for prefix, cache in self._prefixed()
+            ways = [
+                collate.with_prefix(prefix) if isinstance(collate, Collate) else collate for prefix in self._prefixes
             ]
+            parts = [cache._request(numbers, collate=way) for cache, way in zip(self._caches, ways, strict=True)]
         return _JoinedRequest(parts, self._prefixes)
 
     def _choose(self, request: _JoinedRequest, alternatives: Alternatives, chooser: Chooser) -> _JoinedRequest:
@@ -310,10 +311,8 @@ class JoinedCache(Cache[_Sample]):
         return {number: Alternatives(tuple(groups)) for number, groups in groups_of_caches.items()}
 
     def _shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor | None]:
-        named = zip(self._prefixed(), request.parts, strict=True)
-        return {
-            prefix + name: shapes for (prefix, cache), part in named for name, shapes in cache._shapes(part).items()
-        }
+        parts = self._parts(request)
+        return {prefix + name: shapes for prefix, cache, part in parts for name, shapes in cache._shapes(part).items()}
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
         for own, cache in self._prefixed():
