@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import pickle
@@ -149,12 +148,7 @@ def test_urls_in_a_manifest(tmp_path: Path) -> None:
         tc.open(tmp_path)
 
 
-def test_what_is_no_tar(folder: Path, tmp_path: Path) -> None:
-    shard = folder / "train-000000.tar.gz"
-    shard.write_bytes(gzip.compress((folder / "train-000000.tar").read_bytes()))
-    message = "tar.gz: .*gzip: a compressed tar cannot be indexed; decompress it, or read it as"
-    with pytest.raises(tc.FormatError, match=message):
-        tc.open(shard)
+def test_what_is_no_tar(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"something else" * 100)
     with pytest.raises(tc.FormatError, match=r"x\.tar: "):
         tc.open(tmp_path)
