@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,62 +147,37 @@ def test_a_shared_dataset_loads_nothing(tmp_path: Path) -> None:
         assert shared.stats() == stats
 
 
-def num_calls(call: Callable[[], object]) -> int:
-    """Return the number of function calls, in Python and in C, that a call makes."""
-    count = 0
-
-    def note(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def test_a_million_samples_of_thousands_of_shapes(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path, max_samples=1000, fsync=False) as sink:
         for i in range(3000):
             sink.write(f"{i}", {"x": torch.zeros(i // 2, dtype=torch.uint8), "y": torch.zeros(1), "i": [i] * 100})
     with tc.open(tmp_path) as cache:
-        many = cache[np.arange(1_000_000) * 7 % 3000]
-        found = cache.describe()
-        assert (found.tensors["x"].num_shapes, len(found.tensors["x"].shapes)) == (1500, 20)
-        assert list(found.tensors["x"].shapes.items())[:2] == [((0,), 2), ((1,), 2)]
-        assert found.tensors["y"].shapes == {(1,): 3000}
-        large = many.describe()
+        described = cache.describe()
+        assert (described.tensors["x"].num_shapes, len(described.tensors["x"].shapes)) == (1500, 20)
+        assert list(described.tensors["x"].shapes.items())[:2] == [((0,), 2), ((1,), 2)]
+        assert described.tensors["y"].shapes == {(1,): 3000}
+        large = cache[np.arange(1_000_000) * 7 % 3000].describe()
         assert large.num_samples == large.tensors["y"].shapes[1,] == 1_000_000
         assert large.tensors["x"].num_shapes == 1500
         assert (large.num_examined, large.values["i"].types) == (64, {"list of 100 int": 64})
         assert len(repr(large)) < 1000
-        assert num_calls(many.describe) < 1.2 * num_calls(cache.describe)
 
 
 def test_thousands_of_names(tmp_path: Path) -> None:
-    samples = [
-        {"t" * 1000 + str(i): torch.zeros(1) for i in range(1500)} | {f"v{j}" + "v" * 4000: j for j in range(1100)}
-    ] * 2
+    """Also if they differ between samples."""
+    samples: list[Any] = [
+        {"t" * 1000 + str(i): torch.zeros(1) for i in range(1500)} | {f"v{j}" + "v" * 4000: j for j in range(600)},
+        {"t" * 1000 + "0": torch.zeros(1)} | {f"w{j}": j for j in range(600)},
+    ]
     with tc.open(write(tmp_path, samples)) as cache:
-        found = cache.describe()
-        assert len(found.tensors) == 1500
-        assert len(found.values) == 1000
-        lines = repr(found).splitlines()
+        described = cache.describe()
+        assert (len(described.tensors), len(described.values), described.num_examined) == (1500, 1000, 2)
+        lines = repr(described).splitlines()
         assert len(lines) < LINES
         assert max(map(len, lines)) < CHARS
         assert "  … and 1,400 more" in lines
         assert "  … and 900 more" in lines
-
-
-def test_names_that_differ_between_samples(tmp_path: Path) -> None:
-    samples = [{"x": torch.zeros(1), "seen": {f"{i} {j}": j for j in range(100)}} for i in range(30)]
-    with tc.open(write(tmp_path, samples)) as cache:
-        found = cache.describe()
-        assert found.num_examined == 30
-        assert len(found.values) == 1000
-        assert "  seen.0 1: int, for example 1, in 1 of 30 samples" in repr(found).splitlines()
+        assert described.values["w0"].num_samples == 1
 
 
 def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
@@ -247,7 +220,7 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
 def test_shapes_are_counted_exactly(tmp_path: Path, rng: Seeded) -> None:
     """As `Counter` counts them, in many shards, with one, two or no dimensions."""
     shapes = [tuple(rng.randrange(40) for _ in range(rng.randrange(3))) for _ in range(6000)]
-    with tc.ShardWriter(tmp_path, max_samples=100, fsync=False) as sink:
+    with tc.ShardWriter(tmp_path, max_samples=20, fsync=False) as sink:
         for i, shape in enumerate(shapes):
             sink.write(f"{i:04d}", {"x": torch.zeros(shape, dtype=torch.uint8)})
     expected = Counter(shapes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import pickle
@@ -56,17 +55,14 @@ def test_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(folder / "train-000001.tar", range(5, 10))
     check([folder / "train-000000.tar", str(folder / "train-{000001..000002}.tar")])
     check((folder,))
+    check(folder, io="pread")
+    with tc.open(str(folder / "train-{000002,000000}.tar")) as cache:  # the order is that of the list
+        assert list(cache.keys()) == ["010", "011", "000", "001", "002", "003", "004"]
+        assert cache.num_shards == 2
     monkeypatch.chdir(folder)
     check(".")
     check("manifest.json")
     check("train-000002.tar", range(10, 12))
-
-
-def test_order_is_the_lists(folder: Path) -> None:
-    with tc.open(str(folder / "train-{000002,000000}.tar")) as cache:
-        assert list(cache.keys()) == ["010", "011", "000", "001", "002", "003", "004"]
-        assert cache.num_shards == 2
-        assert repr(cache).startswith("TensorCache: 7 samples in 2 shards of ")
 
 
 def test_a_folder_without_a_manifest(folder: Path) -> None:
@@ -89,11 +85,6 @@ def test_shards_of_webdataset(folder: Path, tmp_path: Path) -> None:
     check([folder / "train-000000.tar", pattern % 1, pattern % 2])
 
 
-def test_a_name_with_braces_that_is_there(folder: Path) -> None:
-    shutil.copy(folder / "train-000000.tar", folder / "x{1..2}.tar")
-    check(folder / "x{1..2}.tar", range(5))
-
-
 def test_patterns_in_folders_that_look_like_patterns(folder: Path, tmp_path: Path) -> None:
     odd = tmp_path / "run[1]"
     shutil.copytree(folder, odd / "shards")
@@ -102,6 +93,10 @@ def test_patterns_in_folders_that_look_like_patterns(folder: Path, tmp_path: Pat
     check(odd / "shards")
     check(odd / "sha*")
     check(odd / "*" / "manifest.json")
+    shutil.copy(folder / "train-000000.tar", folder / "x{1..2}.tar")
+    check(folder / "x{1..2}.tar", range(5))
+    shutil.copy(folder / "train-000000.tar", folder / "x{.tar")
+    check(folder / "*{.tar", range(5))
 
 
 # --- errors ---
@@ -153,16 +148,6 @@ def test_urls_in_a_manifest(tmp_path: Path) -> None:
         tc.open(tmp_path)
 
 
-def test_compressed_tars(folder: Path) -> None:
-    shard = folder / "train-000000.tar.gz"
-    shard.write_bytes(gzip.compress((folder / "train-000000.tar").read_bytes()))
-    with pytest.raises(
-        tc.FormatError,
-        match=r"train-000000.tar.gz: .*gzip: a compressed tar cannot be indexed; decompress it, or read it as",
-    ):
-        tc.open(shard)
-
-
 def test_what_is_no_tar(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"something else" * 100)
     with pytest.raises(tc.FormatError, match=r"x\.tar: "):
@@ -173,7 +158,6 @@ def test_what_is_no_tar(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"num_threads": 0}, "num_threads=0, expected at least 1"),
-        ({"num_threads": -3}, "num_threads=-3, expected at least 1"),
         ({"io": "direct"}, "io='direct', expected 'auto' or 'pread'"),
         ({"max_open_files": 0}, "max_open_files=0, expected at least 1"),
     ],
@@ -190,22 +174,19 @@ def test_names(write_shard: Callable[..., str]) -> None:
         return write_shard([{"__key__": "0", "json": 0, **members}], name)
 
     neither, one, both = shard("0.tar"), shard("1.tar", "text."), shard("2.tar", "text.", "")
-    with tc.open(one) as cache:
-        assert cache[0].load() == 5
-    with pytest.raises(KeyError, match=r"0.tar and 2 more: caches '', 'text': choose one with --cache \(cache=…\)"):
-        tc.open([neither, one, both])  # not whichever comes first
-    with tc.open([neither, one, both], cache="text") as cache:
-        assert [lazy.load() for lazy in cache] == [5, 5]
-    with tc.open([neither, one, both], cache="") as cache:
-        assert [lazy.load() for lazy in cache] == [0]
-    with pytest.raises(KeyError, match=r"0.tar: no cache, only other members"):
-        tc.open(neither)
-    with pytest.raises(KeyError, match=r"2.tar: caches '', 'text': choose one with --cache \(cache=…\)"):
-        tc.open(both)
-    with pytest.raises(KeyError, match=r"1\.tar and 1 more: no cache 'image'; there are '', 'text'"):
-        tc.open([one, both], cache="image")
-    with pytest.raises(tc.InvalidKeyError, match="cache name 'Text' must match"):
-        tc.open(one, cache="Text")
+    several = [neither, one, both]
+    for source, name, expected in ((one, None, [5]), (several, "text", [5, 5]), (several, "", [0])):
+        with tc.open(source, cache=name) as cache:
+            assert [lazy.load() for lazy in cache] == expected
+    for source, name, error, message in (
+        (several, None, KeyError, r"0.tar and 2 more: caches '', 'text': choose one with --cache \(cache=…\)"),
+        (both, None, KeyError, r"2.tar: caches '', 'text': choose one with --cache \(cache=…\)"),
+        (neither, None, KeyError, r"0.tar: no cache, only other members"),
+        ([one, both], "image", KeyError, r"1\.tar and 1 more: no cache 'image'; there are '', 'text'"),
+        (one, "Text", tc.InvalidKeyError, "cache name 'Text' must match"),
+    ):
+        with pytest.raises(error, match=message):
+            tc.open(source, cache=name)
 
 
 # --- manifests that are wrong ---
@@ -236,25 +217,19 @@ def test_shards_of_another_size(folder: Path) -> None:
         tc.open(folder)
 
 
-def test_another_number_of_samples(folder: Path) -> None:
-    change(folder, lambda document: document["tensorcache"]["caches"]["train-000001.tar"].update({"": 6}))
-    with tc.open(folder) as cache:
-        assert len(cache) == COUNT + 1
-        assert_same(diffusion_sample(4), cache[4])
-        message = "train-000001.tar: 5 samples with cache '', but the manifest lists 6"
-        for use in (lambda: cache[5], lambda: cache["000"], lambda: cache.read_batch([10]), lambda: cache.schema):
-            with pytest.raises(tc.FormatError, match=message):
-                use()
-
-
 @pytest.mark.parametrize("count", [0, 4, 6])
-@pytest.mark.parametrize("has_caches", [True, False])
-def test_another_number_of_samples_in_all(folder: Path, count: int, has_caches: bool) -> None:
-    change(folder, lambda document: document["shardlist"][1].update(nsamples=count))
+@pytest.mark.parametrize("table", ["caches", "shards", "shards alone"])
+def test_another_number_of_samples(folder: Path, count: int, table: str) -> None:
     message = (
         f"train-000001.tar: 5 samples in all, but the manifest lists {count}: one of the two is wrong; `tensorcache v"
     )
-    if not has_caches:
+    if table == "caches":
+        count = count or 1
+        change(folder, lambda document: document["tensorcache"]["caches"]["train-000001.tar"].update({"": count}))
+        message = f"train-000001.tar: 5 samples with cache '', but the manifest lists {count}"
+    else:
+        change(folder, lambda document: document["shardlist"][1].update(nsamples=count))
+    if table == "shards alone":
         change(folder, lambda document: document["tensorcache"].pop("caches"))
         with pytest.raises(tc.FormatError, match=message):
             tc.open(folder)
@@ -262,9 +237,9 @@ def test_another_number_of_samples_in_all(folder: Path, count: int, has_caches: 
     with tc.open(folder) as cache:
         assert_same(diffusion_sample(4), cache[4])
         for copy in (cache, pickle.loads(pickle.dumps(cache))):
-            for use in (lambda copy=copy: copy[5], lambda copy=copy: copy.read_batch([9])):
+            for use in (lambda c: c[5], lambda c: c["000"], lambda c: c.read_batch([5]), lambda c: c.schema):
                 with pytest.raises(tc.FormatError, match=message):
-                    use()
+                    use(copy)
 
 
 def test_a_listed_shard_without_caches(tmp_path: Path) -> None:
@@ -275,13 +250,6 @@ def test_a_listed_shard_without_caches(tmp_path: Path) -> None:
     with tc.open(tmp_path) as cache:
         assert list(cache.keys()) == ["a", "c"]
         assert cache.read_batch(["c", "a"])["x"].tolist() == [[0, 0], [1, 1]]
-
-
-def test_a_count_of_a_cache_that_the_shard_lacks(folder: Path) -> None:
-    change(folder, lambda document: document["tensorcache"]["caches"]["train-000001.tar"].update(clip=5))
-    message = "0 samples with cache 'clip', but the manifest lists 5"
-    with tc.open(folder, cache="clip") as cache, pytest.raises(tc.FormatError, match=message):
-        cache[0]
 
 
 @pytest.mark.parametrize(
@@ -304,11 +272,6 @@ def test_manifests_without_counts(folder: Path, caches: Any) -> None:
 
 
 # --- io ---
-
-
-def test_io(folder: Path) -> None:
-    for io in ("auto", "pread"):
-        check(folder, io=io)
 
 
 def test_files_on_a_network_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`schema` says what the index knows of every tensor, without reading one."""
+"""`schema` and `repr` say what the index knows of every tensor, without reading one."""
 
 from __future__ import annotations
 
@@ -52,3 +52,55 @@ def test_samples_that_differ(tmp_path: Path) -> None:
             assert (x.dtype, x.shape) == ((torch.float32, torch.bfloat16), ((1, 4), 3))
             assert (x.nbytes, x.num_samples) == (24 + 24 + 12, 3)
             assert (set(n.dtype), n.shape, n.nbytes) == ({np.dtype("<f8"), torch.float32}, None, 48)
+            assert {"  x: float32/bfloat16 [1..4, 3]", "  n: float64/float32 […] (numpy)"} <= {
+                *repr(cache).splitlines()
+            }
+
+
+# --- repr, which looks at little of a large cache ---
+
+
+def test_samples_shards_bytes_tensors_and_fingerprint(tmp_path: Path) -> None:
+    samples = [{"x": torch.zeros(i + 1, 2).bfloat16(), "a": [np.zeros(3, "f4")], "i": i} for i in range(5)]
+    folder = Path(write(tmp_path / "a", samples, max_samples=2, fingerprint={"model": "vae", "size": 64}))
+    nbytes = sum(path.stat().st_size for path in folder.glob("*.tar"))
+    with tc.open(folder) as cache:
+        assert repr(cache).splitlines() == [
+            f"TensorCache: 5 samples in 3 shards of {nbytes:,} bytes",
+            "  a.0: float32 [3] (numpy)",
+            "  x: bfloat16 [1..5, 2]",
+            "  fingerprint: {'model': 'vae', 'size': 64}",
+        ]
+        assert repr(cache[1:3].select("x")).splitlines()[::2] == [
+            f"TensorCache: 2 samples in 3 shards of {nbytes:,} bytes",
+            "  fingerprint: {'model': 'vae', 'size': 64}",
+        ]
+        joined = tc.join({"one": cache, "two": cache})
+        lines = repr(joined).splitlines()
+        assert lines[0] == f"JoinedCache: 5 samples in 6 shards of {2 * nbytes:,} bytes"
+        assert lines[1:] == [
+            "  one.a.0: float32 [3] (numpy)",
+            "  one.x: bfloat16 [1..5, 2]",
+            "  two.a.0: float32 [3] (numpy)",
+            "  two.x: bfloat16 [1..5, 2]",
+            "  fingerprint: {'model': 'vae', 'size': 64}",
+        ]
+    assert repr(cache[:0]).startswith("TensorCache: 0 samples in 3 shards")
+
+
+def test_little_is_read_of_a_large_cache(tmp_path: Path) -> None:
+    folder = write(tmp_path, [{"x": torch.tensor(i)} for i in range(3000)], max_samples=500)
+    with tc.open(folder) as cache:
+        assert "(tensors of the first 1,000 samples)" in repr(cache)
+        loaded = [shard for shard in cache._store.shards if "index" in vars(shard)]
+        assert len(loaded) <= 2
+
+
+def test_closed_and_missing(tmp_path: Path) -> None:
+    folder = Path(write(tmp_path, [{"x": torch.tensor(0)}]))
+    cache = tc.open(folder)
+    cache.close()
+    assert repr(cache).startswith("TensorCache: 1 sample in 1 shard of ")
+    cache = tc.open(folder)
+    (folder / "000.tar").unlink()
+    assert repr(cache).splitlines()[0] == "TensorCache: 1 sample in 1 shard"

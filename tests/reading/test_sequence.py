@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import tempfile
@@ -92,7 +91,7 @@ def test_slices_and_slices_of_those(folder: str, chain: list[slice]) -> None:
         assert_all_same([WRITTEN[i] for i in reversed(expected)], list(reversed(view)))
 
 
-@pytest.mark.parametrize("kind", [int, np.int8, np.uint64, np.int64, torch.tensor, lambda i: np.array(i)])
+@pytest.mark.parametrize("kind", [int, np.int8, np.uint64, torch.tensor, lambda i: np.array(i)])
 def test_integers_of_others(cache: tc.TensorCache, kind: Callable[[int], Any]) -> None:
     assert_same(WRITTEN[13], cache[kind(13)])
 
@@ -108,10 +107,13 @@ def test_not_an_index(cache: tc.TensorCache, index: Any) -> None:
 def test_many_at_once(folder: str, numbers: list[int]) -> None:
     with tc.open(folder) as cache:
         expected = [WRITTEN[i] for i in numbers]
-        for given_as in (numbers, np.array(numbers, np.int16), torch.tensor(numbers, dtype=torch.int64), iter(numbers)):
-            read = cache.__getitems__(given_as)
-            assert type(read) is list
-            assert_all_same(expected, read)
+        for indices in (numbers, np.array(numbers, np.int16), torch.tensor(numbers, dtype=torch.int64), iter(numbers)):
+            assert_all_same(expected, cache.__getitems__(indices))
+        for indices in (numbers, np.array(numbers, np.int16), [KEYS[i] for i in numbers]):
+            view = cache[indices]
+            assert isinstance(view, tc.TensorCache)
+            assert_all_same(expected, list(view))
+            assert_all_same(expected[::-1], list(view[list(range(len(numbers)))[::-1]]))
         assert len(cache[2:9].__getitems__([-1, "005", 0])) == 3
 
 
@@ -158,34 +160,35 @@ def test_keys(cache: tc.TensorCache) -> None:
         cache[5:8]["000"]
 
 
-def test_the_same_key_in_two_shards(tmp_path: Path) -> None:
-    for name in ("a.tar", "b.tar"):
-        with tc.ShardWriter(tmp_path / name, manifest=False, fsync=False) as writer:
-            writer.write("x", {"from": name})
+def test_the_same_key_in_several_shards(tmp_path: Path) -> None:
+    for number in range(20):
+        with tc.ShardWriter(tmp_path / f"{number:02d}.tar", manifest=False, fsync=False) as writer:
+            writer.write("x", {"from": number})
     with tc.open(str(tmp_path)) as cache:
         assert "x" in cache
-        assert cache[1] == {"from": "b.tar"}
+        assert cache[1] == {"from": 1}
         with pytest.raises(
-            KeyError, match=r"sample 'x' is in several shards, .*a\.tar, .*b\.tar; use the sample's index"
-        ):
+            KeyError, match=r"sample 'x' is in several shards, .*03\.tar, …; use the sample's index"
+        ) as caught:
             cache["x"]
-        assert cache[1:]["x"] == {"from": "b.tar"}
-        assert cache[::2]["x"] == {"from": "a.tar"}
+        assert str(caught.value).count(".tar") == 4
+        assert cache[19:]["x"] == {"from": 19}
+        assert cache[::20]["x"] == {"from": 0}
 
 
 @given(st.lists(st.text("abc/1", min_size=1, max_size=5), unique=True, min_size=1, max_size=30))
 @settings(max_examples=30)
 def test_any_keys_are_found(keys: list[str]) -> None:
-    keys = [key for key in keys if all(key.split("/"))]
+    keys = [key for key in keys if all(key.split("/"))] or ["k"]
     with tempfile.TemporaryDirectory() as folder:
         with tc.ShardWriter(Path(folder) / "%d.tar", max_samples=4, fsync=False) as writer:
-            for key in keys or ["k"]:
+            for key in keys:
                 writer.write(key, key)
         with tc.open(folder) as cache:
             for key in keys:
                 assert cache[key] == key
-                assert key[1:] not in cache or key[1:] in keys
-                assert key + "a" not in cache or key + "a" in keys
+                for other in (key[1:], key + "a"):
+                    assert (other in cache) == (other in keys)
 
 
 # --- shards and caches that not all samples have ---
@@ -200,18 +203,14 @@ def test_samples_without_the_cache_and_several_caches(tmp_path: Path) -> None:
             if i % 4 == 0 and i > 5:
                 members["image.tensorcache"] = {"i": torch.tensor([i, i])}
             writer.write(f"k{i}", **members)
-    for source in (tmp_path, tmp_path / "manifest.json", [str(tmp_path / f"{i}.tar") for i in range(4)]):
-        with tc.open(source, cache="text") as texts, tc.open(source, cache="image") as images:
-            assert list(texts.keys()) == [f"k{i}" for i in range(0, 20, 3)]
-            assert list(images.keys()) == ["k8", "k12", "k16"]
-            assert [sample["t"].tolist() for sample in texts] == [[i] for i in range(0, 20, 3)]
-            assert images["k12"]["i"].tolist() == [12, 12]
-            assert "k12" in texts[2:]
-            assert "k1" not in texts
-            assert texts.read_batch([-1, "k0"])["t"].tolist() == [[18], [0]]
-            assert images.read_batch([2, 0])["i"].tolist() == [[16, 16], [8, 8]]
-    with pytest.raises(KeyError, match="caches 'image', 'text': choose one"):
-        tc.open([str(tmp_path / f"{i}.tar") for i in (1, 0)])
+    with tc.open(tmp_path, cache="text") as texts, tc.open(tmp_path / "manifest.json", cache="image") as images:
+        assert list(texts.keys()) == [f"k{i}" for i in range(0, 20, 3)]
+        assert list(images.keys()) == ["k8", "k12", "k16"]
+        assert [sample["t"].tolist() for sample in texts] == [[i] for i in range(0, 20, 3)]
+        assert images["k12"]["i"].tolist() == [12, 12]
+        assert ("k12" in texts[2:], "k1" in texts) == (True, False)
+        assert texts.read_batch([-1, "k0"])["t"].tolist() == [[18], [0]]
+        assert images.read_batch([2, 0])["i"].tolist() == [[16, 16], [8, 8]]
 
 
 # --- select, filter, schema ---
@@ -243,11 +242,11 @@ def test_samples_of_a_view_have_the_same_keys(tmp_path: Path) -> None:
     masks = [{"mask": torch.ones(1)}, {"mask": None}, {}]
     samples = [{"x": torch.tensor(i), "a": [{"n": None, **mask}], **mask} for i, mask in enumerate(masks)]
     with tc.open(write(tmp_path, samples)) as cache:
-        for view in (cache.select("x"), cache[::-1].select("x")[::-1], pickle.loads(pickle.dumps(cache.select("x")))):
+        twice = cache.select(["x", "a"]).select("x")
+        for view in (cache.select("x"), cache[::-1].select("x")[::-1], pickle.loads(pickle.dumps(twice))):
             read = [view[0], *view.__getitems__([1, 2]), *view.read_batch([0, 1, 2], collate=list)]
             assert [int(sample.pop("x")) for sample in read] == [0, 1, 2] * 2
             assert read == [{"a": [{"n": None}]}] * 6
-        assert all("mask" not in sample for sample in cache.select(["x", "a"]).select("x"))
         assert list(tc.join({"c": cache.select("x")})[1]["c"]) == ["x", "a"]
 
 
@@ -270,45 +269,28 @@ def test_select_of_everything_and_nothing(sample: Any) -> None:
 def damage_tensors(folder: str) -> None:
     """Overwrite all tensors in all shards with bytes that are not bools."""
     for path in Path(folder).glob("*.tar"):
-        with tc.open(path) as cache, open(path, "r+b") as file:
-            for shard in cache._store.shards:
-                for row in range(len(shard)):
-                    layout, begin = shard.layout(row), shard.columns.tensors_begin.item(row)
-                    file.seek(begin)
-                    file.write(layout.nbytes * b"\7")
+        raw = path.read_bytes()
+        path.write_bytes(raw.replace(b"\1" * 4, b"\7" * 4))
 
 
 def test_filter_reads_no_tensors(tmp_path: Path) -> None:
-    samples = [
-        {"x": torch.zeros(i, 2, dtype=torch.bool), "n": torch.zeros(3, dtype=torch.complex128)} for i in range(9)
-    ]
+    samples = [{"x": torch.ones(i, 4, dtype=torch.bool), "n": torch.zeros(3, dtype=torch.complex128)} for i in range(9)]
     folder = write(tmp_path, samples, max_samples=4)
     damage_tensors(folder)
     with tc.open(folder) as cache:
-        assert list(cache.filter(lambda entry: entry.shapes["x"][0] > 5).keys()) == ["006", "007", "008"]
-        assert list(cache.filter(lambda entry: entry.nbytes == 48 + 2 * 4).keys()) == ["004"]
-        assert list(cache.filter(lambda entry: entry.key > "004")[::-1].keys()) == ["008", "007", "006", "005"]
-        assert all(entry.shapes["n"] == (3,) for entry in cache._entries())
+        for is_kept, keys in (
+            (lambda entry: entry.shapes["x"][0] > 5, ["006", "007", "008"]),
+            (lambda entry: entry.nbytes == 48 + 4 * 4, ["004"]),
+            (lambda entry: entry.key > "006", ["007", "008"]),
+            (lambda entry: entry.shapes["n"] != (3,), []),
+        ):
+            assert list(cache.filter(is_kept).keys()) == keys
+            assert list(cache.filter(is_kept)[::-1].keys()) == keys[::-1]
         view = cache[2:].filter(lambda entry: entry.shapes["x"][0] % 2 == 0).filter(lambda entry: entry.key != "004")
         assert list(view.keys()) == ["002", "006", "008"]
-        assert len(cache.filter(lambda entry: False)) == 0
-        assert cache.schema["x"].shape == ((0, 8), 2)
+        assert cache.schema["x"].shape == ((0, 8), 4)
         with pytest.raises(tc.FormatError, match="bytes other than 0 and 1"):
             cache[1]["x"].load()
-
-
-def test_views_by_list(cache: tc.TensorCache) -> None:
-    for numbers in ([3, 1, -1], np.array([3, 1, -1]), torch.tensor([3, 1, -1]), ["003", "001", f"{COUNT - 1:03d}"]):
-        view = cache[numbers]
-        assert isinstance(view, tc.TensorCache)
-        assert_all_same([WRITTEN[3], WRITTEN[1], WRITTEN[-1]], list(view))
-        assert list(view[[2, 0]].keys()) == [f"{COUNT - 1:03d}", "003"]
-    assert len(cache[[]]) == 0
-    with pytest.raises(IndexError):
-        cache[[COUNT]]
-    objects = np.array(["002", "004"], object)
-    assert list(cache[objects].keys()) == ["002", "004"]
-    assert cache.read_batch(objects)["latent"]["samples"].shape[0] == 2
 
 
 # --- closing ---
@@ -317,8 +299,7 @@ def test_views_by_list(cache: tc.TensorCache) -> None:
 def test_use_after_close(folder: str) -> None:
     before = set(os.listdir("/proc/self/fd"))
     cache = tc.open(folder)
-    sample = cache[0]
-    batch = cache.read_batch(range(COUNT))
+    sample, batch = cache[0], cache.read_batch(range(COUNT))
     expected = torch.stack([s["latent"]["samples"] for s in WRITTEN])
     cache.close()
     cache.close()
@@ -334,15 +315,3 @@ def test_use_after_close(folder: str) -> None:
         with pytest.raises(ValueError, match="the cache is closed"):
             use()
     assert torch.equal(batch["latent"]["samples"], expected)
-
-
-def test_few_open_files(tmp_path: Path) -> None:
-    folder = write(tmp_path, WRITTEN, max_samples=1)
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    with tc.open(folder, max_open_files=3) as cache:
-        assert cache.num_shards == COUNT
-        assert_all_same(WRITTEN, list(cache))
-        batch = cache.read_batch(list(range(COUNT))[::-1])
-        assert torch.equal(batch["latent"]["samples"], torch.stack([s["latent"]["samples"] for s in WRITTEN[::-1]]))
-        assert len(os.listdir("/proc/self/fd")) <= before + 6

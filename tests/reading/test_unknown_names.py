@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
@@ -29,14 +29,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield opened
 
 
-@given(st.lists(st.text(max_size=100), max_size=30), st.text(max_size=200))
+@given(st.lists(st.text(max_size=500), max_size=30), st.text(max_size=200))
+@example([f"{'x' * 500}{i}" for i in range(100_000)], "y" * 10_000)
 def test_lists_are_bounded(known: list[str], wanted: str) -> None:
     message = unknown_name("tensor", wanted, known)
     assert len(message) < BOUND
-    if known:
-        assert any(repr(name)[:80] in message for name in known)
-    else:
-        assert message.endswith("; there are none")
+    assert any(repr(name)[:80] in message for name in known) if known else message.endswith("; there are none")
 
 
 @given(st.sets(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=20), st.randoms())
@@ -48,16 +46,6 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
     listed = list_names(names)
     assert listed.startswith(", ".join(map(repr, names[:8])))
     assert listed.endswith(f" and {len(names) - 8} more") is (len(names) > 8)
-
-
-def test_names_that_are_numbers() -> None:
-    assert list_names([1, 2], 3) == "1, 2"
-    assert list_names(["a", "b"], "c", 1000) == "'a', 'b' and 998 more"
-
-
-def test_thousands_of_long_names() -> None:
-    names = [f"{'x' * 500}{i}" for i in range(100_000)]
-    assert len(unknown_name("tensor", "y" * 10_000, names)) < BOUND
 
 
 @pytest.mark.parametrize(
@@ -82,7 +70,7 @@ def test_thousands_of_long_names() -> None:
         (
             lambda c: c.read_batch([0], choose={"x": "txet.*"}),
             tc.BatchError,
-            "of 'x': 'txet.\\*'; they have 'text', 'latent'",
+            "of 'x': 'txet.\\*'; it has 'text', 'latent'",
         ),
         (
             lambda c: tc.Loader(c, choose={"x": "txet.*"}),
@@ -130,38 +118,29 @@ def test_names_of_files(tmp_path: Path, wrong: str) -> None:
 
 
 def test_near_keys_of_many(tmp_path: Path) -> None:
-    """They are found by their order, among any number of samples; without an order, some keys are listed."""
-    names = [
-        f"{animal}_{i:04d}_{light}" for animal in ("cat", "dog", "owl") for i in range(500) for light in ("dim", "lit")
-    ]
-    with tc.ShardWriter(tmp_path / "sorted", max_samples=700, fsync=False) as sink:
-        for name in names:
-            sink.write(name, {"x": torch.zeros(1)})
-    with tc.ShardWriter(tmp_path / "shuffled", fsync=False) as sink:
-        for name in sorted(names, key=lambda name: name[::-1]):
-            sink.write(name, {"x": torch.zeros(1)})
-    with tc.open(tmp_path / "sorted") as cache:
-        for wrong in ("dog_0321_lot", "dog_0321_litt", "dog_0321_"):
-            with pytest.raises(KeyError, match=rf"no sample '{wrong}' .* there are 'dog_0321_\w+', .* and 2,992 more"):
-                cache[wrong]
-        for wrong in ("", "zebra", "\udcff", "d" * 10_000):
-            with pytest.raises(KeyError, match="there are '.*' and 2,992 more") as caught:
+    """They are among the first 1,000 keys."""
+    with tc.ShardWriter(tmp_path, max_samples=700, fsync=False) as sink:
+        for i in range(1500):
+            sink.write(f"cat_{i:04d}_lit", {"x": torch.zeros(1)})
+    with tc.open(tmp_path) as cache:
+        for wrong in ("cat_0321_lot", "cat_0321_litt", "cat_0321_", "", "\udcff", "d" * 10_000):
+            near = "'cat_0321_lit', " if wrong.startswith("cat") else "'"
+            with pytest.raises(KeyError, match=rf"no sample '.* there are {near}.* and 1,492 more") as caught:
                 tc.join([cache])[wrong]
             assert len(str(caught.value)) < BOUND
-    with (
-        tc.open(tmp_path / "shuffled") as cache,
-        pytest.raises(KeyError, match=r"there are 'dog_.*_lit', .* and 2,992 more"),
-    ):
-        cache["dog_0321_litt"]
 
 
 def test_entries(cache: Any) -> None:
-    with pytest.raises(KeyError, match="sample '000000' has no tensor 'laten'; it has 'latent', 'text.state'"):
-        cache.filter(lambda entry: entry.shapes["laten"][0] > 2)
-    with pytest.raises(KeyError, match="sample '000000' has no tensor 'alpha'; it has "):
-        tc.Loader(cache, bucket_by=lambda entry: entry.shapes["alpha"])
-    with pytest.raises(KeyError, match="sample '000000' has no tensor 'a.laten'; it has 'a.latent', 'a.text.state'"):
-        tc.join({"a": cache}).filter(lambda entry: entry.shapes["a.laten"])
+    for use, message in (
+        (lambda: cache.filter(lambda entry: entry.shapes["laten"][0] > 2), "'laten'; it has 'latent', 'text.state'"),
+        (lambda: tc.Loader(cache, bucket_by=lambda entry: entry.shapes["alpha"]), "'alpha'; it has "),
+        (
+            lambda: tc.join({"a": cache}).filter(lambda entry: entry.shapes["a.laten"]),
+            "'a.laten'; it has 'a.latent', 'a.text.state'",
+        ),
+    ):
+        with pytest.raises(KeyError, match=f"sample '000000' has no tensor {message}"):
+            use()
     assert len(cache.filter(lambda entry: "alpha" in entry.shapes)) == 60
     entries: list[Any] = []
     cache[:1].filter(lambda entry: entries.append(pickle.loads(pickle.dumps(entry))))
@@ -173,22 +152,13 @@ def test_entries(cache: Any) -> None:
         cache.filter("latent")
 
 
-def test_shared_datasets(cache: Any, tmp_path: Path) -> None:
+def test_shared_datasets(tmp_path: Path) -> None:
     with tc.SharedDataset([{"latent": torch.zeros(2)}] * 30, "names", directory=tmp_path) as shared:
-        with pytest.raises(KeyError, match=r"no sample '30'; the keys are .*: '.*' and 22 more"):
-            shared["30"]
-        with pytest.raises(KeyError, match=r"no sample '007'; the keys are indices .*: '7' and 29 more"):
-            shared["007"]
-        with pytest.raises(KeyError, match="sample '0' has no tensor 'laten'; it has 'latent'"):
-            shared.nest([0], {"laten": None})
-        with pytest.raises(KeyError, match="sample '0' has no tensor 'laten'; it has 'latent'"):
-            shared.filter(lambda entry: entry.shapes["laten"])
-
-
-def test_a_key_in_many_shards(tmp_path: Path) -> None:
-    for number in range(20):
-        with tc.ShardWriter(tmp_path / f"{number:02d}.tar", manifest=False, fsync=False) as sink:
-            sink.write("x", {"n": number})
-    with tc.open(str(tmp_path)) as cache, pytest.raises(KeyError, match=r"several shards, .*03\.tar, …; use") as caught:
-        cache["x"]
-    assert str(caught.value).count(".tar") == 4
+        for use, message in (
+            (lambda: shared["30"], r"no sample '30'; the keys are .*: '.*' and 22 more"),
+            (lambda: shared["007"], r"no sample '007'; the keys are indices .*: '7' and 29 more"),
+            (lambda: shared.nest([0], {"laten": None}), "sample '0' has no tensor 'laten'; it has 'latent'"),
+            (lambda: shared.filter(lambda entry: entry.shapes["laten"]), "'0' has no tensor 'laten'; it has 'latent'"),
+        ):
+            with pytest.raises(KeyError, match=message):
+                use()

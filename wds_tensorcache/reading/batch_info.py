@@ -112,7 +112,8 @@ class BatchInfo:
         """
         if self.cache is None or self._randomness.alternatives is None:
             return self._choices
-        return self.cache._choices(self.indices, self._randomness)  # type: ignore[no-any-return]
+        request = self.cache._request_chosen(self.indices, self._randomness)
+        return request.named_choices()  # type: ignore[no-any-return]
 
     def mask(self, name: str) -> torch.Tensor:
         """Return the mask of a padded tensor: bool `[B, T]`, on the batch's device, True for data and False for padding.

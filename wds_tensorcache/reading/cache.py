@@ -8,7 +8,6 @@ import glob
 import operator
 import os
 from abc import abstractmethod
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
@@ -21,7 +20,7 @@ from torch.utils.data import Dataset
 from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, format_count, list_names, unknown_name
-from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue
+from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.positions import (
     Inverse,
     KeysView,
@@ -48,7 +47,7 @@ from wds_tensorcache.reading.schema import (
     with_trees,
 )
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.shards.names import original_name, safe_key
+from wds_tensorcache.shards.names import original_name
 from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 
     from wds_tensorcache.reading.batch.request import Request, Structures
     from wds_tensorcache.reading.batch_info import BatchInfo
-    from wds_tensorcache.reading.choose import Alternatives, Choices, Choose, Chooser, Randomness
+    from wds_tensorcache.reading.choose import Alternatives, Choose, Chooser, Randomness
     from wds_tensorcache.reading.description import Contents, Description
 
     _Sample = TypeVar("_Sample", covariant=True, default=Any)
@@ -66,8 +65,6 @@ else:
     _Sample = TypeVar("_Sample", covariant=True)
 
 Array = np.ndarray[Any, Any]
-_NUM_NEIGHBORS = 4  # keys before and after the place of an unknown one that an error compares with it
-_NUM_KEYS = 16  # keys, spread over the cache, that an error compares with an unknown one
 _SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
 _NUM_PATHS = 4  # shards that an error about a repeated key lists
 
@@ -247,9 +244,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
                 alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
-                If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
-                chosen on first use. Tensors and values can be chosen together:
-                `{("text", "caption"): ("texts.*", "captions.*")}`.
+                If no tensor has these names, values do, for example a list of captions as strings; the samples of the batch
+                are decoded for them. Tensors and values can be chosen together:
+                `{("text", "caption"): ("texts.*", "captions.*")}`. Names and alternatives that belong together are in one
+                of the joined caches.
             choices: Choice of each sample, integers `[B]`, by name in `choose`: the number of one of the alternatives that the
                 sample has. By default 0, the first one.
 
@@ -340,13 +338,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             FormatError: A shard does not match its index.
         """
         request = self._request(indices)
-        members_by_row = self._find_members(request, suffix, range(len(request)))
+        by_row = self._find_members(request, suffix, range(len(request)))
         for i in range(len(request)):
-            if i not in members_by_row:
+            if i not in by_row:
                 count = (members := self.members).get(suffix)
                 has = f"there are {list_names(members, suffix)}" if count is None else f"{count:,} samples have one"
                 raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r:.100}; {has}")
-        return [members_by_row[i] for i in range(len(request))]
+        return [by_row[i] for i in range(len(request))]
 
     @abstractmethod
     def close(self) -> None:
@@ -364,24 +362,18 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Only the first 1,000 samples are searched for tensors, and bytes are summed over only the first 1,000 shards.
         """
         counts = f"{format_count(len(self), 'sample')} in {format_count(self.num_shards, 'shard')}"
-        lines = [f"{type(self).__name__}: {counts}{self._shown_nbytes()}"]
+        lines = [f"{type(self).__name__}: {counts}"]
+        with contextlib.suppress(OSError):
+            nbytes = sum(map(self._file_nbytes, islice(self._paths(), _SHOWN)))
+            lines[0] += f" of {'at least ' if self.num_shards > _SHOWN else ''}{nbytes:,} bytes"
         try:
             schema = self[:_SHOWN].schema
-            lines += [
-                f"  {printable(name)}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)
-            ]
+            lines += [f"  {printable(name)}: {format_tensor(one)}" for name, one in islice(schema.items(), _SHOWN)]
             if len(self) > _SHOWN:
                 lines.append(f"  (tensors of the first {_SHOWN:,} samples)")
         except (TensorCacheError, OSError, ValueError) as exc:  # the cache is closed or damaged
             lines.append(f"  tensors unknown: {exc}")
         return "\n".join([*lines, *([f"  fingerprint: {self.fingerprint!r:.1000}"] if self.fingerprint else [])])
-
-    def _shown_nbytes(self) -> str:
-        try:
-            nbytes = sum(map(self._file_nbytes, islice(self._paths(), _SHOWN)))
-        except OSError:
-            return ""
-        return f" of {'at least ' if self.num_shards > _SHOWN else ''}{nbytes:,} bytes"
 
     def _file_nbytes(self, path: str) -> int:
         """Return the length of a shard; raise OSError if it cannot be found, or is unknown."""
@@ -392,17 +384,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return numbers_of(indices, len(self), self._find)
 
     def _near_keys(self, key: str) -> str:
-        """Return a list of keys for a message: other spellings of `key` that exist, or else some keys, similar ones first."""
-        keys, safe = self.keys(), safe_key(key)
-        if safe != key and safe in self:
-            return f"{safe!r}, the key that tc.safe_key makes of this name; use cache[tc.safe_key(…)]"
+        """Return a list of keys for a message: other spellings of `key`, or else similar ones among the first 1,000."""
+        keys = self.keys()
         names = [other for other in respell(key, len(keys[0]) if len(keys) else 0) if other in self]
-        if not names:
-            # if the keys ascend, the keys next to this place are similar
-            place = bisect_left(keys, key)
-            near = keys[max(0, place - _NUM_NEIGHBORS) : place + _NUM_NEIGHBORS]
-            names = [*near, *(keys[number] for number in spread(len(self), _NUM_KEYS))]
-        return list_names(names, key, len(self))
+        return list_names(names or keys, key, len(self))
 
     @abstractmethod
     def _sample(self, number: int) -> _Sample: ...
@@ -448,37 +433,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     ) -> Any:
         """Return the batch of samples by index, with the chosen alternatives; see `read_batch`."""
         request = self._request_chosen(numbers, randomness, collate=collate)
-        if randomness.alternatives is None or not request.values:
-            return self._read_batch(request, device, pin_memory, collate, pad_value)
-        from wds_tensorcache.reading.choose import place_in_samples, place_values
-
-        chooser = randomness.chooser(numbers)
-        keys = [request.key(i) for i in range(len(request))]
-        if callable(collate):
-
-            def collate_chosen(samples: list[Any]) -> Any:
-                return collate(place_in_samples(samples, request, chooser, keys))
-
-            return self._read_batch(request, device, pin_memory, collate_chosen, pad_value)
-        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), request, chooser, keys)
-
-    def _choices(self, numbers: Array, randomness: Randomness) -> Choices:
-        """Return the choices of a batch; decodes values that are alternatives."""
-        request = self._request_chosen(numbers, randomness)
-        choices: Choices = request.named_choices()
-        if not request.values:
-            return choices
-        from wds_tensorcache.reading.choose import choices_of_values
-
-        keys = [request.key(i) for i in range(len(request))]
-        of_values = choices_of_values(self.nest(request, {}), request, randomness.chooser(numbers), keys)
-        return choices._with_more(of_values, "")
+        return self._read_batch(request, device, pin_memory, collate, pad_value)
 
     def _choose(self, request: Any, alternatives: Alternatives, chooser: Chooser) -> Any:
         """Return a request with one of the alternatives for each sample."""
-        from wds_tensorcache.reading.choose import choose_tensors
+        from wds_tensorcache.reading.choose import choose_alternatives
 
-        return choose_tensors(request, alternatives, chooser)
+        return choose_alternatives(request, alternatives, chooser)
 
     def _shapes(self, request: Any) -> dict[str, torch.Tensor | None]:
         """Return shapes by tensor name, int64 `[B, ndim]`, zeros for a sample that lacks the tensor; None if `ndim` differs."""
@@ -492,14 +453,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         chosen = layouts.chosen[0] if layouts.chosen else ()
         result: dict[str, torch.Tensor | None] = {}
         for name in dict.fromkeys(chain.from_iterable(by_layout)):
-            if wanted is not None and not wanted(name) and name not in chosen:
-                continue
-            ndims = {len(shapes[name]) for shapes in by_layout if name in shapes}
-            lacking = (0,) * ndims.pop()
-            rows = [] if ndims else [shapes.get(name, lacking) for shapes in by_layout]
-            result[name] = (
-                None if ndims else torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), -1)[layouts.which])
-            )
+            if wanted is None or wanted(name) or name in chosen:
+                ndims = {len(shapes[name]) for shapes in by_layout if name in shapes}
+                result[name] = None
+                if len(ndims) == 1:
+                    lacking = (0,) * ndims.pop()
+                    rows = np.array([shapes.get(name, lacking) for shapes in by_layout], np.int64)
+                    result[name] = torch.from_numpy(rows.reshape(len(rows), -1)[layouts.which])
         return result
 
     @abstractmethod
@@ -612,25 +572,21 @@ class TensorCache(Cache[_Sample]):
 
     def select(self, patterns: str | Iterable[str]) -> TensorCache[_Sample]:
         patterns = as_patterns(patterns)
-        if self._store.has_remote and self._patterns is None and len(self):
-            # the names of all shards would cost a request for each
-            first = list(schema_of(self._store, self._where[:1]))
-            if find_unknown(patterns, first) is None:
-                patterns = with_trees(patterns)
-                others = tuple(name for name in first if not name_matcher(patterns)(name))
-                return TensorCache(self._store, self._order, patterns, tuple(first), others)
-        schema = self.schema
-        names = list(schema)
-        unknown = find_unknown(patterns, names)
-        if names and unknown is not None:
+        first = self._where[:1] if self._store.has_remote and self._patterns is None and len(self) else self._where
+        schema = schema_of(self._store, first)  # at urls, the names of all shards would cost a request for each
+        if len(first) < len(self) and find_unknown(patterns, schema) is not None:
+            first, schema = self._where, schema_of(self._store, self._where)
+        names = list(filter(self._wanted, schema))
+        if names and (unknown := find_unknown(patterns, names)) is not None:
             if self._store.find_names():
                 return self.select(patterns)
             raise KeyError(unknown_name("tensor", unknown, names))
-        is_selected = name_matcher(with_trees(patterns))
-        others = tuple(name for name in names if not is_selected(name) and schema[name].num_samples < len(self))
-        patterns = (
-            with_trees(patterns) if self._patterns is None else tuple(map(glob.escape, filter(is_selected, names)))
-        )
+        patterns = with_trees(patterns)
+        is_selected = name_matcher(patterns)
+        is_first = len(first) < len(self)
+        others = [n for n in names if not is_selected(n) and (is_first or schema[n].num_samples < len(self))]
+        if self._patterns is not None:
+            patterns = tuple(map(glob.escape, filter(is_selected, names)))
         return TensorCache(self._store, self._order, patterns, self._names or tuple(names), (*self._optional, *others))
 
     def close(self) -> None:
@@ -650,16 +606,11 @@ class TensorCache(Cache[_Sample]):
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names
-        last = self._last_fixed
-        if last is None or last[0] != collate:
-            ways = (
-                collate
-                if isinstance(collate, Collate)
-                else Collate(collate if isinstance(collate, Mapping) else {"*": collate})
-            )
+        if self._last_fixed is None or self._last_fixed[0] != collate:
+            ways = collate if isinstance(collate, Collate) else as_collate(collate, 0)
             fixed = tuple(dict.fromkeys([*self._names, *filter(ways.fixes, self._batch_names())]))
-            last = self._last_fixed = copy.copy(collate), fixed
-        return last[1]
+            self._last_fixed = copy.copy(collate), fixed
+        return self._last_fixed[1]
 
     def _batch_names(self) -> list[str]:
         return list(filter(self._wanted, whole_schema(self._store)))

@@ -1,7 +1,7 @@
 """`choose=`: alternatives among the tensors and values of a sample, of which a batch has the chosen one.
 
 A chosen tensor is one more name of its alternative, so a batch reads it like any other tensor, and reads nothing else of the
-alternatives. Values are chosen when they are looked at.
+alternatives. Chosen values are taken from the decoded samples.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import glob
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
-from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout
-from wds_tensorcache.codec.tree import Path, Wanted, flatten, project
+from wds_tensorcache.codec.tree import Wanted, flatten, project
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
@@ -51,15 +49,41 @@ class Group:
     Attributes:
         names: Names in the batch.
         patterns: For each name, the names or patterns of its alternatives in a sample.
+        prefix: In one of several joined caches, the prefix that all of these have in the joined cache.
     """
 
     names: tuple[str, ...]
     patterns: tuple[tuple[str, ...], ...]
+    prefix: str = ""
+
+    @property
+    def items(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Each name with the patterns of its alternatives."""
+        return zip(self.names, self.patterns, strict=True)
+
+    @cached_property
+    def whole_names(self) -> list[str]:
+        """Names in the batch of the joined cache, which choices and seeds refer to."""
+        return [self.prefix + name for name in self.names]
 
     @cached_property
     def purpose(self) -> str:
         """Text for the seeds of the choices, so that groups choose independently."""
-        return purpose_of("choose", self.names)
+        return purpose_of("choose", self.whole_names)
+
+    def without(self, prefix: str) -> Group | None:
+        """Return the group in the joined cache whose names have this prefix; None if a name or an alternative lacks it."""
+        if not all(text.startswith(prefix) for texts in (self.names, *self.patterns) for text in texts):
+            return None
+        names, *patterns = (tuple(text[len(prefix) :] for text in texts) for texts in (self.names, *self.patterns))
+        return Group(names, tuple(patterns), self.prefix + prefix)
+
+    def is_in(self, cache: Any) -> bool:
+        """Return whether a cache has tensors among the alternatives, or else its first sample has values."""
+        patterns = [pattern for row in self.patterns for pattern in row]
+        return bool(_expand(patterns, cache._batch_names())) or bool(
+            len(cache) and any(_find_values(cache._sample(0), patterns))
+        )
 
 
 @dataclass(frozen=True)
@@ -79,11 +103,10 @@ class Alternatives:
             return choose
         if not isinstance(choose, Mapping) or not choose:
             raise ValueError(f"choose={choose!r:.200}, expected a dict of {_EXPECTED}")
-        groups = tuple(_parse_group(name, wanted) for name, wanted in choose.items())
-        names = [name for group in groups for name in group.names]
-        if len(set(names)) < len(names):
+        alternatives = cls(tuple(_parse_group(name, wanted) for name, wanted in choose.items()))
+        if len(alternatives.patterns) < len(alternatives.names):
             raise ValueError(f"choose={choose!r:.200}: a name occurs twice")
-        return cls(groups)
+        return alternatives
 
     @classmethod
     def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives | None:
@@ -103,9 +126,7 @@ class Alternatives:
     @cached_property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """Names and patterns of the alternatives of each name."""
-        return {
-            name: patterns for group in self.groups for name, patterns in zip(group.names, group.patterns, strict=True)
-        }
+        return {name: patterns for group in self.groups for name, patterns in group.items}
 
     @cached_property
     def covers(self) -> Wanted:
@@ -124,9 +145,9 @@ class Alternatives:
         self.check_patterns(names)
         for name, patterns in self.patterns.items():
             if not _expand(patterns, names):
-                ChosenValue(name, patterns, self.groups[0]).check(names)
+                _check_container(name, patterns, names)
             try:
-                cache.select(patterns)
+                cache.select(patterns)  # a SharedDataset may not know all names
             except KeyError as exc:
                 if not len(cache) or not any(_find_values(cache._sample(0), patterns)):
                     raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}") from exc
@@ -152,7 +173,7 @@ class Alternatives:
         for number in spread(len(cache), _NUM_EXAMINED):
             sample = cache._sample(number)
             names = list(flatten(sample))
-            counts.append([len(_expand(row, names)) or _count_values(sample, row) for _, row in patterns])
+            counts.append([len(_expand(row, names) or _values(sample, row)) for _, row in patterns])
         for at, (name, one) in enumerate(patterns):
             for beside, (second, other) in enumerate(patterns[:at]):
                 if all(count[at] == count[beside] for count in counts) and any(count[at] > 1 for count in counts):
@@ -165,11 +186,7 @@ class Alternatives:
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
         """Return patterns that select what a batch with only the tensors `names` needs."""
-        return [
-            pattern
-            for name in names
-            for pattern in (self.patterns[name] if name in self.patterns else (glob.escape(name),))
-        ]
+        return [pattern for name in names for pattern in self.patterns.get(name, (glob.escape(name),))]
 
     def schema_of(self, schema: Mapping[str, TensorSchema]) -> dict[str, TensorSchema]:
         """Return the properties of a batch's tensors, from those of the samples' tensors."""
@@ -189,23 +206,16 @@ class Alternatives:
 
 
 def _parse_group(name: Any, wanted: Any) -> Group:
-    shown = f"choose={{{name!r:.100}: {wanted!r:.200}}}"
-    names = name if isinstance(name, tuple) else (name,)
-    alternatives = (
-        [wanted] if isinstance(wanted, str) or (isinstance(name, tuple) and isinstance(wanted, tuple)) else wanted
-    )
-    if (
-        not isinstance(alternatives, Sequence)
-        or not alternatives
-        or not names
-        or not all(isinstance(item, str) for item in names)
-    ):
-        raise ValueError(f"{shown}, expected {_EXPECTED}")
-    rows = [item if isinstance(name, tuple) else (item,) for item in alternatives]
-    for row in rows:
-        if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(item, str) for item in row):
-            expected = "a tuple of names" if isinstance(name, tuple) else "a name or pattern"
-            raise ValueError(f"{shown}: each alternative is {expected}, as many as in the key; expected {_EXPECTED}")
+    is_tuple = isinstance(name, tuple)
+    names = name if is_tuple else (name,)
+    alternatives = [wanted] if isinstance(wanted, str) or (is_tuple and isinstance(wanted, tuple)) else wanted
+    rows = []
+    if isinstance(alternatives, Sequence) and names:
+        rows = [item if is_tuple else (item,) for item in alternatives]
+    are_alike = all(isinstance(row, tuple) and len(row) == len(names) for row in rows)
+    if not rows or not are_alike or not all(isinstance(text, str) for row in (names, *rows) for text in row):
+        together = ", each a tuple of as many names as the key" if is_tuple else ""
+        raise ValueError(f"choose={{{name!r:.100}: {wanted!r:.200}}}{together}, expected {_EXPECTED}")
     return Group(names, tuple(zip(*rows, strict=True)))
 
 
@@ -213,24 +223,24 @@ def _expand(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names that match patterns, each once: by pattern, then in natural order, `captions.2` before `captions.10`."""
     ordered = sorted(names, key=_natural)
     matches = (
-        name
+        [pattern] if pattern in names else [name for name in ordered if fnmatch.fnmatchcase(name, pattern)]
         for pattern in patterns
-        for name in (
-            [pattern] if pattern in names else [each for each in ordered if fnmatch.fnmatchcase(each, pattern)]
-        )
     )
-    return list(dict.fromkeys(matches))
+    return list(dict.fromkeys(name for names in matches for name in names))
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
-def _container_of_tensors(name: str, pattern: str) -> ValueError:
-    return ValueError(
-        f"choose={{{name!r:.100}: {pattern!r:.100}}}: samples have a container of tensors there; choose among them by "
-        f"{pattern + '.*'!r:.100}"
-    )
+def _check_container(name: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError if an alternative is a container of tensors; `names` are those of the samples' tensors."""
+    for pattern in patterns:
+        if fnmatch.filter(names, f"{pattern}.*"):
+            raise ValueError(
+                f"choose={{{name!r:.100}: {pattern!r:.100}}}: samples have a container of tensors there; choose among them "
+                f"by {pattern + '.*'!r:.100}"
+            )
 
 
 def _other_tensor(name: str) -> BatchError:
@@ -292,22 +302,19 @@ class Randomness:
             return lambda group, counts: (fractions_of(seeds, group.purpose) * counts).astype(np.int64)
 
         def choose(group: Group, counts: Array) -> Array:
-            columns = [np.asarray(choices[name]) for name in group.names if name in choices] or [
-                np.zeros(count, np.int64)
-            ]
+            columns = [np.asarray(choices[name]) for name in group.whole_names if name in choices]
+            first = columns[0] if columns else np.zeros(count, np.int64)
             for column in columns:
-                if column.shape != (count,) or column.dtype.kind not in "iu" or not np.array_equal(column, columns[0]):
+                if column.shape != (count,) or column.dtype.kind not in "iu" or not np.array_equal(column, first):
                     raise ValueError(
-                        f"choices for {list_names(group.names)}: expected {count} integers, got {column!r:.200}"
+                        f"choices for {list_names(group.whole_names)}: expected {count} integers, got {column!r:.200}"
                     )
-            outside = np.flatnonzero((columns[0] < 0) | (columns[0] >= counts))
-            if len(outside):
-                at = outside.item(0)
+            for at in np.flatnonzero((first < 0) | (first >= counts))[:1].tolist():
                 raise IndexError(
-                    f"choices[{group.names[0]!r}][{at}] = {columns[0][at]} out of range [0, {counts[at]}), "
+                    f"choices[{group.whole_names[0]!r}][{at}] = {first[at]} out of range [0, {counts[at]}), "
                     "the alternatives of the sample"
                 )
-            return columns[0].astype(np.int64)
+            return first.astype(np.int64)
 
         return choose
 
@@ -329,15 +336,6 @@ class Choices(Mapping[str, Array]):
         """Return the name of each sample's chosen alternative; raise KeyError if the batch has no choice of this name."""
         return list(self._chosen[name])
 
-    def _with_more(self, others: Choices, prefix: str) -> Choices:
-        """Return these choices and `others`, whose names get a prefix."""
-        choices = {prefix + name: values for name, values in others._choices.items()}
-        chosen = {
-            prefix + name: [alternative and prefix + alternative for alternative in values]
-            for name, values in others._chosen.items()
-        }
-        return Choices(self._choices | choices, self._chosen | chosen)
-
     def __getitem__(self, name: str) -> Array:
         return np.array(self._choices[name])
 
@@ -351,7 +349,7 @@ class Choices(Mapping[str, Array]):
         return f"Choices({self._chosen!r})"
 
 
-# --- tensors ---
+# --- requests ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,57 +359,94 @@ class ChosenRequest(Request):
     Attributes:
         base: The request for whole samples.
         alternatives, chooser: Alternatives that were chosen from, and how.
-        choices: By group, the choice of each sample, int64 `[B]`. Values that are chosen with tensors have the same choices.
-        counts: By group, the number of alternatives of each sample, int64 `[B]`.
         picked: Layouts of the samples, with the chosen tensors.
-        values: Names whose alternatives are not tensors.
+        counts, choices: By group, the number of alternatives of each sample, and its choice, int64 `[B]`. Groups without
+            tensors are missing before `values`.
+        of_values: Names whose alternatives are not tensors, each with its group and the patterns.
+        known_values: Result of `values`; empty before.
     """
 
     base: Request
     alternatives: Alternatives
     chooser: Chooser
-    choices: dict[Group, Array]
-    counts: dict[Group, Array]
     picked: Layouts
-    values: Sequence[ChosenValue]
+    counts: dict[Group, Array]
+    choices: dict[Group, Array]
+    of_values: Sequence[tuple[str, Group, tuple[str, ...]]]
+    known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
 
     def layouts(self) -> Layouts:
         return self.picked
 
+    def values(self) -> Mapping[str, Sequence[tuple[str, Any]]]:
+        """Return the name and the value of each sample's chosen alternative that is not a tensor, by name in the batch.
+
+        Raises:
+            BatchError: A sample has none of the alternatives, or other numbers of those that are chosen together.
+        """
+        if not self.of_values or self.known_values:
+            return self.known_values
+        self.structures.note_values()
+        if self.store.has_remote:
+            self.rows.fetch_skeletons(range(len(self)))
+        samples, chosen = [self.rows.sample(i) for i in range(len(self))], dict[str, list[tuple[str, Any]]]()
+        for name, group, patterns in self.of_values:
+            rows = [_values(sample, patterns) for sample in samples]
+            counts = np.array(list(map(len, rows)))
+            others = self.counts.setdefault(group, counts)
+            for i in np.flatnonzero((counts == 0) | (counts != others))[:1].tolist():
+                if counts[i] == 0:
+                    raise _lacks_all(self.key(i), name, patterns, samples[i] if isinstance(samples[i], dict) else ())
+                raise _unequal(self.key(i), {name: counts[i], group.names[0]: others[i]})
+            if group not in self.choices:
+                self.choices[group] = self.chooser(group, counts)
+            choices = self.choices[group].tolist()
+            chosen[name] = [row[choice] for row, choice in zip(rows, choices, strict=True)]
+        self.known_values.update(chosen)  # at once, for other threads
+        return self.known_values
+
+    def place_chosen(self, batch: Any, tensors: Mapping[str, Any]) -> None:
+        values = {
+            name: Leaves(None, tuple(name.split(".")), [value for _, value in pairs])
+            for name, pairs in self.values().items()
+        }
+        self._place(batch, {name: tensors[name] for name in self.picked.chosen[0]}, values)
+
     def sample(self, i: int) -> Any:
         raw = self.rows.sample(i)
         sample = self.structures.selected(self.structures.whole(raw))
-        lazies = flatten(raw)
-        for name, stored in self.picked.chosen[self.picked.which.item(i)].items():
-            put(sample, name, None if stored is None else lazies[stored]._renamed(name))
+        lazies, stored = flatten(raw), self.picked.chosen[self.picked.which.item(i)]
+        tensors = {name: None if one is None else lazies[one]._renamed(name) for name, one in stored.items()}
+        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in self.values().items()})
         return sample
 
+    def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Put chosen tensors and values into a batch or a sample, and remove the values that are alternatives."""
+        for name in values:
+            for place, key, *_ in _find_values(batch, self.alternatives.patterns[name]):
+                del place[key]
+        for name, chosen in (*tensors.items(), *values.items()):
+            put(batch, name, chosen)
+
     def in_view(self, store: Any, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
-        base, alternatives = self.base.in_view(store, structures, fixed), self.alternatives
-        if structures.wanted is not None:  # without the groups that the view lacks
-            names = {name for layout in layouts_of(self.rows).items for name in layout.named if structures.wanted(name)}
-            kept = [
-                group for group in self.choices if any(_expand(patterns, list(names)) for patterns in group.patterns)
-            ]
-            alternatives = Alternatives(tuple(kept))
-        if not alternatives.groups:
-            return base
-        return choose_tensors(base, alternatives, lambda group, counts: self.choices[group])
+        return choose_alternatives(self.base.in_view(store, structures, fixed), self.alternatives, self.chooser)
 
     def again(self) -> Request:
-        return choose_tensors(self.base.again(), self.alternatives, self.chooser)
+        return choose_alternatives(self.base.again(), self.alternatives, self.chooser)
 
     def schema(self) -> Mapping[str, TensorSchema]:
         return self.alternatives.schema_of(whole_schema(self.store))
 
     def named_choices(self) -> Choices:
-        """Return the choices among tensors by name."""
-        chosen = [self.picked.chosen[at] for at in self.picked.which.tolist()]
-        names = {name: group for group in self.choices for name in group.names if name in chosen[0]}
-        return Choices(
-            {name: self.choices[group] for name, group in names.items()},
-            {name: [stored[name] or "" for stored in chosen] for name in names},
-        )
+        """Return the choices by name; decodes values that are alternatives."""
+        values, stored = self.values(), [self.picked.chosen[at] for at in self.picked.which.tolist()]
+        chosen = {
+            name: [alternative for alternative, _ in values[name]]
+            if name in values
+            else [names[name] or "" for names in stored]
+            for name in self.alternatives.names
+        }
+        return Choices({name: self.choices[group] for group in self.choices for name in group.names}, chosen)
 
     def keeping(self, names: tuple[str, ...]) -> ChosenRequest:
         chosen = [{name: stored for name, stored in tensors.items() if name in names} for tensors in self.picked.chosen]
@@ -419,7 +454,7 @@ class ChosenRequest(Request):
         return replace(self, structures=structures, picked=replace(self.picked, chosen=chosen))
 
 
-def choose_tensors(request: Request, alternatives: Alternatives, chooser: Chooser) -> ChosenRequest:
+def choose_alternatives(request: Request, alternatives: Alternatives, chooser: Chooser) -> ChosenRequest:
     """Return a request that has only the chosen alternative of each group.
 
     Raises:
@@ -430,21 +465,25 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
     rest, stored = _Rest.of(request.structures, alternatives), layouts_of(request.rows)
     contents = list(map(rest.contents, stored.items))
     available = [matches for matches, _ in contents]
+    stored_names = list({name for layout in stored.items for name in layout.named})
     if not rest.is_checked:
-        _check_patterns(request, alternatives, stored)
+        try:
+            alternatives.check_patterns(stored_names)
+        except BatchError:  # this costs the index of every shard
+            alternatives.check_patterns(list(whole_schema(request.store)))
         rest.is_checked = True
     has_any = {name for matches in available for name, names in matches.items() if names}
-    values, tensors = list[ChosenValue](), list[tuple[str, int]]()  # names with the number of their group
+    of_values, tensors = list[Any](), list[tuple[str, int]]()  # tensors: names with the number of their group
     choices, all_counts = dict[Group, Array](), dict[Group, Array]()
     for group in alternatives.groups:
         has_tensors = any(map(has_any.__contains__, group.names))
-        for name, patterns in zip(group.names, group.patterns, strict=True):
+        for name, patterns in group.items:
             # all samples of the batch may lack a tensor that is chosen together with others
             if name in has_any or (has_tensors and _expand(patterns, list(whole_schema(request.store)))):
                 tensors.append((name, len(choices)))
             else:
-                values.append(ChosenValue(name, patterns, group))
-                values[-1].check([name for layout in stored.items for name in layout.named])
+                _check_container(name, patterns, stored_names)
+                of_values.append((name, group, patterns))
         if has_tensors:
             counts = [_count(stored, at, group, matches) for at, matches in enumerate(available)]
             all_counts[group] = np.array(counts)[stored.which]
@@ -461,41 +500,35 @@ def choose_tensors(request: Request, alternatives: Alternatives, chooser: Choose
         chosen.append({name: names[picks[n]] if (names := available[at][name]) else None for name, n in tensors})
     is_mixed = stored.is_mixed and any(others != contents[0][1] for _, others in contents)
     fixed = tuple(name for name in request.fixed if not alternatives.covers(name))
-    picked_layouts = Layouts(request.rows, items, which, is_mixed, chosen)
-    return ChosenRequest(
-        request.store, request.rows, rest, fixed,
-        request, alternatives, chooser, choices, all_counts, picked_layouts, values,
-    )  # fmt: skip
-
-
-def _check_patterns(request: Request, alternatives: Alternatives, stored: Layouts) -> None:
-    """Raise BatchError if a pattern matches no tensor of any sample, but others of the same name do: it is misspelled."""
-    try:
-        alternatives.check_patterns(list({name for layout in stored.items for name in layout.named}))
-    except BatchError:  # this costs the index of every shard
-        alternatives.check_patterns(list(whole_schema(request.store)))
+    picked = Layouts(request.rows, items, which, is_mixed, chosen)
+    request_of = (request, alternatives, chooser, picked, all_counts, choices, of_values)
+    return ChosenRequest(request.store, request.rows, rest, fixed, *request_of)
 
 
 def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Sequence[str]]) -> int:
     """Return the number of alternatives that samples of a layout have for a group."""
     counts = {name: len(available[name]) for name in group.names if available[name]}
     if not counts:
-        patterns = [pattern for row in group.patterns for pattern in row]
-        raise BatchError(
-            f"sample {stored.key(at)!r} has none of the alternatives of {group.names[0]!r:.100}: {list_names(patterns)}; "
-            f"it has {list_names(stored.items[at].named, patterns[0])}"
-        )
+        raise _lacks_all(stored.key(at), group.names[0], group.patterns[0], stored.items[at].named)
     if len({*counts.values()}) > 1:
-        shown = ", ".join(f"{count} of {name!r}" for name, count in counts.items())
-        raise BatchError(f"sample {stored.key(at)!r} has {shown}; {_EQUAL}")
+        raise _unequal(stored.key(at), counts)
     return counts.popitem()[1]
 
 
-_EQUAL = "names that are chosen together need equal numbers of alternatives"
+def _lacks_all(key: str, name: str, patterns: Sequence[str], names: Any) -> BatchError:
+    return BatchError(
+        f"sample {key!r} has none of the alternatives of {name!r:.100}: {list_names(patterns)}; "
+        f"it has {list_names(names, patterns[0])}"
+    )
+
+
+def _unequal(key: str, counts: Mapping[str, int]) -> BatchError:
+    shown = ", ".join(f"{count} of {name!r}" for name, count in counts.items())
+    return BatchError(f"sample {key!r} has {shown}; names that are chosen together need equal numbers of alternatives")
 
 
 class _Rest(Structures):
-    """The structures of samples without the alternatives.
+    """The structures of samples without the alternatives that are tensors.
 
     Attributes:
         is_checked: True after the patterns of the alternatives were compared with the names of tensors.
@@ -540,13 +573,10 @@ class _Rest(Structures):
         kept = project(super().whole(sample), lambda name: not self._alternatives.covers(name), prunes=True)
         if kept is None and type(sample) is dict:
             kept = {}
-        for pattern in chain.from_iterable(self._alternatives.patterns.values()):
-            *path, last = map(unquote, pattern.removesuffix(".*").split("."))
-            place = kept
-            for part in path:
-                place = place.get(part) if type(place) is dict else None
-            if type(place) is dict and last in place and place[last] is None:
-                del place[last]
+        for patterns in self._alternatives.patterns.values():
+            for place, key, *_ in _find_values(kept, patterns):
+                if place[key] is None:
+                    del place[key]
         return kept
 
     def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
@@ -556,218 +586,37 @@ class _Rest(Structures):
 
 _Contents: TypeAlias = "tuple[dict[str, list[str]], set[str]]"
 
-
-def split(
-    alternatives: Alternatives, prefixes: Sequence[str], names: Sequence[Sequence[str]]
-) -> list[dict[Group, Group]]:
-    """Return each joined cache's part of `alternatives`: groups with the names of tensors there, and the whole group of each.
-
-    Args:
-        alternatives: Alternatives among the tensors of all caches.
-        prefixes: For each cache, the prefix of its tensors' names.
-        names: For each cache, the names of its tensors, without prefix.
-
-    Raises:
-        ValueError: The alternatives of a name are in several caches, or the name is not one of the same cache.
-    """
-    whole = [[prefix + name for name in own] for prefix, own in zip(prefixes, names, strict=True)]
-    alternatives.check_patterns(list(chain.from_iterable(whole)))
-    parts: list[dict[Group, Group]] = [{} for _ in prefixes]
-    for group in alternatives.groups:
-        places = [
-            (name, *_find_cache(name, patterns, prefixes, whole))
-            for name, patterns in zip(group.names, group.patterns, strict=True)
-        ]
-        for number, prefix in enumerate(prefixes):
-            names_of_part = [(name, matches) for name, at, matches in places if at == number]
-            if names_of_part:
-                own_names = tuple(name.removeprefix(prefix) for name, _ in names_of_part)
-                patterns = tuple(
-                    tuple(glob.escape(alternative.removeprefix(prefix)) for alternative in matches)
-                    for _, matches in names_of_part
-                )
-                parts[number][Group(own_names, patterns)] = group
-    return parts
-
-
-def _find_cache(
-    name: str, patterns: Sequence[str], prefixes: Sequence[str], names: Sequence[Sequence[str]]
-) -> tuple[int | None, list[str]]:
-    """Return the number of the cache that has the alternatives of a name, if they are tensors, and their names."""
-    parts = [(number, matches) for number, own in enumerate(names) if (matches := _expand(patterns, own))]
-    if len(parts) > 1:
-        raise ValueError(
-            f"choose={{{name!r}: …}}: {parts[0][1][0]!r} and {parts[1][1][0]!r} are tensors of different "
-            "caches; write all alternatives into one cache and join that, or read both and choose in a transform"
-        )
-    for number, matches in parts:
-        if not name.startswith(prefixes[number]):
-            raise ValueError(
-                f"choose={{{name!r}: …}}: {matches[0]!r} is an alternative; expected a name that begins with "
-                f"{prefixes[number]!r}, because the batch has the chosen tensor among those of its cache"
-            )
-    return parts[0] if parts else (None, [])
-
-
 # --- values ---
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenValue:
-    """Alternatives that are not tensors, for example captions as strings; the names of `group` are chosen together."""
-
-    name: str
-    patterns: tuple[str, ...]
-    group: Group
-
-    def check(self, names: Sequence[str]) -> None:
-        """Raise ValueError if an alternative is a container of tensors; `names` are those of the tensors of samples."""
-        for pattern in self.patterns:
-            if fnmatch.filter(names, f"{pattern}.*"):
-                raise _container_of_tensors(self.name, pattern)
+@lru_cache(maxsize=1024)
+def _parse_place(pattern: str) -> tuple[tuple[str, ...], str, str, bool]:
+    """Return the path of the dict in which a pattern has alternatives, their key, their name, and whether they are a list."""
+    name = pattern.removesuffix(".*")
+    *path, last = map(unquote, name.split("."))
+    return tuple(path), last, name, name != pattern
 
 
-_Source = tuple[str, Any, bool]  # name, value, and whether the value is a list of alternatives
-
-
-def _find_values(batch: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any, list[_Source]]]:
-    """Yield each dict that has an alternative that is not a tensor, its key there, and the alternatives in the value."""
-    for pattern in patterns:
-        *path, last = map(unquote, pattern.split("."))
-        is_list = last == "*" and bool(path)
-        if is_list:
-            *path, last = path
-            pattern = pattern.removesuffix(".*")
-        target = batch
+def _find_values(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any, str, bool]]:
+    """Yield dict, key, name, and whether it is a list, for each value or list of values that may be alternatives."""
+    for path, last, name, is_list in map(_parse_place, patterns):
+        place = sample
         for part in path:
-            target = target.get(part) if type(target) is dict else None
-        if type(target) is not dict or last not in target:
-            continue
-        value = target[last]
-        if is_list and type(value) is dict:
-            yield target, last, [(f"{pattern}.{key}", item, False) for key, item in value.items()]
-        elif type(value) is not dict:
-            yield target, last, [(pattern, value, is_list)]
+            place = place.get(part) if type(place) is dict else None
+        if type(place) is dict and last in place and (is_list or type(place[last]) is not dict):
+            yield place, last, name, is_list
 
 
-def _count_values(sample: Any, patterns: Sequence[str]) -> int:
-    sources = [source for *_, matches in _find_values(sample, patterns) for source in matches]
-    return sum(len(value) if is_list and isinstance(value, (list, tuple)) else 1 for _, value, is_list in sources)
-
-
-def _take(batch: Any, values: Sequence[ChosenValue]) -> list[list[_Source]]:
-    """Remove all alternatives from a batch or a sample, and return those of each name."""
-    places = [list(_find_values(batch, value.patterns)) for value in values]
-    for value, matches in zip(values, places, strict=True):
-        if not matches:
-            has = f"; they have {list_names(batch, value.patterns[0])}" if isinstance(batch, dict) else ""
-            raise BatchError(
-                f"the samples have none of the alternatives of {value.name!r:.100}: {list_names(value.patterns)}{has}"
-            )
-    for target, key, _ in chain.from_iterable(places):
-        target.pop(key, None)  # two names may have the same alternatives
-    return [[source for *_, sources in matches for source in sources] for matches in places]
-
-
-def place_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Any:
-    """Put the chosen values into a batch in place of the alternatives, and return the batch.
-
-    Raises:
-        BatchError: The batch has none of the alternatives, or another value at the place of the chosen one.
-    """
-    for name, chosen in _chosen_values(batch, request, chooser, keys).items():
-        leaves = Leaves(chosen, tuple(name.split(".")))
-        if get_worker_info() is not None:
-            leaves.tolist()  # an error during pickling of the batch would not reach the caller
-        put(batch, name, leaves)
-    return batch
-
-
-def place_in_samples(samples: list[Any], request: Any, chooser: Chooser, keys: Sequence[str]) -> list[Any]:
-    """Put the chosen values into samples in place of the alternatives, and return the samples."""
-    counts = dict(request.counts)
-    sources = [_take(sample, request.values) for sample in samples]
-    for number, value in enumerate(request.values):
-        _, chosen = _choose([column[number] for column in sources], value, chooser, keys, counts)
-        for sample, (_, item) in zip(samples, chosen, strict=True):
-            put(sample, value.name, item)
-    return samples
-
-
-def choices_of_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> Choices:
-    """Return the choices among the values of a batch that has all alternatives. This decodes them."""
-    results = {name: chosen.choose() for name, chosen in _chosen_values(batch, request, chooser, keys).items()}
-    return Choices(
-        {name: choices for name, (choices, _) in results.items()},
-        {name: [alternative for alternative, _ in pairs] for name, (_, pairs) in results.items()},
-    )
-
-
-def _chosen_values(batch: Any, request: Any, chooser: Chooser, keys: Sequence[str]) -> dict[str, _Chosen]:
-    counts = dict(request.counts)
-    return {
-        value.name: _Chosen(sources, value, chooser, keys, counts)
-        for value, sources in zip(request.values, _take(batch, request.values), strict=True)
-    }
-
-
-@dataclass(slots=True)
-class _Chosen:
-    """The chosen values of a batch, as `Leaves` reads them: they are decoded and chosen on first use."""
-
-    sources: Sequence[_Source]
-    value: ChosenValue
-    chooser: Chooser
-    keys: Sequence[str]
-    counts: dict[Group, Array]
-    result: tuple[Array, list[tuple[str, Any]]] | None = None
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def column(self, path: Path) -> list[Any]:
-        """Return the chosen value of each sample."""
-        return [value for _, value in self.choose()[1]]
-
-    def choose(self) -> tuple[Array, list[tuple[str, Any]]]:
-        """Return the choice of each sample, int64 `[B]`, and names and values of the chosen alternatives."""
-        if self.result is None:
-            columns = [(name, list(value), is_list) for name, value, is_list in self.sources]
-            rows = [[(name, column[i], is_list) for name, column, is_list in columns] for i in range(len(self.keys))]
-            self.result = _choose(rows, self.value, self.chooser, self.keys, self.counts)
-        return self.result
-
-
-def _choose(
-    rows: Sequence[Sequence[_Source]],
-    value: ChosenValue,
-    chooser: Chooser,
-    keys: Sequence[str],
-    all_counts: dict[Group, Array],
-) -> tuple[Array, list[tuple[str, Any]]]:
-    """Return the choice of each sample, and names and values of the chosen alternatives.
-
-    `all_counts` has the numbers of alternatives of names that are chosen together.
-    """
-    candidates = [_alternatives(sources, key) for sources, key in zip(rows, keys, strict=True)]
-    counts = np.array(list(map(len, candidates)))
-    for at in np.flatnonzero(all_counts.setdefault(value.group, counts) != counts)[:1].tolist():
-        others = list_names([name for name in value.group.names if name != value.name])
-        shown = f"{counts[at]} of {value.name!r}, {all_counts[value.group][at]} of {others}"
-        raise BatchError(f"sample {keys[at]!r} has {shown}; {_EQUAL}")
-    choices = chooser(value.group, counts)
-    return choices, [alternatives[n] for alternatives, n in zip(candidates, choices.tolist(), strict=True)]
-
-
-def _alternatives(sources: Sequence[_Source], key: str) -> list[tuple[str, Any]]:
-    """Return names and values of the alternatives of a sample."""
-    alternatives: list[tuple[str, Any]] = []
-    for name, value, is_list in sources:
-        if is_list and not isinstance(value, (list, tuple)):
-            raise BatchError(
-                f"sample {key!r} has a {type(value).__name__} at {name!r}, expected a list of alternatives"
-            )
-        alternatives += [(f"{name}.{at}", item) for at, item in enumerate(value)] if is_list else [(name, value)]
-    if not alternatives:
-        raise BatchError(f"sample {key!r} has no alternatives: {sources[0][0]!r} is empty")
-    return alternatives
+def _values(sample: Any, patterns: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return names and values of the alternatives of a sample that are not tensors."""
+    values: list[tuple[str, Any]] = []
+    for place, key, name, is_list in _find_values(sample, patterns):
+        value = place[key]
+        if not is_list:
+            values.append((name, value))
+        elif isinstance(value, (dict, list, tuple)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            values += ((f"{name}.{step}", item) for step, item in items)
+        else:
+            raise BatchError(f"a sample has a {type(value).__name__} at {name!r}, expected a list of alternatives")
+    return values

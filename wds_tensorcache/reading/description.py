@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 NUM_EXAMINED = 64  # samples whose small values are examined
 _MAX_SHAPES = 20  # shapes of a tensor with their counts
 _MAX_VALUES = 1000  # small values of all samples together
-_MERGED_ROWS = 4096  # shapes to collect before equal ones are merged
+_MAX_PARTS = 256  # arrays of shapes to collect before equal shapes are merged
 _NUM_ITEMS = 1000  # items of a list whose types are examined
 _MAX_LINES, _LINE_CHARS, _VALUE_CHARS = 100, 240, 60  # bounds of a repr
 _SHOWN_SHAPES, _SHOWN_ITEMS = 3, 4
@@ -100,35 +100,30 @@ class Description:
     def _lines(self) -> Iterator[str]:
         counts = f"{format_count(self.num_samples, 'sample')} in {format_count(self.num_shards, 'shard')}"
         yield f"Description: {counts}, {self.nbytes:,} bytes of tensors"
-        if self.tensors or self.num_counted < self.num_samples:
-            of_samples = (
-                ""
-                if self.num_counted == self.num_samples
-                else f" of {format_count(self.num_counted, 'sample')} in memory"
-            )
-            yield f"tensors{of_samples}:"
-            yield from _entries(self.tensors, self.num_counted)
+        if self.num_counted < self.num_samples:
+            yield f"tensors of {format_count(self.num_counted, 'sample')} in memory:"
+        elif self.tensors:
+            yield "tensors:"
+        yield from _entries(self.tensors, self.num_counted)
         if self.values:
             yield f"values of {format_count(self.num_examined, 'sample')}:"
             yield from _entries(self.values, self.num_examined)
         if self.members:
             yield "members:"
-            members = ((suffix, format_count(count, "sample")) for suffix, count in self.members.items())
-            yield from _limit_lines(
-                (f"  {suffix!r:.{_VALUE_CHARS}}: {text}" for suffix, text in members), len(self.members)
-            )
+            members = self.members.items()
+            lines = (f"  {suffix!r:.{_VALUE_CHARS}}: {format_count(count, 'sample')}" for suffix, count in members)
+            yield from _limit_lines(lines, len(self.members))
         if self.fingerprint:
             yield f"fingerprint: {self.fingerprint!r:.1000}"
 
 
 def _entries(described: Mapping[str, TensorDescription] | Mapping[str, ValueDescription], count: int) -> Iterator[str]:
-    def lines() -> Iterator[str]:
-        for name, description in described.items():
-            share = "" if description.num_samples == count else f", in {description.num_samples:,} of {count:,} samples"
-            shown = name if len(name) <= _VALUE_CHARS else f"{name[:_VALUE_CHARS]}…"
-            yield f"  {printable(shown) or '(the whole sample)'}: {description}{share}"
-
-    return _limit_lines(lines(), len(described))
+    lines = (
+        f"  {printable(name[:_VALUE_CHARS] + '…' * (len(name) > _VALUE_CHARS)) or '(the whole sample)'}: {description}"
+        + f", in {description.num_samples:,} of {count:,} samples" * (description.num_samples != count)
+        for name, description in described.items()
+    )
+    return _limit_lines(lines, len(described))
 
 
 def _limit_lines(lines: Iterable[str], count: int) -> Iterator[str]:
@@ -166,36 +161,28 @@ class _ShapeCounts:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[Array, Array]]] = {}  # by number of dimensions
-        self._num_rows = self._num_merged = 0
 
     def add(self, shapes: Array, counts: Array) -> None:
-        self._parts.setdefault(shapes.shape[1], []).append((shapes, counts))
-        self._num_rows += len(shapes)
-        if self._num_rows > max(_MERGED_ROWS, 2 * self._num_merged):
-            self._merge()
-
-    def _merge(self) -> None:
-        self._parts = {ndim: [_merge_counts(parts)] for ndim, parts in self._parts.items()}
-        self._num_rows = self._num_merged = sum(len(shapes) for [(shapes, _)] in self._parts.values())
+        parts = self._parts.setdefault(shapes.shape[1], [])
+        parts.append((shapes, counts))
+        if len(parts) > _MAX_PARTS:
+            parts[:] = [_merge_counts(parts)]
 
     def most_frequent(self) -> tuple[dict[tuple[int, ...], int], int]:
         """Return the most frequent shapes with their counts, and the number of all distinct shapes."""
-        self._merge()
-        frequent: list[tuple[tuple[int, ...], int]] = []
-        for [(shapes, counts)] in self._parts.values():
+        frequent, num_shapes = list[tuple[tuple[int, ...], int]](), 0
+        for shapes, counts in map(_merge_counts, self._parts.values()):
+            num_shapes += len(shapes)
             order = np.argsort(-counts, kind="stable")[:_MAX_SHAPES]
             frequent += zip(map(tuple, shapes[order].tolist()), counts[order].tolist(), strict=True)
         frequent.sort(key=lambda pair: -pair[1])
-        return dict(frequent[:_MAX_SHAPES]), self._num_merged
+        return dict(frequent[:_MAX_SHAPES]), num_shapes
 
 
 def _merge_counts(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Return distinct shapes, int64 `[n, ndim]`, in ascending order, and the number of samples of each."""
-    shapes = np.concatenate([shapes for shapes, _ in parts])
-    counts = np.concatenate([counts for _, counts in parts])
-    if not shapes.shape[1]:  # np.unique needs a column
-        return shapes[:1], counts.sum(keepdims=True)
-    order = np.lexsort(shapes.T[::-1])
+    shapes, counts = map(np.concatenate, zip(*parts, strict=True))
+    order = np.lexsort(shapes.T[::-1]) if shapes.shape[1] else np.arange(len(shapes))
     shapes, counts = shapes[order], counts[order]
     first = np.flatnonzero(np.append(True, (shapes[1:] != shapes[:-1]).any(1)))
     return shapes[first], np.add.reduceat(counts, first)
@@ -203,25 +190,19 @@ def _merge_counts(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 def _describe_value(name: str, values: Sequence[Any]) -> ValueDescription:
     """Return the description of a value from those of the examined samples that have it."""
-    lengths: dict[str, list[int]] = {}
+    lengths: dict[str, list[int]] = {}  # by type in words, with `{}` in place of the length
     for value in values:
-        text, length = _type_of(value)
-        lengths.setdefault(text, []).append(length)
+        text = _type_name(value)
+        if isinstance(value, CONTAINERS):
+            kinds = list(dict.fromkeys(map(_type_name, islice(value, _NUM_ITEMS))))
+            text = f"{text} of {{}} {' or '.join(kinds[:3])}{' or …' * (len(kinds) > 3)}".rstrip()
+        lengths.setdefault(text, []).append(len(value) if isinstance(value, CONTAINERS) else 0)
     types = {
-        text.format(low if (low := min(of_type)) == (high := max(of_type)) else f"{low}..{high}"): len(of_type)
+        text.format("..".join(map(str, sorted({min(of_type), max(of_type)})))): len(of_type)
         for text, of_type in lengths.items()
     }
     with_contents = (v for v in values if v is not None and (v or not isinstance(v, (str, *CONTAINERS))))
     return ValueDescription(name, types, next(with_contents, values[-1]), len(values))
-
-
-def _type_of(value: Any) -> tuple[str, int]:
-    """Return the type of a value in words, with `{}` in place of its length, and the length; 0 if it has none."""
-    name = _type_name(value)
-    if not isinstance(value, CONTAINERS):
-        return name, 0
-    kinds = list(dict.fromkeys(map(_type_name, islice(value, _NUM_ITEMS))))
-    return f"{name} of {{}} {' or '.join(kinds[:3])}{' or …' * (len(kinds) > 3)}".rstrip(), len(value)
 
 
 def _type_name(value: object) -> str:
@@ -270,18 +251,9 @@ class Contents:
         """Return the description of the cache."""
         tensors = {}
         for name, schema in self._schemas.items():
-            properties: dict[str, Any] = {field.name: getattr(schema, field.name) for field in fields(schema)}
+            properties = {field.name: getattr(schema, field.name) for field in fields(schema)} | {"name": name}
             shapes, num_shapes = self._shapes[name].most_frequent()
-            tensors[name] = TensorDescription(**properties | {"name": name}, shapes=shapes, num_shapes=num_shapes)
+            tensors[name] = TensorDescription(**properties, shapes=shapes, num_shapes=num_shapes)
         values = {name: _describe_value(name, examined) for name, examined in self._values.items()}
-        return Description(
-            num_samples,
-            num_shards,
-            self._nbytes,
-            tensors,
-            values,
-            members,
-            fingerprint,
-            self.num_counted,
-            self.num_examined,
-        )
+        counts = (self.num_counted, self.num_examined)
+        return Description(num_samples, num_shards, self._nbytes, tensors, values, members, fingerprint, *counts)

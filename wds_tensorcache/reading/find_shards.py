@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import re
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from shlex import quote
 from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import unquote
 
 from braceexpand import braceexpand
 
@@ -16,7 +18,7 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError, RemoteError, did_you_mean
 from wds_tensorcache.shards.manifest import MANIFEST, FoundShard, locate_shards, read_manifest
 from wds_tensorcache.storage.folder import folder_of
-from wds_tensorcache.storage.urls import check_not_url, is_url, is_web, shown, split_url
+from wds_tensorcache.storage.urls import check_not_url, conceal, is_url, is_web, shown, split_url
 
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
 _Listed: TypeAlias = "Callable[[str], list[FoundShard] | None]"
@@ -86,9 +88,7 @@ def _texts(source: Any) -> Iterator[str]:
 def _expand(source: str) -> Iterator[str]:
     """Yield the paths of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
     if is_url(source):
-        from wds_tensorcache.reading.url_patterns import expand_url
-
-        yield from expand_url(source)
+        yield from _expand_url(source)
         return
     if os.path.exists(source):
         yield source
@@ -106,16 +106,52 @@ def _expand(source: str) -> Iterator[str]:
             yield match
 
 
+def _expand_url(source: str) -> Iterator[str]:
+    """Yield the urls of a url or pattern, concealed. Cost: one request for each pattern with wildcards."""
+    # urlsplit drops line ends and tabs silently, and would name another object.
+    if not source.isprintable():
+        raise ValueError(f"a url with characters that are not printable: {shown(source)!r:.200}")
+    head, path, query = split_url(source)
+    if not head.partition("://")[2]:
+        raise ValueError(f"{shown(source)!r:.200}: expected a server or a bucket after '://'")
+    wildcards = "*[" if is_web(source) else "*?["  # in a web server's url, `?` begins a query
+    for url in (conceal(head + expanded + query) for expanded in _expand_all(path)):
+        parent, _, pattern = url.rpartition("/")
+        if not set(wildcards) & set(split_url(url)[1]):
+            yield url
+            continue
+        if set(wildcards) & set(split_url(parent)[1]):
+            raise ValueError(f"{url}: expected wildcards only in the last part of a url, not in folders")
+        pattern, folder = unquote(pattern) if is_web(url) else pattern, folder_of(parent)
+        names = [name for name in folder.names() if not name.startswith(".") and fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            raise FileNotFoundError(f"{url} matches no object")
+        yield from map(folder.locate, names)
+
+
+def _expand_all(pattern: str) -> list[str]:
+    """Return the expansions of a pattern's braces."""
+    try:
+        return list(braceexpand(pattern)) if "{" in pattern else [pattern]
+    except ValueError:  # unbalanced braces may be part of a name
+        return [pattern]
+
+
 def _near(path: str) -> str:
     """Return the end of a message about a path that does not exist: similar names, or that its folder does not exist either."""
     folder, name = os.path.split(path.rstrip(os.sep))
-    try:
-        names = (
-            entry for entry in os.listdir(folder or os.curdir) if os.path.splitext(entry)[1] in ("", ".json", ".tar")
-        )
-        return did_you_mean(name, names)
-    except OSError:
+    names = _list_names(folder or os.curdir)
+    if names is None:
         return f"; there is no folder {folder} that can be read"
+    return did_you_mean(name, (name for name in names if os.path.splitext(name)[1] in ("", ".json", ".tar")))
+
+
+def _list_names(folder: str) -> list[str] | None:
+    """Return the names in a local folder; None if it cannot be listed, although its files may be readable."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return None
 
 
 def _find(path: str, listed: _Listed, messages: list[str]) -> list[FoundShard]:
@@ -173,11 +209,7 @@ def shard_names(names: Iterable[str]) -> list[str]:
 def _describe_unlisted(folder: str, listed: list[str]) -> str | None:
     """Return the end of a message if a folder contains shards that its manifest does not list; None if it cannot be listed."""
     listed_paths = set(map(os.path.normpath, listed))
-    try:
-        names = shard_names(os.listdir(folder))
-    except OSError:  # a folder may permit reading files by name, but no listing
-        return None
-    paths = [os.path.normpath(os.path.join(folder, name)) for name in names]
+    paths = [os.path.normpath(os.path.join(folder, name)) for name in shard_names(_list_names(folder) or ())]
     unlisted = [path for path in paths if path not in listed_paths]
     if not unlisted:
         return None
@@ -189,8 +221,7 @@ def _describe_unlisted(folder: str, listed: list[str]) -> str | None:
         return None
     manifest = os.path.join(folder, MANIFEST)
     located = [shard.path for shard in locate_shards(manifest, read_manifest(manifest)[0]) if shard.error is None]
-    identities = set(map(file_identity, located))  # links have other names
-    unlisted = [path for path in unlisted if os.path.isfile(path) and file_identity(path) not in identities]
+    unlisted = _without(unlisted, located)
     if not unlisted:
         return None
     problem = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({_list_first(unlisted)})"
@@ -199,17 +230,16 @@ def _describe_unlisted(folder: str, listed: list[str]) -> str | None:
     return f"{problem}, so their samples are left out; {remedy}"
 
 
+def _without(paths: list[str], listed: Iterable[str]) -> list[str]:
+    """Return the files among `paths` that are not `listed` under any name."""
+    identities = {file_identity(path) for path in listed if os.path.exists(path)}  # links have other names
+    return [path for path in paths if os.path.isfile(path) and file_identity(path) not in identities]
+
+
 def _find_packed(folder: str, listed: list[str]) -> str | None:
     """Return the end of a message if a folder contains tars that are neither `listed` nor end in `.tar`."""
-    try:
-        names = _packed_names(os.listdir(folder))
-    except OSError:  # a folder may permit reading files by name, but no listing
-        return None
-    if not names:
-        return None
-    identities = {file_identity(path) for path in listed if os.path.exists(path)}
-    paths = [os.path.join(folder, name) for name in names]
-    return _describe_packed([path for path in paths if os.path.isfile(path) and file_identity(path) not in identities])
+    names = _packed_names(_list_names(folder) or ())
+    return _describe_packed(_without([os.path.join(folder, name) for name in names], listed)) if names else None
 
 
 def _packed_names(names: Iterable[str]) -> list[str]:
@@ -239,14 +269,8 @@ def file_identity(path: str) -> tuple[int, int]:
 
 def expand_braces(pattern: str) -> list[str]:
     """Return the expansion of a pattern with braces. In names of folders that exist, braces are literal."""
-    rest = pattern[len(existing_folder(pattern)) :]
-    if "{" not in rest:
-        return [pattern]
-    head = pattern[: len(pattern) - len(rest)]
-    try:
-        return [head + expanded for expanded in braceexpand(rest)]
-    except ValueError:  # unbalanced braces may be part of a file's name
-        return [pattern]
+    head = existing_folder(pattern)
+    return [head + expanded for expanded in _expand_all(pattern[len(head) :])]
 
 
 def _escape_existing(pattern: str) -> str:

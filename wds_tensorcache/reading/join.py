@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
@@ -16,11 +17,12 @@ import torch
 from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
+from wds_tensorcache.reading.batch.request import keep_known
 from wds_tensorcache.reading.cache import Cache, _Sample
-from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, ChosenValue, Group, split
+from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, Group
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
-from wds_tensorcache.reading.match_keys import KeyMap, match_some
+from wds_tensorcache.reading.match_keys import KeyMap, match_keys
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import KeysView
 from wds_tensorcache.reading.schema import (
@@ -36,9 +38,7 @@ from wds_tensorcache.shards.fingerprint import common_fields
 from wds_tensorcache.storage.urls import shown as shown_url
 
 Array = np.ndarray[Any, Any]
-_MAX_ALTERNATIVES = 16
 _NUM_SHOWN = 5  # number of missing keys in a message
-_FIRST_BUILT = "000000000"  # key that tc.build gives to the first item, if items have no keys
 _JOIN_A_DICT = "join a dict of caches, as tc.join({'a': …, 'b': …})"
 
 
@@ -64,6 +64,7 @@ def join(
             cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
         ValueError: There are no caches; `how` is unknown; `keys` names a cache that does not exist, or the first one.
+        BatchError: The first samples of a list of caches are not dicts, or have names in common.
         Errors of `tc.open`: A path among `caches` cannot be opened.
 
     Memory: at most 8 bytes per sample and cache; if keys differ, also about 150 bytes per key during the call.
@@ -72,12 +73,13 @@ def join(
         raise TypeError(f"tc.join needs a list or a dict of caches or paths, got {caches!r:.200}")
     if how not in ("exact", "inner"):
         raise ValueError(f"how={how!r}, expected 'exact' or 'inner'")
-    names: Sequence[Any] = list(caches) if isinstance(caches, Mapping) else range(len(caches))
+    is_named = isinstance(caches, Mapping)
+    names: Sequence[Any] = list(caches) if is_named else range(len(caches))
     if not names:
         raise ValueError("nothing to join: expected at least one cache")
-    if isinstance(caches, Mapping) and not all(isinstance(name, str) for name in names):
+    if is_named and not all(isinstance(name, str) for name in names):
         raise TypeError(f"tc.join needs strings as names of caches, got {names!r:.200}")
-    if keys is not None and not isinstance(keys, Mapping):
+    if not isinstance(keys, (Mapping, type(None))):
         raise TypeError(
             f"keys={keys!r:.200}, expected a dict of functions or mappings by cache: {{'text': caption_of.get}}"
         )
@@ -86,47 +88,37 @@ def join(
         if name not in names[1:]:
             shown = list_names(names[1:], name)
             raise ValueError(f"keys has an entry for {name!r:.100}, expected names of caches after the first: {shown}")
-    opened: list[Any] = []
-    try:
-        parts = []
+    with ExitStack() as opened:  # closes caches that were opened here after an error
+        parts: list[Any] = []
         for cache in caches.values() if isinstance(caches, Mapping) else caches:
-            if not isinstance(cache, Cache):
-                cache = open(cache)
-                opened.append(cache)
-            parts.append(cache)
-        views = _match(parts, names, how, maps)
-    except BaseException:
-        for cache in opened:
-            cache.close()
-        raise
-    return JoinedCache(views, tuple(names) if isinstance(caches, Mapping) else None)
+            parts.append(cache if isinstance(cache, Cache) else opened.enter_context(open(cache)))
+        joined: JoinedCache = JoinedCache(_match(parts, names, how, maps), tuple(names) if is_named else None)
+        if not is_named and len(parts) > 1 and len(joined):
+            joined._sample(0)  # its caches may have names in common
+        opened.pop_all()
+    return joined
 
 
 def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
     """Return a view of each cache, such that the samples to join have the same index in all views."""
     first, rows_of_parts = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
-        rows, others_keys = match_some(first, _with_keys(other), maps.get(name))
-        missing = np.flatnonzero(rows < 0) if rows is not None else ()
+        rows, others_keys = match_keys(first, _with_keys(other), maps.get(name))
+        missing = np.flatnonzero(rows < 0) if rows is not None else np.empty(0, np.int64)
         rows_of_parts.append(rows)
         if how == "exact" and (len(missing) or others_keys):
-            keys = [first.keys()[number] for number in missing[:_NUM_SHOWN]] if len(missing) else sorted(others_keys)
-            where, count = (name, len(missing)) if len(missing) else (names[0], len(others_keys))
-            hint = f"keys= maps none of them to a key of {name!r}" if name in maps else "keys= maps different keys"
-            hint += ", and how='inner' keeps only the samples that all caches have"
-            built = [at for at, cache in ((names[0], first), (name, other)) if list(cache.keys()[:1]) == [_FIRST_BUILT]]
-            if name not in maps and count == len(first) and built:
-                hint = (
-                    f"the keys of cache {built[0]!r} are numbers of items, as tc.build makes them; pass keys= to tc.build, for "
-                    "example keys=lambda key: key if the items are keys"
-                )
-            shown = list_names(keys[:_NUM_SHOWN], count=count)
+            keys, where, count = sorted(others_keys)[:_NUM_SHOWN], names[0], len(others_keys)
+            if len(missing):
+                keys, where, count = [first.keys()[at] for at in missing[:_NUM_SHOWN].tolist()], name, len(missing)
+            hint = "keys= maps different keys, and how='inner' keeps only the samples that all caches have"
             raise KeyError(
                 f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {where!r} lacks "
-                f"{count} key{'s' * (count > 1)}: {shown}; {hint}"
+                f"{count} key{'s' * (count > 1)}: {list_names(keys, count=count)}; {hint}"
             )
-    lacking = [rows < 0 for rows in rows_of_parts if rows is not None and (rows < 0).any()]
-    kept: Any = np.flatnonzero(~np.logical_or.reduce(lacking)) if lacking else slice(None)
+    lacking = [rows < 0 for rows in rows_of_parts if rows is not None]
+    kept: Any = slice(None)
+    if lacking and (lacks_any := np.logical_or.reduce(lacking)).any():
+        kept = np.flatnonzero(~lacks_any)
     return [
         part._take(kept if rows is None else rows[kept])
         for part, rows in zip(parts, [None, *rows_of_parts], strict=True)
@@ -146,8 +138,6 @@ class _JoinedRequest:
 
     parts: Sequence[Any]
     prefixes: Sequence[str]
-    values: Sequence[ChosenValue] = ()  # names whose alternatives are not tensors
-    counts: Mapping[Group, Array] = field(default_factory=dict)  # as in `ChosenRequest`
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -157,24 +147,21 @@ class _JoinedRequest:
 
     def named_choices(self) -> Choices:
         """Return the choices of all parts by name."""
-        choices = Choices({}, {})
+        choices, chosen = {}, {}
         for prefix, part in zip(self.prefixes, self.parts, strict=True):
             if isinstance(part, (ChosenRequest, _JoinedRequest)):
-                choices = choices._with_more(part.named_choices(), prefix)
-        return choices
-
-    def chosen_names(self) -> list[str]:
-        return [
-            prefix + name
-            for prefix, part in zip(self.prefixes, self.parts, strict=True)
-            for name in _chosen_names(part)
-        ]
+                own = part.named_choices()
+                for name in own:
+                    choices[prefix + name] = own[name]
+                    chosen[prefix + name] = [alternative and prefix + alternative for alternative in own.chosen(name)]
+        return Choices(choices, chosen)
 
 
 def _chosen_names(request: Any) -> list[str]:
-    if isinstance(request, ChosenRequest):
-        return request.alternatives.names
-    return request.chosen_names() if isinstance(request, _JoinedRequest) else []
+    if isinstance(request, _JoinedRequest):
+        parts = zip(request.prefixes, request.parts, strict=True)
+        return [prefix + name for prefix, part in parts for name in _chosen_names(part)]
+    return request.alternatives.names if isinstance(request, ChosenRequest) else []
 
 
 class JoinedCache(Cache[_Sample]):
@@ -186,8 +173,7 @@ class JoinedCache(Cache[_Sample]):
     def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:
         self._caches = list(caches)
         self._names = names
-        # for each cache, its part of the alternatives: groups by their names there
-        self._alternatives: dict[Alternatives, list[dict[Group, Group]]] = {}
+        self._alternatives: dict[Alternatives, dict[int, Alternatives]] = {}  # results of `_owners`
         # for each cache, the prefix of its tensors' names
         self._prefixes = [f"{component(name, 0)}." for name in names] if names is not None else [""] * len(self._caches)
 
@@ -231,7 +217,7 @@ class JoinedCache(Cache[_Sample]):
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
         request = self._request(indices)
         parts, rest = [], dict(tensors)
-        for (prefix, cache), names, part in zip(self._prefixed(), self._tensor_names, request.parts, strict=True):
+        for (prefix, cache, part), names in zip(self._parts(request), self._tensor_names, strict=True):
             own = {prefix + name: name for name in [*names, *_chosen_names(part)] if prefix + name in rest}
             parts.append(cache.nest(part, {name: rest.pop(whole) for whole, name in own.items()}))
         if rest:
@@ -247,7 +233,7 @@ class JoinedCache(Cache[_Sample]):
         ways = None if callable(collate) else self._ways(collate, pad_value, WAYS, request)
         parts = [
             cache._read_batch(part, device, pin, list if ways is None else ways.with_prefix(prefix), 0)
-            for (prefix, cache), part in zip(self._prefixed(), request.parts, strict=True)
+            for prefix, cache, part in self._parts(request)
         ]
         if ways is None:
             return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
@@ -259,14 +245,14 @@ class JoinedCache(Cache[_Sample]):
         ways = self._ways(collate, pad_value, TENSOR_WAYS, request)
         return {
             prefix + name: tensor
-            for (prefix, cache), part in zip(self._prefixed(), request.parts, strict=True)
+            for prefix, cache, part in self._parts(request)
             for name, tensor in cache._read_tensors(part, device, pin, ways.with_prefix(prefix), 0).items()
         }
 
     def _ways(self, collate: Any, pad_value: PadValue, allowed: tuple[str, ...], request: _JoinedRequest) -> Any:
         ways = as_collate(collate, pad_value, allowed)
         if ways is not collate and (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
-            ways.check_names([*self._batch_names(), *request.chosen_names()])
+            ways.check_names([*self._batch_names(), *_chosen_names(request)])
         return ways
 
     @cached_property
@@ -275,6 +261,9 @@ class JoinedCache(Cache[_Sample]):
 
     def _prefixed(self) -> Iterator[tuple[str, Any]]:
         return zip(self._prefixes, self._caches, strict=True)
+
+    def _parts(self, request: _JoinedRequest) -> Iterator[tuple[str, Any, Any]]:
+        return zip(self._prefixes, self._caches, request.parts, strict=True)
 
     def _batch_names(self) -> list[str]:
         named = zip(self._prefixes, self._tensor_names, strict=True)
@@ -288,54 +277,42 @@ class JoinedCache(Cache[_Sample]):
             numbers = self._numbers(indices)
             if isinstance(collate, Mapping):
                 collate = Collate(collate)
-            parts = [
-                cache._request(
-                    numbers, collate=collate.with_prefix(prefix) if isinstance(collate, Collate) else collate
-                )
-                for prefix, cache in self._prefixed()
+            ways = [
+                collate.with_prefix(prefix) if isinstance(collate, Collate) else collate for prefix in self._prefixes
             ]
+            parts = [cache._request(numbers, collate=way) for cache, way in zip(self._caches, ways, strict=True)]
         return _JoinedRequest(parts, self._prefixes)
 
     def _choose(self, request: _JoinedRequest, alternatives: Alternatives, chooser: Chooser) -> _JoinedRequest:
-        groups_of_parts = self._alternatives.get(alternatives)
-        if groups_of_parts is None:
-            if len(self._alternatives) >= _MAX_ALTERNATIVES:
-                self._alternatives.clear()
-            groups_of_parts = self._alternatives[alternatives] = split(alternatives, self._prefixes, self._tensor_names)
-        all_counts: dict[Group, Array] = {}
+        owners = self._alternatives.get(alternatives)
+        if owners is None:
+            owners = self._owners(alternatives)
+            keep_known(self._alternatives, alternatives, owners)
+        parts = list(request.parts)
+        for number, own in owners.items():
+            parts[number] = self._caches[number]._choose(parts[number], own, chooser)
+        return _JoinedRequest(parts, self._prefixes)
 
-        def choose_once(group: Group, counts: Array) -> Array:
-            if not np.array_equal(all_counts.setdefault(group, counts), counts):
-                raise BatchError(
-                    f"{list_names(group.names)} are chosen together from several caches, but samples have different "
-                    "numbers of alternatives there"
-                )
-            return chooser(group, counts)
-
-        parts, tensors = list(request.parts), set[str]()
-        for number, groups in enumerate(groups_of_parts):
-            if groups:
-
-                def choose_here(group: Group, counts: Array, groups: Mapping[Group, Group] = groups) -> Array:
-                    return choose_once(groups[group], counts)
-
-                parts[number] = self._caches[number]._choose(parts[number], Alternatives(tuple(groups)), choose_here)
-                tensors |= {self._prefixes[number] + name for group in groups for name in group.names}
-        values = [
-            ChosenValue(name, patterns, group)
-            for group in alternatives.groups
-            for name, patterns in zip(group.names, group.patterns, strict=True)
-            if name not in tensors
-        ]
-        for value in values:
-            value.check(self._batch_names())
-        return _JoinedRequest(parts, self._prefixes, values, all_counts)
+    def _owners(self, alternatives: Alternatives) -> dict[int, Alternatives]:
+        """Return the alternatives of each cache that has some, by its position."""
+        groups_of_caches: dict[int, list[Group]] = {}
+        for group in alternatives.groups:
+            parts = [(number, group.without(prefix)) for number, prefix in enumerate(self._prefixes)]
+            owners = [(number, part) for number, part in parts if part is not None]
+            if len(owners) > 1:  # caches without names
+                owners = [(n, part) for n, part in owners if part.is_in(self._caches[n])] or owners[:1]
+            if len(owners) != 1:
+                expected = "names and alternatives of one of the joined caches"
+                if self._names is not None:
+                    expected += f", which begin with {list_names(self._prefixes)}"
+                raise ValueError(f"choose={{{group.names[0]!r:.100}: …}}: expected {expected}")
+            for number, part in owners:
+                groups_of_caches.setdefault(number, []).append(part)
+        return {number: Alternatives(tuple(groups)) for number, groups in groups_of_caches.items()}
 
     def _shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor | None]:
-        named = zip(self._prefixed(), request.parts, strict=True)
-        return {
-            prefix + name: shapes for (prefix, cache), part in named for name, shapes in cache._shapes(part).items()
-        }
+        parts = self._parts(request)
+        return {prefix + name: shapes for prefix, cache, part in parts for name, shapes in cache._shapes(part).items()}
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
         for own, cache in self._prefixed():

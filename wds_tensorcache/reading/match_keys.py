@@ -1,21 +1,21 @@
-"""Compare and match the keys of two caches; if both contain the same keys, no key becomes a Python object."""
+"""Match the keys of two caches by their hashes, without a Python object per key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.positions import by_shard, in_order
-from wds_tensorcache.shards.key_table import match_unique_keys
+from wds_tensorcache.reading.positions import in_order
+from wds_tensorcache.shards.key_table import Keys
 
 Array = np.ndarray[Any, Any]
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 
 
-def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
+def match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
     """Return, for each sample of `first`, the index of its match in `other`, plus the keys that only `other` contains.
 
     Indices are int64, -1 for a sample without a match. The array is None if both caches have the same keys in the same
@@ -29,11 +29,13 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
         KeyError: A key occurs twice in `other`.
     """
     if key_map is None and isinstance(first, TensorCache) and isinstance(other, TensorCache):
-        if _are_equal(first, other):
-            return None, []
-        matched = match(first, other)
+        ours, theirs = first._where, other._where
+        if first._store is other._store and type(ours) is type(theirs):
+            if ours == theirs if isinstance(ours, range) else np.array_equal(ours, theirs):
+                return None, []
+        matched = _match_hashes(_keys_of(first), _keys_of(other)) if len(first) and len(other) else None
         if matched is not None:
-            return matched, []
+            return matched
     places = {key: at for at, key in enumerate(other.keys())}
     if len(places) != len(other):
         twice = next(key for at, key in enumerate(other.keys()) if places[key] != at)
@@ -42,84 +44,54 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
     # a generator, in which a StopIteration of the function is an error and does not end the keys
     keys = first.keys()
     wanted = keys if get is None else (get(key) for key in keys)
-    positions = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
-    if key_map is not None or int(np.count_nonzero(positions >= 0)) >= len(places):
-        return positions, []
-    first_keys = set(first.keys())
-    return positions, [key for key in places if key not in first_keys]
+    rows = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
+    is_matched = np.zeros(len(other), np.bool_)
+    is_matched[rows[rows >= 0]] = True
+    return rows, [] if key_map is not None else [key for key, done in zip(places, is_matched, strict=True) if not done]
 
 
-def _are_equal(left: Any, right: Any) -> bool:
-    """Return whether two caches have the same keys in the same order.
-
-    No key is compared for two views of one cache whose positions are equal, and are both ranges or both arrays.
-    """
-    if len(left) != len(right):
-        return False
-    if left._store is right._store and _same_positions(left._where, right._where):
-        return True
-    blocks, others = _blocks(left), _blocks(right)
-    lengths, text = _NONE
-    other_lengths, other_text = _NONE
-    while True:
-        if not len(lengths):
-            lengths, text = next(blocks, _NONE)
-        if not len(other_lengths):
-            other_lengths, other_text = next(others, _NONE)
-        count = min(len(lengths), len(other_lengths))
-        if not count:
-            return True
-        nbytes = int(lengths[:count].sum())
-        if not np.array_equal(lengths[:count], other_lengths[:count]) or not np.array_equal(
-            text[:nbytes], other_text[:nbytes]
-        ):
-            return False
-        lengths, text = lengths[count:], text[nbytes:]
-        other_lengths, other_text = other_lengths[count:], other_text[nbytes:]
-
-
-_NONE: tuple[Array, Array] = np.empty(0, np.int64), np.empty(0, np.uint8)
-
-
-def _same_positions(left: Any, right: Any) -> bool:
-    if isinstance(left, range) and isinstance(right, range):
-        return left == right
-    return left is right or (type(left) is type(right) and np.array_equal(left, right))
-
-
-def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
-    """Yield `(lengths, text)` for each block of successive keys: their lengths in bytes, and their bytes without gaps."""
+def _keys_of(cache: Any) -> Keys:
+    """Return the keys of a cache in the order of its samples."""
+    texts, lengths = list[Any](), list[Any]()
     for shard, rows in in_order(cache._store, cache._where):
         keys, samples = shard.index.keys, shard.columns.rows
         rows = rows if samples is None else samples[rows].astype(np.int64)
         first, last = rows.item(0), rows.item(-1)
         if last - first == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all()):
             begin = keys.ends.item(first - 1) if first else 0
-            ends = keys.ends[first : last + 1].astype(np.int64)
-            yield np.diff(ends, prepend=begin), keys.text[begin : keys.ends.item(last)]
+            lengths.append(np.diff(keys.ends[first : last + 1].astype(np.int64), prepend=begin))
+            texts.append(keys.text[begin : keys.ends.item(last)])
         else:
-            raw_keys = [keys.raw(row) for row in rows.tolist()]
-            yield np.array(list(map(len, raw_keys)), np.int64), np.frombuffer(b"".join(raw_keys), np.uint8)
+            begins, counts = keys.extents(rows)
+            lengths.append(counts)
+            texts.append(_gather(keys.text, begins, counts))
+    return Keys(np.concatenate(texts), np.cumsum(np.concatenate(lengths)))
 
 
-def match(left: Any, right: Any) -> Array | None:
-    """Return the index in `right` of each key of `left`, int64; None if their keys differ, or a key occurs twice."""
-    (parts, left_rows), (others, right_rows) = _parts(left), _parts(right)
-    matched = match_unique_keys(parts, others)
-    if matched is None:
+def _gather(text: Array, begins: Array, lengths: Array) -> Array:
+    """Return the bytes of keys without gaps."""
+    offsets = np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
+    gathered: Array = text[offsets + np.arange(len(offsets))]
+    return gathered
+
+
+def _match_hashes(first: Keys, other: Keys) -> tuple[Array | None, list[str]] | None:
+    """Return the result of `match_keys`; None if two keys have one hash, usually because a key occurs twice."""
+    if np.array_equal(first.ends, other.ends) and np.array_equal(first.text, other.text):
+        return None, []
+    hashes, others = first.hashes(), other.hashes()
+    order = np.argsort(others)
+    ascending = others[order]
+    if (ascending[1:] == ascending[:-1]).any():
         return None
-    result = np.empty(len(matched), np.int64)
-    result[left_rows] = right_rows[matched]
-    return result
-
-
-def _parts(cache: Any) -> tuple[list[Any], Array]:
-    """Return the keys of a cache shard by shard, and the sample index of each key."""
-    parts, numbers = [], np.empty(len(cache), np.min_scalar_type(len(cache)))
-    done = 0
-    for shard, which, rows in by_shard(cache._store, cache._where):
-        samples = shard.columns.rows
-        parts.append((shard.index.keys, rows if samples is None else samples[rows].astype(np.int64)))
-        numbers[done : done + len(rows)] = np.arange(which.start, which.stop) if isinstance(which, slice) else which
-        done += len(rows)
-    return parts, numbers
+    rows = order[np.minimum(np.searchsorted(ascending, hashes), len(order) - 1)]
+    (matched,) = np.nonzero(others[rows] == hashes)
+    (begins, lengths), (other_begins, other_lengths) = first.extents(matched), other.extents(rows[matched])
+    ours, theirs = _gather(first.text, begins, lengths), _gather(other.text, other_begins, other_lengths)
+    if not (np.array_equal(lengths, other_lengths) and np.array_equal(ours, theirs)):
+        return None
+    result = np.full(len(first), -1, np.int64)
+    result[matched] = rows[matched]
+    is_matched = np.zeros(len(other), np.bool_)
+    is_matched[rows[matched]] = True
+    return result, [other[row] for row in np.flatnonzero(~is_matched).tolist()]

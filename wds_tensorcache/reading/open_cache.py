@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.codec.skeleton.types import allow_table
@@ -14,7 +14,7 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
 from wds_tensorcache.reading.store import Store, load_indexes
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
-from wds_tensorcache.shards.manifest import FoundShard, ShardEntry
+from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files, default_max_open
@@ -84,12 +84,11 @@ def open(
         NotImplementedError, OSError: `cache_dir` needs Linux; or it is not a folder of this user alone.
         TypeError, ValueError: An argument is invalid; or `cache_dir` is on a network file system.
     """
-    if max_open_files is not None and max_open_files < 1:
-        raise ValueError(f"max_open_files={max_open_files}, expected at least 1")
+    for option, value in (("max_open_files", max_open_files), ("num_threads", num_threads)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option}={value}, expected at least 1")
     if io not in ("auto", "pread"):
         raise ValueError(f"io={io!r}, expected 'auto' or 'pread'")
-    if num_threads is not None and num_threads < 1:
-        raise ValueError(f"num_threads={num_threads}, expected at least 1")
     if cache_dir is None and cache_nbytes is not None:
         raise ValueError(f"cache_nbytes={cache_nbytes} needs cache_dir=, the folder whose length it limits")
     listing = find_shards(source)
@@ -105,46 +104,34 @@ def open(
             if place.entry is not None and is_url(path):
                 files.expect(path, place.manifest, nbytes=place.entry.nbytes)
         # the manifest lists the caches; without one, the indexes do
-        loaded = {path: make(path, "", entry=shard.entry) for path, shard in places.items() if _caches(shard) is None}
+        listed = {path: place.entry for path, place in places.items() if place.entry and place.entry.caches is not None}
+        loaded = {path: make(path, "", entry=place.entry) for path, place in places.items() if path not in listed}
         load_indexes(loaded.values())
-        name = _choose_name(
-            cache,
-            {
-                path: loaded[path].index.caches if path in loaded else _caches(shard) or ()
-                for path, shard in places.items()
-            },
-        )
-        fingerprints = {
-            path: loaded[path].index.fingerprint if path in loaded else shard.fingerprint
-            for path, shard in places.items()
-        }
+        sources: dict[str, Any] = {path: listed.get(path) or loaded[path].index for path in places}
+        name = _choose_name(cache, {path: source.caches for path, source in sources.items()})
+        fingerprints = {path: source.fingerprint for path, source in sources.items()}
         if expect is not None:
             for path, fingerprint in fingerprints.items():
                 check_fingerprint(path, fingerprint, as_fingerprint(expect))
         shards = []
         for place in listing.shards:
-            caches, entry = _caches(place), place.entry
+            entry = place.entry
             if entry is not None:
                 # without the caches and the fingerprint, which would take memory
                 entry = ShardEntry(entry.url, entry.num_samples, entry.nbytes, entry.digest)
-            shard = make(place.path, name, count=None if caches is None else caches.get(name, 0), entry=entry)
+            count = sources[place.path].caches.get(name, 0) if place.path in listed else None
+            shard = make(place.path, name, count=count, entry=entry)
             if place.path in loaded:
                 shard.take_index(loaded[place.path])
             if not shard.is_remote:
                 files.expect(shard.path, place.manifest, place.status)
             shards.append(shard)
         num_threads = num_threads or min(4, num_cores())
-        return TensorCache(
-            Store(shards, files, pool, num_threads, common_fields(fingerprints.values()), listing.left_out)
-        )
+        common = common_fields(fingerprints.values())
+        return TensorCache(Store(shards, files, pool, num_threads, common, listing.left_out))
     except BaseException:
         files.close()
         raise
-
-
-def _caches(shard: FoundShard) -> Mapping[str, int] | None:
-    """Return the caches of a shard that a manifest lists; None if it does not."""
-    return None if shard.entry is None else shard.entry.caches
 
 
 def _remote_indexes(folder: str | os.PathLike[str] | None, keep: bool | str | os.PathLike[str]) -> RemoteIndexes:

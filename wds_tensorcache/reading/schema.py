@@ -168,20 +168,14 @@ def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
     """Return the properties of a tensor in the samples of both schemas."""
     if old is None:
         return new
-    dtypes = _as_tuple(old.dtype)
-    dtypes += tuple(dtype for dtype in _as_tuple(new.dtype) if dtype not in dtypes)
+    dtypes = tuple(dict.fromkeys((*_as_tuple(old.dtype), *_as_tuple(new.dtype))))
     shape = None
     if old.shape is not None and new.shape is not None and len(old.shape) == len(new.shape):
         ends = [(*_as_tuple(a), *_as_tuple(b)) for a, b in zip(old.shape, new.shape, strict=True)]
         shape = tuple(min(sizes) if min(sizes) == max(sizes) else (min(sizes), max(sizes)) for sizes in ends)
-    return TensorSchema(
-        new.name,
-        old.kind,
-        dtypes if len(dtypes) > 1 else dtypes[0],
-        shape,
-        old.nbytes + new.nbytes,
-        old.num_samples + new.num_samples,
-    )
+    dtype = dtypes if len(dtypes) > 1 else dtypes[0]
+    nbytes, num_samples = old.nbytes + new.nbytes, old.num_samples + new.num_samples
+    return TensorSchema(new.name, old.kind, dtype, shape, nbytes, num_samples)
 
 
 def printable(name: str) -> str:

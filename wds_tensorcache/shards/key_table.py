@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -116,10 +116,6 @@ def _factors(count: int) -> Array:
     return _FACTORS[:count]
 
 
-# the keys of each shard, and the numbers of the samples to include, ascending; None for all samples
-KeyRows = Sequence[tuple[Keys, "Array | None"]]
-
-
 class KeyTable:
     """Look-up of sample positions by key, across all shards of a cache: by bisection if the keys ascend, else by hashes."""
 
@@ -172,21 +168,6 @@ class KeyTable:
         row = position - self._starts[number]
         return keys.raw(row if rows is None else rows.item(row))
 
-    def pair(self, other: KeyTable) -> Array | None:
-        """Return, for each key, the position in `other` of a key with the same hash, or None; equal keys are paired."""
-        count = len(self._packed)
-        if count != len(other._packed) or ((self._packed ^ other._packed) >> self._bits).any():
-            return None
-        here, there = ((table._packed & self._mask).view(np.int64) for table in (self, other))
-        result = np.empty(count, np.min_scalar_type(count))
-        result[here] = there
-        is_shared = ~self._are_unique()
-        # the loop is short: few keys share a hash
-        places = {other.raw(position): position for position in there[is_shared].tolist()}
-        for position in here[is_shared].tolist():
-            result[position] = places.get(self.raw(position), 0)
-        return result
-
     def shared(self) -> list[str]:
         """Return the keys that occur in several shards."""
         if self._columns is not None:
@@ -198,37 +179,3 @@ class KeyTable:
         differ = np.ones(len(self._packed) + 1, np.bool_)
         differ[1:-1] = (self._packed[1:] ^ self._packed[:-1]) >> self._bits != 0
         return differ[:-1] & differ[1:]
-
-
-def match_unique_keys(parts: KeyRows, others: KeyRows) -> Array | None:
-    """Return, for each key of `parts`, its position in `others`, `[n]`; None if their keys differ, or a key occurs twice.
-
-    Memory during the call: about 40 bytes per key, plus the keys.
-    """
-    positions = KeyTable(parts).pair(KeyTable(others))
-    if positions is None:
-        return None
-    text, begins, lengths = _concatenate(others)
-    windows, done = _windows(text), 0
-    for keys, rows in parts:
-        own_begins, own_lengths = keys.extents(rows)
-        matched = positions[done : done + len(own_lengths)]
-        done += len(own_lengths)
-        if not np.array_equal(own_lengths, lengths[matched]):
-            return None
-        words, _ = _words(_windows(keys.text), own_begins, own_lengths)
-        if not np.array_equal(words, _words(windows, begins[matched], own_lengths)[0]):
-            return None
-    is_matched = np.zeros(len(positions), np.bool_)
-    is_matched[positions] = True
-    return positions if is_matched.all() else None  # False if a key occurs twice
-
-
-def _concatenate(parts: KeyRows) -> tuple[Array, Array, Array]:
-    """Return the text of all keys, and the offset in it and the length of each included key, int64 `[n]`."""
-    extents = [keys.extents(rows) for keys, rows in parts]
-    shifts = np.cumsum([0, *(len(keys.text) for keys, _ in parts)])
-    begins = [begin + shift for (begin, _), shift in zip(extents, shifts, strict=False)]
-    none = [np.empty(0, np.int64)]
-    text = np.concatenate([np.empty(0, np.uint8), *(keys.text for keys, _ in parts)])
-    return text, np.concatenate(none + begins), np.concatenate(none + [lengths for _, lengths in extents])

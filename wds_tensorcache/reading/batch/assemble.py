@@ -30,7 +30,6 @@ from wds_tensorcache.reading.batch.placement import (
 from wds_tensorcache.reading.batch.request import NewNames, Request, columns_of
 from wds_tensorcache.reading.batch.values import Decoded
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.reading.structure import put
 from wds_tensorcache.storage.gather import Ranges, gather
 
 Array = np.ndarray[Any, Any]
@@ -97,8 +96,8 @@ def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any
         batch = map_leaves(
             structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted
         )
-    for name in layouts.chosen[0] if layouts.chosen else ():
-        put(batch, name, tensors[name])
+    if layouts.chosen:
+        request.place_chosen(batch, tensors)
     return batch
 
 

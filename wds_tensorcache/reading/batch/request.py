@@ -284,6 +284,9 @@ class Request:
         """Look for further names that old indexes lack; return whether they have new indexes now."""
         return bool(self.store.shards) and self.store.find_names(number for number, *_ in self.rows.by_shard)
 
+    def place_chosen(self, batch: Any, tensors: Mapping[str, Any]) -> None:
+        """Put the chosen tensors and values into a batch; see `ChosenRequest`."""
+
     def schema(self) -> Mapping[str, TensorSchema]:
         """Return the properties of the tensors of all batches. Cost: loads the index of every shard, once."""
         return whole_schema(self.store)

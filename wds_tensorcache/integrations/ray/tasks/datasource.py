@@ -21,7 +21,7 @@ from wds_tensorcache.integrations.ray.rows.columns import Kind, value_kind
 from wds_tensorcache.integrations.ray.rows.structure import KEY, MEMBER
 from wds_tensorcache.integrations.ray.rows.table import make_table, values_of
 from wds_tensorcache.reading.cache import Cache
-from wds_tensorcache.reading.choose import Randomness, place_in_samples
+from wds_tensorcache.reading.choose import Randomness
 
 Array = np.ndarray[Any, Any]
 _MAX_CACHES = 4  # caches that a worker process keeps open
@@ -59,7 +59,7 @@ class Plan:
     def with_value_kinds(self, cache: Cache[Any], numbers: Array) -> Plan:
         """Return a plan that has the kinds of the columns of small values, from those of the samples at `numbers`."""
         request = cache._request_chosen(numbers, self.randomness)
-        samples = _samples(request, numbers, [request.key(i) for i in range(len(numbers))], self)
+        samples = [request.sample(i) for i in range(len(numbers))]
         found = {name: value_kind(values) for name, values in values_of(samples).items()}
         return dataclasses.replace(self, value_kinds=found)
 
@@ -166,7 +166,7 @@ def read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[
     request = cache._request_chosen(numbers, plan.randomness)
     keys = [request.key(i) for i in range(len(numbers))]
     lacks_samples = columns is not None and {*columns} <= {KEY, *plan.kinds, *(MEMBER + each for each in plan.members)}
-    samples = [] if lacks_samples else _samples(request, numbers, keys, plan)
+    samples = [] if lacks_samples else [request.sample(i) for i in range(len(numbers))]
     table = make_table(
         keys,
         samples,
@@ -188,14 +188,6 @@ def _read_members(cache: Cache[Any], numbers: Array, suffix: str) -> list[bytes 
     """Return a member of each sample; None where a sample lacks it."""
     found = cache._find_members(cache._request(numbers), suffix, range(len(numbers)))
     return [found.get(i) for i in range(len(numbers))]
-
-
-def _samples(request: Any, numbers: Array, keys: Sequence[str], plan: Plan) -> list[Any]:
-    """Return the samples of a request, with the chosen alternatives, also of small values."""
-    samples = [request.sample(i) for i in range(len(numbers))]
-    if plan.randomness.alternatives is None or not request.values:
-        return samples
-    return place_in_samples(samples, request, plan.randomness.chooser(numbers), keys)
 
 
 def _read_bits(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> dict[str, Any]:
