@@ -135,10 +135,9 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"cache": None}, "a cache, or mix="),
         (
             {"cache": None, "weights": np.ones(COUNT), "mix": {"a": (cache, 1)}},
-            "expected a dict with some of 'a': weights of the samples in these caches of mix; .* open them as one cache",
+            "expected a dict with some of 'a'",
         ),
         ({"cache": None, "weights": {"b": [1]}, "mix": {"a": (cache, 1)}}, "expected a dict with some of 'a'"),
-        ({"cache": None, "weights": {}, "mix": {"a": (cache, 1)}}, "expected a dict with some of 'a'"),
         ({"cache": None, "weights": {"a": [1]}, "mix": {"a": (cache, 1)}}, "expected 23 numbers"),
         (
             {"cache": None, "weights": {"a": [1] * 23}, "mix": {"a": cache}},
@@ -152,9 +151,8 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
             "repeats={'b': 2}, expected a dict with some of 'a'",
         ),
         ({"cache": None, "mix": {"a": cache}, "repeats": 2}, "expected a dict with some of 'a'"),
-        ({"repeats": {"a": 2}}, "expected a number"),
         ({"repeats": 0}, "repeats=0, expected at least 1"),
-        ({"repeats": 1 << 62}, "repeats=4611686018427387904, expected at most 1,073,741,824"),
+        ({"repeats": 1 << 62}, "repeats=4611686018427387904, expected at least 1, and at most 1,073,741,824"),
         ({"cache": None, "mix": {"a": cache, "b": (cache, 1)}}, "expected {'a': .* or {'a': cache, 'b': other}"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
         ({"batch_size": 1 << 63}, "batch_size=9223372036854775808, expected .* at most 2,147,483,648"),
@@ -230,6 +228,7 @@ def test_numbers_of_numpy_and_torch(cache: Any) -> None:
         {"prefetch_batches": 1.5},
         {"window": 2.5},
         {"rank": 0.5, "world_size": 2},
+        {"repeats": {"a": 2}},
     ):
         name, value = next(iter(options.items()))
         with pytest.raises(TypeError, match=rf"^{name}={value!r}, expected an integer$"):
@@ -305,13 +304,12 @@ def test_reprs_of_buckets_and_mixes(cache: Any, more: Any) -> None:
     assert "'short', 3 buckets, epoch=0" in repr(tc.Loader(cache, 4, bucket_by="y"))
     mix = {"a": (cache, 0.7), "b": (more, 0.3)}
     with tc.Loader(None, 4, mix=mix, num_threads=0) as loader:
-        assert ", mix of 'a' (70%), 'b' (30%), epoch=0, step=0)" in repr(loader)
+        assert ", mix={'a': 0.7, 'b': 0.3}, epoch=0, step=0)" in repr(loader)
         loader.set_weights({"a": 1e308, "b": 1e308})
-        assert ", mix of 'a' (50%), 'b' (50%), epoch=0, step=0)" in repr(loader)
+        assert ", mix={'a': 0.5, 'b': 0.5}, epoch=0, step=0)" in repr(loader)
     many = {f"{'x' * 1000}{i}": (cache, 1) for i in range(1000)}
     shown = repr(tc.torch_loader(None, 4, mix=many))
-    assert " and 992 more, epoch=0" in shown
-    assert len(shown) < 1500
+    assert len(shown) < 500
     labels = iter(range(COUNT))
     shown = repr(tc.StepSampler(cache, 4, bucket_by=lambda entry: "x" * 10_000 + str(next(labels))))
     assert "23 buckets" in shown

@@ -129,7 +129,7 @@ def test_samples_of_a_mix_are_drawn(cache: Any, more: Any, bucket_by: str | None
     weights[[3, 7, 4]] = 1, 3, 4  # two buckets
     loader = mixed(cache, more, {"a": weights}, bucket_by=bucket_by)
     assert "drawn by weights in ['a']" in repr(loader)
-    assert "mix of 'a' (75%), 'b' (25%)" in repr(loader)
+    assert "mix={'a': 0.75, 'b': 0.25}" in repr(loader)
     found: dict[str, Counter[int]] = {"a": Counter(), "b": Counter()}
     for _ in range(300):
         for _, info in loader.with_info():
@@ -199,8 +199,6 @@ def test_states_of_weights_in_a_mix(cache: Any, more: Any) -> None:
         with pytest.raises(ValueError, match="the state has"):
             other.load_state_dict(state | {"weights": weights})
     for wrong in ({"b": np.ones(9)}, {"a": np.ones(3)}, {"a": np.ones(COUNT), "b": 1}, {"a": 1}, np.ones(COUNT), {}):
-        with pytest.raises(
-            ValueError, match="expected (a dict with 'a', 'b', or lists of weights of samples for 'a'|23)"
-        ):
+        with pytest.raises(ValueError, match="expected (a dict with 'a', 'b', or lists of weights of samples|23)"):
             other.set_weights(wrong)
     assert other.state_dict() == before

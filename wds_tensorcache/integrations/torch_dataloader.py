@@ -236,7 +236,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
                         self.dataset[scheduled[0][0]]
                     raise exc from None
                 step, after = scheduled.popleft()
-                yield Read(batch, None, self._edits, None, step, after)
+                yield Read(step, after, batch, edits=self._edits)
         finally:
             if self._sampler._scheduled is scheduled:
                 self._sampler._scheduled = None

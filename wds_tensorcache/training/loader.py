@@ -54,20 +54,22 @@ class Read(NamedTuple):
     """A batch that was read.
 
     Attributes:
+        step: Step of the batch.
+        after: Position after the step.
         batch: A list with the batch, from which the loop takes it, so that nothing else keeps its memory.
         is_padding: Mask of the padding on the loader's device; None for the CPU.
         edits: Transforms that have changed shapes.
         timing: Times of its stages; None if they are unknown.
-        step: Step of the batch.
-        after: Position after the step.
+        transfer: Its copies to a GPU; the thread that iterates must call `hand_over`.
     """
 
-    batch: list[Any]
-    is_padding: torch.Tensor | None
-    edits: Sequence[Any]
-    timing: Timing | None
     step: Step
     after: Position
+    batch: list[Any]
+    is_padding: torch.Tensor | None = None
+    edits: Sequence[Any] = ()
+    timing: Any = None
+    transfer: Any = None
 
 
 class BaseLoader(ABC):
@@ -94,8 +96,8 @@ class BaseLoader(ABC):
         return len(self._sampler)
 
     def __repr__(self) -> str:
-        shown = f"{type(self).__name__}{repr(self._sampler).removeprefix('StepSampler')}"
-        return shown + (f"\n  {self._stats}" if self._stats.num_batches else "")
+        stats = f"\n  {self._stats}" if self._stats.num_batches else ""
+        return f"{type(self).__name__}{repr(self._sampler).removeprefix('StepSampler')}{stats}"
 
     @property
     def epoch(self) -> int:
@@ -142,10 +144,8 @@ class BaseLoader(ABC):
         return self._iterate(iteration, os.getpid(), with_info=with_info)
 
     def _iterate(self, iteration: object, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
-        """Yield the rest of an epoch, which begins when the first batch is requested: Lightning calls `set_epoch` after `iter`.
-
-        Any thread may close the iteration, also while another thread waits here.
-        """
+        """Yield the rest of an epoch. Any thread may close the iteration, also while another thread waits here."""
+        # the epoch begins when the first batch is requested, because Lightning calls `set_epoch` after `iter`
         sampler, given_at, num_moves = self._sampler, None, -1
         reads: Generator[Read, None, None] | None = None
         try:
@@ -156,9 +156,7 @@ class BaseLoader(ABC):
                 if self._current is not iteration:
                     raise RuntimeError("another iteration of this loader has begun, which ended this iteration")
                 if os.getpid() != pid:
-                    raise RuntimeError(
-                        "this iteration's threads are in the process that began it; begin an iteration here"
-                    )
+                    raise RuntimeError("this iteration belongs to the process that began it; begin an iteration here")
                 if reads is not None and num_moves != sampler._num_moves:
                     return
                 if reads is None:
@@ -169,9 +167,8 @@ class BaseLoader(ABC):
                 try:
                     read = next(reads, None)
                     if read is not None and with_info:
-                        info = self._reader.info(read.step, read.is_padding, self._collate, read.edits)
-                        read.batch[0] = read.batch[0], info
-                        del info
+                        record = read.step, read.is_padding, self._collate, read.edits
+                        read.batch[0] = read.batch[0], self._reader.info(*record)
                 except Exception:
                     if self._current is iteration:
                         raise
@@ -192,7 +189,7 @@ class BaseLoader(ABC):
 
     @abstractmethod
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
-        """Yield the batches of the rest of an epoch, starting at the sampler's position; keep `_scheduled`."""
+        """Yield the batches from the sampler's position to the end of its epoch; keep `_scheduled`."""
 
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that are not scheduled yet.
@@ -359,26 +356,22 @@ class Loader(BaseLoader):
                     return
                 has_waited = False
                 if pool is not None:
-                    for step, _ in islice(scheduled, len(jobs), self._ahead.count + 1):
-                        jobs.append(pool.submit(self._read, step, device, with_info))
+                    for pair in islice(scheduled, len(jobs), self._ahead.count + 1):
+                        jobs.append(pool.submit(self._read, *pair, device, with_info))
                     has_waited = not jobs[0].done()
-                step, after = scheduled.popleft()
-                transfer, batch, is_padding, edits, timing = (
-                    self._read(step, device, with_info) if pool is None else jobs.popleft().result()
-                )
-                transfer.hand_over()
-                self._ahead.note(timing.nbytes, has_waited=has_waited, has_requested=timing.num_requests > 0)
-                yield Read(batch, is_padding, edits, timing, step, after)
+                pair = scheduled.popleft()
+                read: Read = self._read(*pair, device, with_info) if pool is None else jobs.popleft().result()
+                read.transfer.hand_over()
+                nbytes, has_requested = read.timing.nbytes, read.timing.num_requests > 0
+                self._ahead.note(nbytes, has_waited=has_waited, has_requested=has_requested)
+                yield read
         finally:
             if pool is not None and os.getpid() == pid:
                 _end(pool, jobs)
             scheduled.clear()
             jobs.clear()
 
-    def _read(
-        self, step: Step, device: torch.device | None, with_info: bool
-    ) -> tuple[Transfer, list[Any], Any, list[Any], Timing]:
-        """Return a batch, and what its `BatchInfo` needs. The thread that iterates must call `hand_over`."""
+    def _read(self, step: Step, after: Position, device: Any, with_info: bool) -> Read:
         began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, MADE.num_requests
         transfer = Transfer(device)
         with transfer.copying():
@@ -397,7 +390,7 @@ class Loader(BaseLoader):
         transfer_s = SPENT.transfer_s - transfer_s
         num_requests = MADE.num_requests - num_requests
         timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, num_requests, done)
-        return transfer, [batch], is_padding, edits, timing
+        return Read(step, after, [batch], is_padding, edits, timing, transfer)
 
     @property
     def sampler(self) -> StepSampler:

@@ -28,17 +28,17 @@ def load_state(plan: Plan, state: Mapping[str, Any]) -> Position:
     Raises:
         ValueError: The state is damaged, or belongs to other samples or settings; nothing is changed then.
     """
-    if isinstance(state, Mapping) and state.get("version") == 1:
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if version == 1:
         raise ValueError(
-            "the state has version 1, and this release of wds_tensorcache shuffles samples in another order. Either finish the "
-            "epoch with the release that wrote the state, or leave the state out, and call set_epoch to begin an epoch anew"
+            "the state has version 1, from a release that shuffled samples in another order. Either finish the epoch with "
+            "that release, or leave the state out, and call set_epoch to begin an epoch anew"
         )
-    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+    if version != VERSION:
         raise ValueError(f"expected a loader's state of version {VERSION}, got {state!r:.200}")
     missing = {"dataset", "settings", "position", "weights"} - set(state)
     if missing or not isinstance(state["settings"], Mapping):
-        lacks = ", ".join(sorted(missing)) or "a dict of settings"
-        raise ValueError(f"the state of a loader is damaged: it lacks {lacks}")
+        raise ValueError(f"the state of a loader is damaged: it lacks {', '.join(sorted(missing)) or 'settings'}")
     if state["dataset"] != plan.dataset:
         raise ValueError(
             f"the state belongs to a different dataset: {state['dataset']!s:.200}; this loader has {plan.dataset}. "
