@@ -116,29 +116,6 @@ def test_closing_while_another_thread_waits(cache: Any) -> None:
     assert loader.state_dict()["position"]["used"] == sum(map(len, taken))
 
 
-def test_iterating_in_two_threads(cache: Any) -> None:
-    """Is refused, or they get different batches."""
-    iterator, found = iter(tc.Loader(cache, 1).with_info()), list[Any]()
-
-    def work(iterator: Any = iterator) -> None:
-        while True:
-            try:
-                found.append(next(iterator)[1].step)
-            except (RuntimeError, ValueError) as exc:  # "generator already executing"
-                found.append(exc)
-            except StopIteration:
-                return
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    assert not any(each.is_alive() for each in threads)
-    steps = [step for step in found if isinstance(step, int)]
-    assert len(steps) == len(set(steps))
-
-
 def test_a_fork_in_an_iteration(cache: Any) -> None:
     loader = tc.Loader(cache, 4)
     iterator = iter(loader)
