@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import json
 import os
 import pickle
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -148,49 +146,29 @@ def test_weights_that_change(cache: Any, num_workers: int) -> None:
 # --- processes ---
 
 
-def note(worker: int) -> None:
-    info = torch.utils.data.get_worker_info()
-    Path(f"{worker} of {info.num_workers}").write_text(str(os.getpid()))
+def set_number(worker: int) -> None:
+    os.environ["NUMBER"] = str(worker)
+
+
+def worker_of(samples: list[Any]) -> tuple[int, str]:
+    return os.getpid(), os.environ["NUMBER"]
 
 
 @pytest.mark.parametrize(
-    ("context", "persistent"), [pytest.param("spawn", True, marks=pytest.mark.long), ("fork", False)]
+    ("context", "persistent"), [("fork", False), ("fork", True), pytest.param("spawn", True, marks=pytest.mark.long)]
 )
-def test_contexts(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: str, persistent: bool) -> None:
-    monkeypatch.chdir(tmp_path)
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate": "list", "rank": 1, "world_size": 2}
-    made = tc.torch_loader(
-        cache, **options, **workers(2, persistent), multiprocessing_context=context, worker_init_fn=note, timeout=60
-    )
-    loader = tc.Loader(cache, **options)
-    for epoch in range(2):
-        pairs = zip(made.with_info(), loader.with_info(), strict=False)
-        for taken, ((_, info), (_, expected)) in enumerate(pairs, 1):
-            assert info == expected
-            if epoch == 0 and taken == 2:
-                break
-        assert state_of(made) == state_of(loader)
-        loader.load_state_dict(made.state_dict())
-        made.load_state_dict(loader.state_dict())
-    assert {path.name for path in tmp_path.glob("* of *")} == {"0 of 2", "1 of 2"}
-    assert str(os.getpid()) not in {path.read_text() for path in tmp_path.glob("* of *")}
-
-
-def pid_of_worker(samples: list[Any]) -> int:
-    return os.getpid()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_persist(cache: Any, persistent: bool) -> None:
+def test_workers_persist(cache: Any, context: str, persistent: bool) -> None:
     """Through epochs, abandoned loops and loaded states, until `close`."""
-    made = tc.torch_loader(cache, 4, **workers(1, persistent), collate=pid_of_worker)
-    found = [set(made)]
-    found.append({next(iter(made))})
+    options = workers(2, persistent) | {"multiprocessing_context": context, "timeout": 60, "worker_init_fn": set_number}
+    made = tc.torch_loader(cache, 4, collate=worker_of, **options)
+    pids = [set(made), {next(iter(made))}]
     made.load_state_dict(made.state_dict())
-    found.append(set(made))
-    assert len(set.union(*found)) == (1 if persistent else 3)
+    pids.append(set(made))
+    assert {number for _, number in pids[0]} == {"0", "1"}
+    before = {pid for pid, _ in set.union(*pids)} | {os.getpid()}
+    assert len(before) == 1 + (2 if persistent else 5)
     made.close()
-    assert set(made).isdisjoint(set.union(*found))
+    assert before.isdisjoint(pid for pid, _ in made)
 
 
 def in_the_worker(samples: list[Any]) -> Any:
@@ -205,10 +183,13 @@ def killed(samples: list[Any]) -> Any:
     return [sample["i"] for sample in samples]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    ("collate", "error", "message"),
-    [(in_the_worker, ZeroDivisionError, "of the user"), (killed, RuntimeError, "exited unexpectedly|killed by signal")],
+    ("persistent", "collate", "error", "message"),
+    [
+        (False, in_the_worker, ZeroDivisionError, "of the user"),
+        (True, in_the_worker, ZeroDivisionError, "of the user"),
+        (True, killed, RuntimeError, "exited unexpectedly|killed by signal"),
+    ],
 )
 @pytest.mark.usefixtures("impatient")
 def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error: Any, message: str) -> None:
@@ -238,25 +219,6 @@ def test_a_shard_that_is_damaged(tmp_path: Path) -> None:
     assert type(found.value) is type(expected.value)
     for name in ("kind", "offset", "reason", "where"):
         assert getattr(found.value, name) == getattr(expected.value, name)
-
-
-def test_shared_memory_is_given_back(cache: Any) -> None:
-    def held() -> tuple[int, list[str]]:
-        """Return how many files in shared memory this process has mapped, and which are called after it."""
-        names = [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
-        return Path("/proc/self/maps").read_text().count("/dev/shm/"), names
-
-    gc.collect()
-    before = held()
-    made = tc.torch_loader(cache.select(["x"]), 4, num_workers=2)
-    assert len(list(made)) == 6
-    next(iter(made))
-    made.close()
-    for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":  # torch closes its queues, and does not wait for their threads
-            thread.join()
-    gc.collect()
-    assert held() == before
 
 
 # --- what is refused ---
