@@ -31,7 +31,6 @@ from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Position, RowCounts, Step
 from wds_tensorcache.training.sampler import StepSampler
-from wds_tensorcache.training.state import build_state, load_state
 from wds_tensorcache.training.stats import LoaderStats, Timing
 from wds_tensorcache.training.step_reader import StepReader, Transform, apply_transforms, as_transforms
 
@@ -73,11 +72,7 @@ class Read(NamedTuple):
 
 
 class BaseLoader(ABC):
-    """Base class of the loaders: iterations over the steps of a `StepSampler`, whose position follows the batches returned.
-
-    A loader with another batch size, or another number of ranks or workers, can load the state, and continues with the
-    samples that were not used.
-    """
+    """Base class of the loaders: iterations over the steps of a `StepSampler`, whose position follows the batches returned."""
 
     _sampler: StepSampler
     _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
@@ -224,7 +219,7 @@ class BaseLoader(ABC):
                 "another data loader iterates over this loader's sampler: save that data loader's state. If accelerate's "
                 "skip_first_batches made it, it has none: to resume, load this loader's state instead of skipping batches"
             )
-        return build_state(self._sampler._plan, self._sampler._position)
+        return self._sampler._plan.state(self._sampler._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last batch of a state, with this loader's batch size and number of ranks.
@@ -236,7 +231,7 @@ class BaseLoader(ABC):
         """
         plan = self._sampler._plan
         # a larger step may not fit into the rest of the epoch
-        self._sampler._move(plan.settle(load_state(plan, state)), is_resumed=True)
+        self._sampler._move(plan.settle(plan.load(state)), is_resumed=True)
 
     def close(self) -> None:
         """End the iteration and its threads. The position is kept, and the caches stay open."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any
@@ -19,6 +19,7 @@ Array = np.ndarray[Any, Any]
 MAX_EPOCHS = 1 << 31  # for `set_epoch`; training may continue up to twice as many
 MAX_BATCH = 1 << 31  # samples of one rank
 MAX_STEP = 1 << 62  # samples of all ranks
+_VERSION = 2  # of states; version 1 had other orders, seeds and weights
 _WINDOW = 4096
 _KEYS_AT_ONCE = 4096
 
@@ -29,8 +30,7 @@ class Position:
 
     Attributes:
         epoch: Epoch of the next step, from 0.
-        counts: Number of used samples of each stream (see `Plan`): in this epoch, or in all epochs
-            with a weighted `mix`.
+        counts: Number of used samples of each stream: in this epoch, or in all epochs with a weighted `mix`.
         used: Number of samples used in this epoch.
         step: Number of steps so far, in all epochs.
         began: Number of steps before this epoch.
@@ -93,13 +93,12 @@ class RowCounts:
 
 
 class Stream:
-    """The samples of one cache or one bucket, in passes over all of them.
+    """The samples of one cache or one bucket, in passes over all of them: `repeats` in an epoch.
 
     Attributes:
         members: Sample indices in the cache; None for all samples.
         name: Name of the stream, as in `info.source`.
         source: Number of the cache.
-        repeats: Number of passes in an epoch.
         count: Number of samples in a pass.
         identity: Numbers that fix the order, besides seed and `shuffle`.
     """
@@ -157,11 +156,8 @@ class Plan:
 
     With weights, an epoch has as many samples as all streams together, rounded to whole steps.
 
-    Attributes:
-        caches: The caches; `Step.source` is the number of one of them.
-        streams: The streams; `Step.stream` is the number of one of them.
-        weights: The current weights, which all steps use.
-        settings: Settings that a loader needs to load a state of this plan, for JSON.
+    Args:
+        settings: Settings that a loader must share to load a state of this plan, for JSON.
     """
 
     def __init__(
@@ -217,12 +213,6 @@ class Plan:
     @property
     def start(self) -> Position:
         return Position(0, (0,) * len(self.streams))
-
-    def has(self, at: Position) -> bool:
-        """Return whether the plan can have a position."""
-        if len(at.counts) != len(self.streams) or at.began > at.step:
-            return False
-        return self.weights.caches is not None or sum(at.counts) == at.used
 
     def next_epoch(self, at: Position) -> Position:
         counts = at.counts if self.weights.caches is not None else (0,) * len(at.counts)
@@ -316,3 +306,57 @@ class Plan:
         if len(weights) == 1:
             return 0
         return int(draw(cumulate(np.array(weights, np.float64)), self._draws_seed, epoch, np.array([position])).item())
+
+    def state(self, at: Position) -> dict[str, Any]:
+        """Return the state of a loader at a position, with its current weights, for JSON."""
+        return {
+            "version": _VERSION,
+            "position": asdict(at) | {"counts": list(at.counts)},
+            "settings": dict(self.settings),
+            "dataset": self.dataset,
+            "weights": self.weights.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> Position:
+        """Load the weights of a state, and return its position.
+
+        Raises:
+            ValueError: The state is damaged, or belongs to other samples or settings; nothing is changed then.
+        """
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version == 1:
+            raise ValueError(
+                "the state has version 1, from a release that shuffled samples in another order. Either finish the epoch with "
+                "that release, or leave the state out, and call set_epoch to begin an epoch anew"
+            )
+        if version != _VERSION:
+            raise ValueError(f"expected a loader's state of version {_VERSION}, got {state!r:.200}")
+        missing = {"dataset", "settings", "position", "weights"} - set(state)
+        if missing or not isinstance(state["settings"], Mapping):
+            raise ValueError(f"the state of a loader is damaged: it lacks {', '.join(sorted(missing)) or 'settings'}")
+        if state["dataset"] != self.dataset:
+            raise ValueError(
+                f"the state belongs to a different dataset: {state['dataset']!s:.200}; this loader has {self.dataset}. "
+                "If samples were only added, a loader of a view without them can load the state"
+            )
+        for name in {**self.settings, **state["settings"]}:
+            saved, value = state["settings"].get(name), self.settings.get(name)
+            if saved != value:
+                changed = ": its buckets, shards or window have changed" if name in ("streams", "order") else ""
+                raise ValueError(
+                    f"the state belongs to a loader with {name}={saved!r:.200}, but this one has {name}={value!r:.200}{changed}"
+                )
+        position = self._parse_position(state["position"])
+        self.weights.load(state["weights"])
+        return position
+
+    def _parse_position(self, at: Any) -> Position:
+        if isinstance(at, Mapping) and set(at) == set(Position.__slots__) and isinstance(at["counts"], (list, tuple)):
+            position = Position(**{**at, "counts": tuple(at["counts"])})
+            numbers = (position.epoch, position.used, position.step, position.began, *position.counts)
+            is_valid = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+            is_valid = is_valid and len(position.counts) == len(self.streams) and position.began <= position.step
+            has_sum = self.weights.caches is not None or sum(position.counts) == position.used
+            if is_valid and has_sum and position.epoch < 2 * MAX_EPOCHS:
+                return position
+        raise ValueError(f"the state has a position that this loader cannot have: {at!r:.200}")

@@ -17,7 +17,6 @@ from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.choose import Alternatives
 from wds_tensorcache.training.options import by_source, check_repeats, make_streams, split_mix
 from wds_tensorcache.training.plan import MAX_BATCH, MAX_EPOCHS, MAX_STEP, Plan, Position, RowCounts, Step
-from wds_tensorcache.training.state import build_state, load_state
 from wds_tensorcache.training.step_reader import StepReader
 from wds_tensorcache.training.weights import Weights
 
@@ -357,12 +356,12 @@ class _StepIterator(Iterator[Step]):
             raise ValueError("a StepSampler resumes only with snapshot_every_n_steps=1, which is torchdata's default")
         if self._num_steps == 0 or self._num_saved is not None:
             self._num_saved = self._num_steps
-        return build_state(self._sampler._plan, self._sampler._beginning() if self._at is None else self._at)
+        return self._sampler._plan.state(self._sampler._beginning() if self._at is None else self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last step of a state."""
         sampler, plan = self._sampler, self._sampler._plan
-        self._at = position = load_state(plan, state)
+        self._at = position = plan.load(state)
         requested = sampler._requested_epoch
         if requested is None or requested == position.epoch:
             self._leave()

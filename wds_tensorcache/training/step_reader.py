@@ -20,16 +20,7 @@ Transform: TypeAlias = "Callable[[Any, BatchInfo], Any]"
 
 
 class StepReader:
-    """Reads the batches of steps, in any process.
-
-    Args:
-        caches: Caches of the streams, by `Step.source`.
-        names: Name of each stream, by its number.
-        seed: Seed of the loader.
-        alternatives: Alternatives to choose from; None if there are none.
-
-    Threads/fork/pickle: immutable, safe everywhere.
-    """
+    """Reads the batches of steps, in any process; `names` are those of the streams. Immutable."""
 
     def __init__(
         self, caches: Sequence[Any], names: Sequence[Any], seed: int, alternatives: Alternatives | None
@@ -92,13 +83,7 @@ class StepReader:
     def info(
         self, step: Step, is_padding: torch.Tensor | None = None, collate: Any = None, edits: Sequence[Any] = ()
     ) -> BatchInfo:
-        """Return the record of a step's batch.
-
-        Args:
-            is_padding: The step's mask of padding on the device of the batch; on the CPU by default.
-            collate: How the batch is collated, as in `read_batch`; None if unknown.
-            edits: Transforms that have changed the shapes of the batch.
-        """
+        """Return the record of a step's batch; see `BatchInfo`. By default, the mask of padding is on the CPU."""
         is_padding = torch.from_numpy(step.is_padding.copy()) if is_padding is None else is_padding
         cache, name, randomness = self._caches[step.source], self._names[step.stream], self._randomness(step)
         at = step.epoch, step.number, name
@@ -116,11 +101,7 @@ def _stopped(step: Step) -> RuntimeError:
 
 
 def as_transforms(transform: Any) -> tuple[Transform, ...]:
-    """Return the functions in the argument `transform=`, in order.
-
-    Raises:
-        TypeError: `transform` is neither a function nor a list of functions.
-    """
+    """Return the functions in the argument `transform=`, in order."""
     if transform is None:
         return ()
     transforms = (transform,) if callable(transform) or not isinstance(transform, Sequence) else tuple(transform)
