@@ -62,4 +62,5 @@ def test_waits_of_a_torch_loader(cache: Any) -> None:
     list(loader)
     once = loader.stats()
     assert (once.num_batches, once.nbytes, once.read_s, once.data_waited_s) == (6, 0, 0, 0)
+    assert repr(loader).endswith(f"\n  {once}")
     assert 0 < once.training_waited_s <= once.total_s

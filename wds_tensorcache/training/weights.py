@@ -5,17 +5,14 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.seeds import stream_seed
-from wds_tensorcache.training.order import uniform
-
-if TYPE_CHECKING:
-    from wds_tensorcache.training.plan import Stream
+from wds_tensorcache.training.order import Stream, uniform
 
 Array = np.ndarray[Any, Any]
 
