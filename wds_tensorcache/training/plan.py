@@ -16,10 +16,8 @@ from wds_tensorcache.training.order import Stream
 from wds_tensorcache.training.weights import Weights, cumulate, draw
 
 Array = np.ndarray[Any, Any]
-# with these limits and that of `repeats`, no position and no number of a pass over a dataset is beyond int64
-MAX_EPOCHS = 1 << 31  # for `set_epoch`; training may continue up to twice as many
-MAX_BATCH = 1 << 31  # samples of one rank
-MAX_STEP = 1 << 62  # samples of all ranks
+# for `set_epoch`; training may continue up to twice as many, and still counts passes and positions in int64
+MAX_EPOCHS = 1 << 31
 _VERSION = 2  # of states; version 1 had other orders, seeds and weights
 _KEYS_AT_ONCE = 4096
 

@@ -16,7 +16,7 @@ from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.choose import Alternatives
 from wds_tensorcache.training.options import by_source, check_repeats, make_streams, split_mix
-from wds_tensorcache.training.plan import MAX_BATCH, MAX_EPOCHS, MAX_STEP, Plan, Position, RowCounts, Step
+from wds_tensorcache.training.plan import MAX_EPOCHS, Plan, Position, RowCounts, Step
 from wds_tensorcache.training.step_reader import StepReader
 from wds_tensorcache.training.weights import Weights
 
@@ -99,10 +99,8 @@ class StepSampler(DistributedSampler[Step]):
         if (cache is None) == (mix is None):
             raise ValueError("expected either a cache, or mix= with several caches")
         batch_size, seed, window = as_int("batch_size", batch_size), as_int("seed", seed), as_int("window", window)
-        if not 1 <= batch_size <= MAX_BATCH:
-            raise ValueError(f"batch_size={batch_size}, expected at least 1, and at most {MAX_BATCH:,}")
-        if batch_size * world_size > MAX_STEP:
-            raise ValueError(f"world_size={world_size}, expected at most {MAX_STEP // batch_size:,}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}, expected at least 1")
         if last_batch not in _LAST_BATCH:
             raise ValueError(f"last_batch={last_batch!r}, expected one of {', '.join(_LAST_BATCH)}")
         if shuffle not in (True, False, "blocks"):
