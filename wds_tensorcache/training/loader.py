@@ -40,13 +40,6 @@ if TYPE_CHECKING:
 _NUM_THREADS = _PREFETCH_BATCHES = 2
 _THREAD_NAME = "tensorcache-loader"
 _LEFT_WAITS_S = 1.0  # how long an abandoned loop waits for its threads: a server may not answer for minutes
-_REMEDIES = {  # by names of arguments of torch's DataLoader
-    "drop_last": "last_batch='drop'",
-    "num_workers": "num_threads=, since threads read the batches, or tc.torch_loader",
-    "prefetch_factor": "prefetch_batches=",
-    "collate_fn": "collate=",
-    "choices": "choose=",
-}
 
 
 class Read(NamedTuple):
@@ -307,7 +300,7 @@ class Loader(BaseLoader):
         transform: Transform | Sequence[Transform] | None = None,
         **steps: Unpack[StepOptions],
     ) -> None:
-        check_options(Loader, steps, StepOptions.__annotations__, _REMEDIES)
+        check_options(Loader, steps, StepOptions.__annotations__)
         threads = _NUM_THREADS if num_threads is None else as_int("num_threads", num_threads)
         ahead = _PREFETCH_BATCHES if prefetch_batches is None else as_int("prefetch_batches", prefetch_batches)
         if min(threads, ahead) < 0:
