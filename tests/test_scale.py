@@ -17,8 +17,7 @@ from benchmarks.scale.tables import tables
 from benchmarks.scale.traffic import WAYS, Way, node_hits
 from tests.remote.servers.http_server import HttpServer
 from wds_tensorcache.shards.footer import build_footer, parse_index
-from wds_tensorcache.training.order import Stream
-from wds_tensorcache.training.plan import Plan, Position
+from wds_tensorcache.training.plan import Plan, Position, Stream
 from wds_tensorcache.training.weights import Weights
 
 PAGE = Path(__file__).parent.parent / "benchmarks" / "scale.md"

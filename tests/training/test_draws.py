@@ -268,7 +268,7 @@ def _overwrite(batch: Any, info: tc.BatchInfo) -> Any:
     return batch
 
 
-def test_records_are_immutable(cache: Any) -> None:
+def test_transforms_cannot_change_records(cache: Any) -> None:
     """A transform gets the record that training gets, and cannot change it; no more can training."""
     options: dict[str, Any] = {"batch_size": 6, "choose": CHOOSE, "collate": {"y": "list"}, "last_batch": "pad"}
     expected = [info for _, info in tc.Loader(cache, **options).with_info()]

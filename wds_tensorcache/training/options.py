@@ -10,7 +10,8 @@ from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.buckets import block_sizes, buckets_of
-from wds_tensorcache.training.order import BlockOrder, EpochOrder, Stream
+from wds_tensorcache.training.order import BlockOrder, EpochOrder
+from wds_tensorcache.training.plan import Stream
 
 _MAX_REPEATS = 1 << 30
 

@@ -11,7 +11,6 @@ import numpy as np
 from wds_tensorcache.reading.seeds import finalize, random_bits, round_keys, stream_seed
 
 Array = np.ndarray[Any, Any]
-_WINDOW = 4096  # positions of a stream to compute at once
 _ROUNDS = 8  # of `round_keys`
 _TABLE_BITS = 12  # of a half; up to 2^24 samples, the round function is read from tables of at most 256 KB in all
 
@@ -94,56 +93,6 @@ class BlockOrder:
         block = blocks[at]
         result: Array = self._starts[block] + places - (ends[at] - self._sizes[block])
         return result
-
-
-class Stream:
-    """The samples of one cache or one bucket, in passes over all of them: `repeats` in an epoch.
-
-    Attributes:
-        members: Sample indices in the cache; None for all samples.
-        name: Name of the stream, as in `info.source`.
-        source: Number of the cache.
-        count: Number of samples in a pass.
-        identity: Numbers that fix the order, besides seed and `shuffle`.
-    """
-
-    def __init__(
-        self, order: Any, members: Array | None = None, *, name: Any = None, source: int = 0, repeats: int = 1
-    ) -> None:
-        self._order = order
-        self.members, self.name, self.source, self.repeats = members, name, source, repeats
-        self.count = int(order.count)
-        self.identity = [*order.identity, [] if members is None else members]
-        self._window: tuple[int, int, Array] = -1, -1, np.empty(0, np.int64)  # pass, number and sample indices
-
-    def indices(self, epoch: int, positions: Array) -> Array:
-        """Return the sample indices at positions of an epoch; positions after its end belong to the passes that follow."""
-        first, highest = epoch * self.repeats, positions.max()
-        if highest < self.count:
-            return self._indices_in(first, positions, highest)
-        passes, positions = np.divmod(positions, self.count)
-        indices = np.empty_like(positions)
-        for number in np.unique(passes).tolist():
-            part = positions[passes == number]
-            indices[passes == number] = self._indices_in(first + number, part, part.max())
-        return indices
-
-    def _indices_in(self, number: int, positions: Array, highest: int) -> Array:
-        """Return the sample indices at positions of a pass."""
-        # the whole window around them is computed at once, and kept
-        window = positions.item(0) // _WINDOW
-        begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, self.count)
-        if positions.min() < begin or highest >= end:
-            return self._compute(number, positions)
-        kept = self._window  # once, because another thread may replace it
-        if kept[:2] != (number, window):
-            kept = self._window = number, window, self._compute(number, np.arange(begin, end))
-        indices: Array = kept[2][positions - begin]
-        return indices
-
-    def _compute(self, number: int, positions: Array) -> Array:
-        indices: Array = self._order(number, positions)
-        return indices if self.members is None else np.take(self.members, indices)
 
 
 def uniform(seed: int, epoch: int, positions: Any) -> Array:

@@ -12,7 +12,7 @@ import torch
 
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.seeds import stream_seed
-from wds_tensorcache.training.order import Stream, uniform
+from wds_tensorcache.training.order import uniform
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +40,7 @@ class Weights:
     """
 
     def __init__(
-        self, names: Sequence[str], caches: Any, samples: Mapping[int, Any], streams: Sequence[Stream], seed: int
+        self, names: Sequence[str], caches: Any, samples: Mapping[int, Any], streams: Sequence[Any], seed: int
     ) -> None:
         """Make weights of the caches `names` of a mix, and of the samples in some caches."""
         self._names, self._streams = list(names), streams
@@ -143,7 +143,7 @@ def draw(sums: Array, seed: int, epoch: int, positions: Array) -> Array:
     return kept
 
 
-def _select(values: Array, stream: Stream) -> Array:
+def _select(values: Array, stream: Any) -> Array:
     return values if stream.members is None else np.take(values, stream.members)
 
 
