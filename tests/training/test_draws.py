@@ -57,20 +57,6 @@ def test_golden_seeds() -> None:
     assert info.seeds.tolist() == [7566806008162208080, 449455428235106963, 5805045986879929920]
 
 
-def test_choices_are_independent_and_uniform(cache: Any) -> None:
-    flips, seeds = [], []
-    (loader,) = loaders(1, COUNT, cache=cache, transform=None, choose=CHOOSE | {"other": ["latent", "latent_flipped"]})
-    for _ in range(100):
-        for _, info in loader.with_info():
-            flips.append(np.stack([info.choices["latent"], info.choices["other"]]))
-            seeds += info.seeds.tolist()
-    assert len(set(seeds)) == 100 * COUNT
-    assert 0 <= min(seeds) <= max(seeds) < 1 << 63
-    latent, other = np.concatenate(flips, 1)
-    for share in (latent.mean(), other.mean(), (latent == other).mean()):
-        assert abs(share - 0.5) < 0.05  # 4.8 standard deviations
-
-
 def test_a_name_of_another_tensor_or_of_none(cache: Any) -> None:
     for kind in (tc.Loader, tc.torch_loader):
         with pytest.raises(
