@@ -206,8 +206,7 @@ class StepSampler(DistributedSampler[Step]):
             shown += f", {name}={count} of {rows.num_rows} rows ({count / rows.num_rows:.0%})" if count else ""
         if rows.num_dropped:
             shown += f", dropped={rows.num_dropped} of {rows.num_samples} samples ({rows.num_dropped / rows.num_samples:.0%})"
-        shares = {name: round(share, 3) for name, share in plan.weights.shares().items()}
-        return shown + (f", mix={shares!r:.200}" if shares else "")
+        return shown + (f", mix={plan.weights.mix!r:.200}" if plan.weights.mix else "")
 
     @property
     def epoch(self) -> int:  # type: ignore[override]

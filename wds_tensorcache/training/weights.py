@@ -58,12 +58,10 @@ class Weights:
         drawn = draw(self.samples[stream.source].sums[number], self._seeds[number], epoch, positions)
         return drawn if stream.members is None else np.take(stream.members, drawn)
 
-    def shares(self) -> dict[str, float]:
-        """Return the share of each cache of `mix` in the steps; empty without weights of caches."""
-        if self.caches is None:
-            return {}
-        shares = self.caches / self.caches.max()  # prevents an infinite sum
-        return dict(zip(self._names, (shares / shares.sum()).tolist(), strict=True))
+    @property
+    def mix(self) -> dict[str, float]:
+        """The weights of the caches by name; empty if they have none."""
+        return {} if self.caches is None else dict(zip(self._names, self.caches.tolist(), strict=True))
 
     def change(self, weights: Any) -> None:
         """Replace the weights: with `mix`, those of all caches, or of the samples in some caches, as lists by name.
