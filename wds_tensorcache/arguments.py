@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from wds_tensorcache.errors import list_names
@@ -27,16 +27,13 @@ def as_int(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r:.100}, expected an integer") from None
 
 
-def check_options(
-    call: Callable[..., Any], given: Iterable[str], known: Iterable[str], remedies: Mapping[str, str] | None = None
-) -> None:
+def check_options(call: Callable[..., Any], given: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError if `call` got an unknown option.
 
     Args:
         call: Class or function that the user called.
         given: Names of the options in its `**options`.
         known: Names of the options that it accepts there.
-        remedies: Arguments to pass instead, by the name of an unknown option; other messages list known names.
     """
     known = list(known)
     for name in given:

@@ -11,14 +11,8 @@ import torch
 import wds_tensorcache as tc
 
 COUNT = 23
-COMBINED = (
-    "weights+buckets",
-    "mix+buckets",
-    "mix+weights",
-    "mix+weights+buckets",
-    "repeats",
-    "repeats+buckets",
-)  # modes of several options
+# modes of several options
+COMBINED = ("weights+buckets", "mix+buckets", "mix+weights", "mix+weights+buckets", "repeats", "repeats+buckets")
 
 
 def nested(i: int) -> dict[str, Any]:
@@ -55,34 +49,23 @@ def steps(loaders: list[tc.Loader], count: int) -> list[list[int]]:
 
 
 def modes(cache: Any, more: Any) -> dict[str, dict[str, Any]]:
-    return {
-        "all": {"cache": cache, "shuffle": True},
-        "in order": {"cache": cache},
-        "blocks": {"cache": cache, "shuffle": "blocks", "window": 4},
-        "buckets": {"cache": cache, "shuffle": True, "bucket_by": "y"},
-        "weights": {"cache": cache, "weights": np.arange(COUNT)},
-        "mix": {"cache": None, "shuffle": True, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}},
-        "weights+buckets": {"cache": cache, "weights": np.arange(COUNT), "bucket_by": "y"},
-        "mix+buckets": {"cache": None, "shuffle": True, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}, "bucket_by": "y"},
-        "mix+weights": {
-            "cache": None,
-            "shuffle": True,
-            "mix": {"a": (cache, 0.7), "b": (more, 0.3)},
-            "weights": {"a": np.arange(COUNT)},
-        },
-        "mix+weights+buckets": {
-            "cache": None,
-            "shuffle": True,
-            "mix": {"a": (cache, 0.7), "b": (more, 0.3)},
-            "weights": {"b": np.arange(9) + 1, "a": np.arange(COUNT)},
-            "bucket_by": "y",
-        },
-        "repeats": {"cache": None, "shuffle": True, "mix": {"a": cache, "b": more}, "repeats": {"b": 3}},
-        "repeats+buckets": {
-            "cache": None,
-            "shuffle": True,
-            "mix": {"a": cache, "b": more},
-            "repeats": {"a": 2, "b": 3},
-            "bucket_by": tc.by_length("y", [1, 2]),
-        },
+    single: dict[str, dict[str, Any]] = {
+        "all": {"shuffle": True},
+        "in order": {},
+        "blocks": {"shuffle": "blocks", "window": 4},
+        "buckets": {"shuffle": True, "bucket_by": "y"},
+        "weights": {"weights": np.arange(COUNT)},
+        "weights+buckets": {"weights": np.arange(COUNT), "bucket_by": "y"},
     }
+    mixed: dict[str, dict[str, Any]] = {
+        "mix": {},
+        "mix+buckets": {"bucket_by": "y"},
+        "mix+weights": {"weights": {"a": np.arange(COUNT)}},
+        "mix+weights+buckets": {"weights": {"b": np.arange(9) + 1, "a": np.arange(COUNT)}, "bucket_by": "y"},
+        "repeats": {"repeats": {"b": 3}},
+        "repeats+buckets": {"repeats": {"a": 2, "b": 3}, "bucket_by": tc.by_length("y", [1, 2])},
+    }
+    for name, options in mixed.items():
+        mix = {"a": cache, "b": more} if "repeats" in name else {"a": (cache, 0.7), "b": (more, 0.3)}
+        options |= {"cache": None, "shuffle": True, "mix": mix}
+    return {name: {"cache": cache} | options for name, options in (single | mixed).items()}

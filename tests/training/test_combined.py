@@ -13,25 +13,18 @@ import pytest
 import wds_tensorcache as tc
 from tests.training.loaders import COMBINED, COUNT, modes, ranks, steps
 
-WORLDS = (1, 2, 3, 5)
 LAST = ("short", "pad", "wrap", "drop")
 Samples = dict[Any, list[int]]  # the samples of each stream, in order
 
 
-class World:
-    """The batches of all ranks, which together are one sequence of steps."""
-
-    def __init__(self, batch_size: int, world_size: int, **options: Any) -> None:
-        self.loaders = ranks(batch_size=batch_size, world_size=world_size, **options)
-
-    def iterate(self) -> Iterator[tuple[Any, list[int]]]:
-        """Yield the stream of each step of an epoch, and its samples without padding."""
-        for step in zip(*(loader.with_info() for loader in self.loaders), strict=True):
-            infos = [info for _, info in step]
-            indices = np.stack([info.indices for info in infos], 1).reshape(-1)
-            is_padding = np.stack([info.is_padding for info in infos], 1).reshape(-1)
-            (name,) = {info.source for info in infos}
-            yield name, indices[~is_padding].tolist()
+def epoch(loaders: list[tc.Loader]) -> Iterator[tuple[Any, list[int]]]:
+    """Yield the stream of each step of an epoch, and its samples on all ranks without padding."""
+    for step in zip(*(loader.with_info() for loader in loaders), strict=True):
+        infos = [info for _, info in step]
+        indices = np.stack([info.indices for info in infos], 1).reshape(-1)
+        is_padding = np.stack([info.is_padding for info in infos], 1).reshape(-1)
+        (name,) = {info.source for info in infos}
+        yield name, indices[~is_padding].tolist()
 
 
 def by_stream(taken: Iterable[tuple[Any, list[int]]]) -> Samples:
@@ -47,9 +40,9 @@ def by_stream(taken: Iterable[tuple[Any, list[int]]]) -> Samples:
 def test_repeats(cache: Any, more: Any, mode: str, last: str, world_size: int) -> None:
     """An epoch has each sample as many times as its dataset repeats, in passes over the dataset."""
     options = modes(cache, more)[mode] | {"last_batch": last}
-    world = World(2, world_size, **options)
+    loaders = ranks(batch_size=2, world_size=world_size, **options)
     for _ in range(2):
-        found = by_stream(world.iterate())
+        found = by_stream(epoch(loaders))
         counts = {("a", 1): 8, ("a", 2): 8, ("a", math.inf): 7, ("b", 1): 3, ("b", 2): 3, ("b", math.inf): 3}
         for name, count in (counts if mode == "repeats+buckets" else {"a": COUNT, "b": 9}).items():
             repeats, samples = ({"a": 1} | options["repeats"])[name[0]], found[name]
@@ -62,15 +55,15 @@ def test_repeats(cache: Any, more: Any, mode: str, last: str, world_size: int) -
 
 
 def test_repeats_without_mix(cache: Any) -> None:
-    loader = tc.Loader(cache, 4, repeats=3, collate="list")
-    found = [number for _, info in loader.with_info() for number in info.indices.tolist()]
+    loader, twice = (tc.Loader(cache, 4, repeats=count, collate="list") for count in (3, 2))
+    indices = [index for _, info in loader.with_info() for index in info.indices.tolist()]
     assert len(loader) == 18  # of 69 samples
-    assert found == [*range(COUNT)] * 3 + [found[-1]] * (len(found) - 3 * COUNT)
+    assert indices == [*range(COUNT)] * 3 + [indices[-1]] * (len(indices) - 3 * COUNT)
     assert "23 samples" in repr(loader)
     assert "repeats=[3]" in repr(loader)
     mixed = tc.Loader(mix={"a": cache, "b": cache[:9]}, repeats={"a": 2}, bucket_by=tc.by_length("y", [2]))
     assert "4 buckets, repeats=[2, 1]" in repr(mixed)
-    for other in (tc.Loader(cache, 4), tc.Loader(cache, 4, repeats=2)):
+    for other in (tc.Loader(cache, 4), twice):
         for one, two in ((loader, other), (other, loader)):
             with pytest.raises(ValueError, match="the state belongs to a loader with repeats="):
                 two.load_state_dict(one.state_dict())
@@ -98,55 +91,49 @@ def test_epochs_that_are_not_shuffled_are_equal(cache: Any, more: Any, mode: str
 
 
 def test_sources_of_batches(cache: Any, more: Any) -> None:
-    options = modes(cache, more)
+    shapes = {(1,), (2,), (3,)}
     for mode, expected in (
         ("repeats", {"a", "b"}),
-        ("weights+buckets", {(1,), (2,), (3,)}),
-        ("mix+buckets", {(name, (length,)) for name in "ab" for length in (1, 2, 3)}),
+        ("weights+buckets", shapes),
         ("mix+weights", {"a", "b"}),
-        ("mix+weights+buckets", {(name, (length,)) for name in "ab" for length in (1, 2, 3)}),
+        ("mix+weights+buckets", {(name, shape) for name in "ab" for shape in shapes}),
         ("repeats+buckets", {(name, length) for name in "ab" for length in (1, 2, math.inf)}),
     ):
-        found = set()
-        given = options[mode] | {"batch_size": 2, "collate": {"y": "list"}}
-        for loader in (tc.Loader(**given), tc.torch_loader(**given)):
-            for _ in range(3):
-                for batch, info in loader.with_info():
-                    assert info.cache is not None
-                    assert [int(key) for key in info.keys] == batch["i"].tolist()
-                    name = info.source[0] if isinstance(info.source, tuple) and len(info.source) == 2 else info.source
-                    assert (min(batch["i"].tolist()) >= 100) is (name == "b")
-                    if mode in ("mix+buckets", "weights+buckets", "mix+weights+buckets"):
-                        assert len({tuple(each.shape) for each in batch["y"]}) == 1
-                    found.add(info.source)
-            assert found == expected
+        sources = set()
+        for _ in range(3):
+            options = modes(cache, more)[mode] | {"batch_size": 2, "collate": {"y": "list"}}
+            for batch, info in tc.torch_loader(**options, seed=len(sources)).with_info():
+                assert info.cache is not None
+                assert [int(key) for key in info.keys] == batch["i"].tolist()
+                assert (min(batch["i"].tolist()) >= 100) is (info.source == "b" or info.source[0] == "b")
+                assert "repeats" in mode or "buckets" not in mode or len({tensor.shape for tensor in batch["y"]}) == 1
+                sources.add(info.source)
+        assert sources == expected
 
 
 def test_buckets_with_weights(cache: Any) -> None:
     weights = np.zeros(COUNT)
-    weights[[0, 3, 4, 5]] = 1, 3, 4, 1e300  # buckets 0, 0, 1 and 2
-    weights[5] = 2
+    weights[[0, 3, 4, 5]] = 1, 3, 4, 2  # buckets 0, 0, 1 and 2
     sampler = tc.StepSampler(cache, 5, weights=weights, bucket_by="y")
-    found: Counter[int] = Counter()
-    for _ in range(800):
-        for step in sampler:
-            assert len({number % 3 for number in step.indices.tolist()}) == 1
-            assert not step.is_padding.any()
-            found.update(step.indices.tolist())
-    assert set(found) == {0, 3, 4, 5}
-    total = sum(found.values())
-    assert total == 800 * len(sampler) * 5
-    for number, weight in ((0, 1), (3, 3), (4, 4), (5, 2)):
-        # steps of 5 are drawn together, so about 4,000 independent draws: five standard deviations are 0.04
-        assert abs(found[number] / total - weight / 10) < 0.04
+    drawn: Counter[int] = Counter()
+    for step in (step for _ in range(800) for step in sampler):
+        assert len({index % 3 for index in step.indices.tolist()}) == 1
+        assert not step.is_padding.any()
+        drawn.update(step.indices.tolist())
+    assert drawn.total() == 800 * len(sampler) * 5
+    # steps of 5 are drawn together, so about 4,000 independent draws: five standard deviations are 0.04
+    assert {index for index in range(COUNT) if abs(drawn[index] / drawn.total() - weights[index] / 10) < 0.04} == set(
+        range(COUNT)
+    )
+    assert set(drawn) == {0, 3, 4, 5}
 
 
 def test_a_cache_of_a_mix_passes_over_all_its_buckets(cache: Any, more: Any) -> None:
     """A bucket is at most one step ahead of other buckets, so all samples of a cache are equally frequent."""
-    world = World(2, 2, **modes(cache, more)["mix+buckets"])
+    loaders = ranks(batch_size=2, world_size=2, **modes(cache, more)["mix+buckets"])
     seen: Counter[tuple[Any, int]] = Counter()
     for _ in range(60):
-        for name, samples in world.iterate():
+        for name, samples in epoch(loaders):
             seen.update((name, number) for number in samples)
     for source, count in (("a", COUNT), ("b", 9)):
         found = [times for (name, _), times in seen.items() if name[0] == source]
@@ -159,67 +146,58 @@ def test_a_cache_of_a_mix_passes_over_all_its_buckets(cache: Any, more: Any) -> 
 @pytest.mark.parametrize("last", LAST)
 @pytest.mark.parametrize("mode", ["all", "buckets", *COMBINED])
 def test_rows_are_counted(cache: Any, more: Any, mode: str, last: str) -> None:
-    for world_size in WORLDS:
+    sizes = {"all": 23, "buckets": 23, "repeats": 23 + 27, "repeats+buckets": 46 + 27}
+    for world_size in (1, 2, 3, 5):
         loaders = ranks(batch_size=1, world_size=world_size, **modes(cache, more)[mode], last_batch=last)
         counts = loaders[0].count_rows()
         infos = [info for loader in loaders for _, info in loader.with_info()]
         rows = sum(len(info.indices) for info in infos)
         padding = sum(int(info.is_padding.sum()) for info in infos)
         assert (counts.num_rows, counts.num_padding) == (rows, padding)
-        is_drawn = mode.startswith(("weights", "mix"))
-        if not is_drawn:
-            assert (
-                counts.num_samples == {"all": 23, "buckets": 23, "repeats": 23 + 27, "repeats+buckets": 46 + 27}[mode]
-            )
+        if mode in sizes:
+            assert counts.num_samples == sizes[mode]
             extra = rows - padding - counts.num_samples
             assert (counts.num_repeated, counts.num_dropped) == ((0, -extra) if last == "drop" else (extra, 0))
             assert last == "wrap" or not counts.num_repeated
         empty = {source for source, part in counts.sources.items() if not part.num_rows}
         for source, part in counts.sources.items():
             assert part.num_rows == sum(len(info.indices) for info in infos if info.source == source)
-        assert set(counts.sources) == (set() if is_drawn or mode == "all" else {info.source for info in infos} | empty)
+        has_sources = mode in sizes and mode != "all"
+        assert set(counts.sources) == ({info.source for info in infos} | empty if has_sources else set())
         for name in ("padding", "repeated", "dropped"):
             assert (f"{name}=" in repr(loaders[0])) is (getattr(counts, f"num_{name}") > 0)
 
 
-def test_by_length(cache: Any) -> None:
+def test_by_length(cache: Any, tmp_path: Any) -> None:
     joined = tc.join({"a": cache, "b": cache})
     for view, name in ((cache, "y"), (cache[::-1], "y"), (joined, "a.y")):
         by = tc.by_length(name, [0, 2])
-        found = defaultdict(set)
+        lengths = defaultdict(set)
         for batch, info in tc.Loader(view, 4, bucket_by=by, collate="list").with_info():
-            tensors = batch["y"] if name == "y" else batch["a"]["y"]
-            found[info.source] |= {len(tensor) for tensor in tensors}
-        assert found == {2: {1, 2}, math.inf: {3}}
-        lengths = [entry.shapes[name][0] for entry in view._entries()]
-        assert [by(entry) for entry in view._entries()] == [2 if length <= 2 else math.inf for length in lengths]
-    short = cache.filter(lambda entry: entry.shapes["y"][0] <= 2)
-    assert {
-        info.source for _, info in tc.Loader(short, 4, bucket_by=tc.by_length("y", [1, 2]), collate="list").with_info()
-    } == {1, 2}
-    combined = tc.Loader(
-        cache, 4, bucket_by=lambda entry: (entry.shapes["x"], tc.by_length("y", [2])(entry)), collate="list"
-    )
-    assert {info.source for _, info in combined.with_info()} == {((4,), 2), ((4,), math.inf)}
-
-
-def test_lengths_that_there_are_not(cache: Any, tmp_path: Any) -> None:
+            lengths[info.source] |= {len(tensor) for tensor in (batch if view is not joined else batch["a"])["y"]}
+        assert lengths == {2: {1, 2}, math.inf: {3}}
+    for bucket_by, expected in (
+        (lambda entry: "low" if int(entry.key) < 10 else "high", {"low", "high"}),
+        (lambda entry: (entry.shapes["x"], tc.by_length("y", [2])(entry)), {((4,), 2), ((4,), math.inf)}),
+    ):
+        loader = tc.Loader(cache, 4, bucket_by=bucket_by, collate="list")
+        assert {info.source for _, info in loader.with_info()} == expected
     for bounds in ([], [-1, 2], [2, 2], [3, 2]):
         with pytest.raises(ValueError, match="expected ascending lengths"):
             tc.by_length("y", bounds)
-    with pytest.raises(KeyError, match="unknown tensor 'yy'; there are 'y'"):
-        tc.Loader(cache, 4, bucket_by=tc.by_length("yy", [1]))
     with tc.ShardWriter(tmp_path / "scalars") as sink:
         sink.write("a", {"x": np.array(1.0), "y": np.zeros(3)})
         sink.write("b", {"x": np.array(1.0)})
     with tc.open(tmp_path / "scalars") as scalars:
         with pytest.raises(ValueError, match="tensor 'x' of a sample has no dimensions"):
             tc.Loader(scalars, 1, bucket_by=tc.by_length("x", [1]))
-        for opened in (scalars, tc.join({"only": scalars})):
-            name = "y" if opened is scalars else "only.y"
-            for by in (name, tc.by_length(name, [1])):
+        for opened, name in ((scalars, "y"), (tc.join({"only": scalars}), "only.y")):
+            for by_name in (name, tc.by_length(name, [1])):
                 with pytest.raises(KeyError, match=f"sample 'b' has no tensor '{name}'"):
-                    tc.Loader(opened, 1, bucket_by=by)
+                    tc.Loader(opened, 1, bucket_by=by_name)
+        for unknown in ("yy", tc.by_length("yy", [1])):
+            with pytest.raises(KeyError, match="unknown tensor 'yy'; there are "):
+                tc.Loader(scalars, 4, bucket_by=unknown)
 
 
 def test_orders_are_what_they_were(cache: Any, more: Any) -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wds_tensorcache as tc
 from tests.training.draws import WITH_PROMPTS, Row, interleaved, loaders, rows_of, steps_of, write
@@ -107,11 +106,6 @@ class Run:
                 names, rows = zip(*map(self.mode.read, ranked), strict=True)
                 assert len(set(names)) == 1
                 yield Taken(ranked[0].epoch, names[0], interleaved(list(rows)))
-
-    def iterate_into_next(self, state: Any) -> Iterator[Taken]:
-        """Yield the steps of the rest of a state's epoch, and the first two of the next epoch."""
-        yield from self.iterate(1, state)
-        yield from islice(self.iterate(1), 2)
 
     def state(self) -> Any:
         """Return the state after the last step, which is the same on all ranks, as a checkpoint brings it back."""
@@ -216,32 +210,23 @@ def test_draws_belong_to_passes(all_modes: dict[str, Mode], pure: Pure, mode: st
             assert rows == [pure[number] for number in numbered(all_modes[mode], stream, rows)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_from_every_step(all_modes: dict[str, Mode], pure: Pure, mode: str, world_size: int) -> None:
-    """Of an epoch; resumed with another batch size to the end of the epoch, and into the next one."""
+@pytest.mark.parametrize(
+    ("mode", "last", "world_size"),
+    [(mode, "short", 3) for mode in MODES]
+    + [pytest.param(mode, "short", 1, marks=pytest.mark.long) for mode in MODES]
+    + [(mode, last, 2) for mode in ("all", "buckets", "weights", "mix+buckets", "repeats+buckets") for last in LAST],
+)
+def test_from_every_step(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, world_size: int) -> None:
+    """Of an epoch; resumed with steps of other sizes to the end of the epoch, and into the next one."""
     options = all_modes[mode]
-    others = [Run(options, 3, other) for other in WORLDS]
-    first, head = Run(options, 4, world_size), []
+    sizes = ((1, 1), (5, 1), (2, 3)) if world_size == 2 else [(3, other) for other in WORLDS]
+    others = [Run(options, *size, last_batch=last) for size in sizes]
+    first, head = Run(options, 3 if world_size == 2 else 4, world_size, last_batch=last), []
     for step in first.iterate(1):
         head.append(step)
         state = first.state()
         for other in others:
-            check(options, [*head, *other.iterate_into_next(state)], pure)
-
-
-@pytest.mark.parametrize("mode", ["all", "buckets", "weights", "mix+buckets", "repeats+buckets"])
-@pytest.mark.parametrize("last", LAST)
-def test_last_steps(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str) -> None:
-    """A larger or smaller batch, which other rows of the last steps fill, from every step."""
-    options = all_modes[mode]
-    others = [Run(options, *sizes, last_batch=last) for sizes in ((1, 1), (5, 1), (2, 3))]
-    first, head = Run(options, 3, 2, last_batch=last), []
-    for step in first.iterate(1):
-        head.append(step)
-        state = first.state()
-        for other in others:
-            tail = list(other.iterate_into_next(state))
+            tail = [*other.iterate(1, state), *islice(other.iterate(1), 2)]
             check(options, [*head, *tail], pure, last)
             if last == "drop" and mode not in IS_DRAWN:
                 size = max(6, len(tail[0].rows))
@@ -266,85 +251,38 @@ def test_chains(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, ru
     check(options, taken, pure, last)
 
 
-@pytest.mark.parametrize("mode", ["blocks", "weights+buckets", "mix+weights", "repeats+buckets"])
-@pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
-def test_loaders(all_modes: dict[str, Mode], mode: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "kind", "workers"),
+    [(mode, tc.Loader, 2) for mode in ("blocks", "weights+buckets", "mix+weights", "repeats+buckets")]
+    + [("mix+weights", tc.torch_loader, 0), ("repeats+buckets", tc.torch_loader, 1)]
+    + [pytest.param("blocks", tc.torch_loader, 1, marks=pytest.mark.long)],
+)
+def test_loaders(all_modes: dict[str, Mode], mode: str, kind: Any, workers: int) -> None:
     """Loaders have the states and batches of the steps above, before and after they resume."""
-    options = all_modes[mode]
+    options = all_modes[mode].options | READ
+    options |= {"num_threads": 2, "prefetch_batches": 3} if kind is tc.Loader else {"num_workers": workers}
 
     def begun(batch_size: int, world_size: int) -> list[Any]:
-        if kind == "Loader":
-            threads = {"num_threads": 2, "prefetch_batches": 3}
-            return list(loaders(world_size, batch_size, **threads, **options.options, **READ))
-        ranks = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
-        return [tc.torch_loader(batch_size=batch_size, **rank, **options.options, **READ) for rank in ranks]
+        return [kind(batch_size=batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
-    first, steps = begun(3, 2), Run(options, 3, 2)
+    first, steps = begun(3, 2), Run(all_modes[mode], 3, 2)
     count = len(first[0])
-    worlds = WORLDS if kind == "Loader" else (1, 3)
+    worlds = WORLDS if kind is tc.Loader else (1, 3)
     resumed_at = {count * number // len(worlds) + 1: world_size for number, world_size in enumerate(worlds)}
     for at, (rows, step) in enumerate(zip(islice(steps_of(first), count), steps.iterate(1), strict=True), 1):
         assert rows == step.dated()
         states = [from_files(loader.state_dict()) for loader in first]
         assert states[0] == states[1]
         expected = steps.state()
-        assert at == count or states[0] == {name: expected[name] for name in states[0]}
+        assert at == count or states[0] == expected
         if at not in resumed_at and at < count:
             continue
-        world_size = resumed_at.get(at, 2)
-        resumed = begun(4, world_size)
+        resumed, run = begun(4, resumed_at.get(at, 2)), Run(all_modes[mode], 4, resumed_at.get(at, 2))
         for loader in resumed:
             loader.load_state_dict(states[0])
-        tail = [step.dated() for step in Run(options, 4, world_size).iterate_into_next(expected)]
+        tail = [step.dated() for step in (*run.iterate(1, expected), *islice(run.iterate(1), 2))]
         assert list(islice(steps_of(resumed), len(tail))) == tail
-
-
-@pytest.mark.parametrize("mode", [pytest.param("blocks", marks=pytest.mark.long), "repeats+buckets"])
-def test_worker_processes(all_modes: dict[str, Mode], mode: str) -> None:
-    options = all_modes[mode]
-
-    def begun(num_workers: int, batch_size: int, rank: int, world_size: int) -> Any:
-        sizes = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
-        return tc.torch_loader(num_workers=num_workers, **sizes, **options.options, **READ)
-
-    first, steps = [begun(1, 3, rank, 2) for rank in range(2)], Run(options, 3, 2)
-    head = list(islice(steps.iterate(1), 3))
-    assert list(islice(steps_of(first), 3)) == [step.dated() for step in head]
-    resumed = begun(2, 4, 0, 1)
-    resumed.load_state_dict(from_files(first[1].state_dict()))
-    tail = [step.dated() for step in Run(options, 4, 1).iterate_into_next(steps.state())]
-    assert list(islice(steps_of([resumed]), len(tail))) == tail
-    for loader in (*first, resumed):
+        for loader in resumed:
+            loader.close()
+    for loader in first:
         loader.close()
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata looks at all of torch
-@pytest.mark.parametrize(
-    ("mode", "num_workers"),
-    [("mix+buckets", 0)]
-    + [pytest.param(*kind, marks=pytest.mark.long) for kind in (("blocks", 0), ("weights+buckets", 0), ("repeats", 2))],
-)
-def test_stateful_data_loader(all_modes: dict[str, Mode], pure: Pure, mode: str, num_workers: int) -> None:
-    options = all_modes[mode]
-
-    def begun(batch_size: int, rank: int, world_size: int) -> Any:
-        sampler = tc.StepSampler(batch_size=batch_size, rank=rank, world_size=world_size, **options.options)
-        dataset = tc.StepDataset(sampler, with_info=True, **READ)
-        return StatefulDataLoader(dataset, batch_size=None, sampler=sampler, num_workers=num_workers)
-
-    def taken(ranked: Any) -> Taken:
-        info = ranked[0][1]
-        return Taken(info.epoch, info.source, interleaved([rows_of(*each) for each in ranked]))
-
-    first = [begun(3, rank, 2) for rank in range(2)]
-    head, states = [], []
-    for ranked in zip(*first, strict=True):
-        head.append(taken(ranked))
-        states.append([from_files(made.state_dict()) for made in first])
-    chosen = (2,) if num_workers else (0, 2, len(head) - 2)
-    for at, world_size in zip(chosen, (1, 3, 5), strict=False):
-        resumed = [begun(4, rank, world_size) for rank in range(world_size)]
-        for rank, made in enumerate(resumed):
-            made.load_state_dict(states[at][rank % 2])
-        tail = [taken(ranked) for _ in range(2) for ranked in zip(*resumed, strict=True)]
-        check(options, [*head[: at + 1], *tail], pure)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import weakref
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +16,37 @@ import torch
 import wds_tensorcache as tc
 from tests.children import limit_descriptors, run_in_child
 from tests.same import assert_same
-from tests.training.loaders import COUNT, modes, ranks, steps, write_numbers
+from tests.training.loaders import COUNT, modes, ranks, steps
 
 
 @pytest.mark.parametrize("last", ["short", "pad", "drop", "wrap"])
-@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets"])
+@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets", "blocks+buckets"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 2), (5, 1), (3, 4)])
 def test_epochs(cache: Any, more: Any, mode: str, last: str, world_size: int, batch_size: int) -> None:
-    options = modes(cache, more)[mode] | {"last_batch": last}
+    options = modes(cache, more)[mode.split("+")[0]] | ({"bucket_by": "y"} if "buckets" in mode else {})
+    options |= {"last_batch": last, "batch_size": batch_size, "world_size": world_size}
     size = world_size * batch_size
-    sizes = [8, 8, 7] if mode == "buckets" else [COUNT]
+    sizes = [8, 8, 7] if "buckets" in mode else [COUNT]
     expected = sum(n // size if last == "drop" else -(-n // size) for n in sizes)
     if not expected:
         with pytest.raises(ValueError, match="do not fill one step"):
-            ranks(batch_size=batch_size, world_size=world_size, **options)
+            ranks(**options)
         return
-    loaders = ranks(batch_size=batch_size, world_size=world_size, **options)
+    loaders = ranks(**options)
     assert {len(loader) for loader in loaders} == {expected}
     orders = []
     for epoch in range(3):
         taken = steps(loaders, expected)
-        seen = [number for step in taken for number in step]
+        seen = sorted(number for step in taken for number in step)
         assert {loader.epoch for loader in loaders} == {epoch + 1}
         if last in ("short", "pad"):
-            assert sorted(seen) == list(range(COUNT))
+            assert seen == list(range(COUNT))
         elif last == "drop":
             assert len(seen) == len(set(seen)) == sum(n // size * size for n in sizes)
         else:
             assert set(seen) == set(range(COUNT))
             assert len(seen) == expected * size
-        if mode == "buckets":
+        if "buckets" in mode:
             assert all(len({number % 3 for number in step}) == 1 for step in taken)
         orders.append(taken)
     assert (orders[0] == orders[1]) is (mode == "in order")
@@ -59,15 +60,6 @@ def test_blocks_are_near_each_other(cache: Any) -> None:
     assert shards != sorted(shards)
 
 
-@pytest.mark.parametrize("mode", ["all", "buckets", "weights", "mix"])
-def test_reading_ahead_changes_nothing(cache: Any, more: Any, mode: str) -> None:
-    options = modes(cache, more)[mode]
-    expected = steps(ranks(**options, batch_size=3, world_size=2), 20)
-    for threads, prefetch in ((1, 0), (1, 1), (3, 2), (2, 9), (0, 3)):
-        loaders = ranks(**options, batch_size=3, world_size=2, num_threads=threads, prefetch_batches=prefetch)
-        assert steps(loaders, 20) == expected
-
-
 def test_batches_are_those_of_read_batch(cache: Any) -> None:
     for options in ({"collate": "pad", "pad_value": -1}, {"collate": "list"}, {"collate": len}):
         for batch, info in tc.Loader(cache, 4, last_batch="drop", **options).with_info():
@@ -79,18 +71,6 @@ def test_batches_are_those_of_read_batch(cache: Any) -> None:
         assert_same(cache.read_batch(info.indices), batch)
     for batch in tc.Loader(cache.select(["x"]), 4):
         assert list(batch) == ["x", "i"]
-
-
-def test_buckets_by_function(cache: Any, tmp_path: Path) -> None:
-    def half(entry: Any) -> str:
-        return "low" if int(entry.key) < 10 else "high"
-
-    found = Counter(info.source for _, info in tc.Loader(cache, 4, bucket_by=half, collate="list").with_info())
-    assert found == {"low": 3, "high": 4}
-    with pytest.raises(KeyError, match="unknown tensor 'yy'; there are 'y'"):
-        tc.Loader(cache, 4, bucket_by="yy")
-    joined = tc.join({"a": cache, "b": cache})
-    assert {info.source for _, info in tc.Loader(joined, 4, bucket_by="a.y").with_info()} == {(1,), (2,), (3,)}
 
 
 def test_iterating_again(cache: Any) -> None:
@@ -107,43 +87,16 @@ def test_iterating_again(cache: Any) -> None:
     assert [info.keys for _, info in resumed.with_info()] == [info.keys for _, info in loader.with_info()]
 
 
-def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
-    loader = tc.Loader(cache, 4)
-    state = loader.state_dict()
-    assert len(json.dumps(state)) < 500
-    with pytest.raises(
-        ValueError, match=r"a different dataset: 23 samples, keys \w{32}; this loader has 9 samples, keys \w{32}"
-    ):
-        tc.Loader(more, 4).load_state_dict(state)
-    with pytest.raises(ValueError, match="a different dataset"):
-        tc.Loader(cache[::-1], 4).load_state_dict(state)
-    for options, message in (
-        ({"seed": 1}, "seed=0, but this one has seed=1"),
-        ({"shuffle": True}, "shuffle=False, but this one has shuffle=True"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tc.Loader(cache, 4, **options).load_state_dict(state)
-    with pytest.raises(ValueError, match="mode='all', but this one has mode='buckets'"):
-        tc.Loader(cache, 4, bucket_by="y").load_state_dict(state)
-    joined = tc.join({"a": cache})
-    assert tc.Loader(joined, 4).state_dict()["dataset"] == state["dataset"]
-    assert tc.Loader(cache[:], 4).state_dict()["dataset"] == state["dataset"]
-
-
 def test_what_is_refused(cache: Any, folder: str) -> None:
     for options, message in (
         ({"cache": None}, "a cache, or mix="),
         (
             {"cache": None, "weights": np.ones(COUNT), "mix": {"a": (cache, 1)}},
-            "expected a dict with some of 'a': weights of the samples in these caches of mix; .* open them as one cache",
+            "expected a dict with some of 'a'",
         ),
         ({"cache": None, "weights": {"b": [1]}, "mix": {"a": (cache, 1)}}, "expected a dict with some of 'a'"),
-        ({"cache": None, "weights": {}, "mix": {"a": (cache, 1)}}, "expected a dict with some of 'a'"),
         ({"cache": None, "weights": {"a": [1]}, "mix": {"a": (cache, 1)}}, "expected 23 numbers"),
-        (
-            {"cache": None, "weights": {"a": [1] * 23}, "mix": {"a": cache}},
-            "need a weight of each cache, too: mix={'a'",
-        ),
+        ({"cache": None, "weights": {"a": [1] * 23}, "mix": {"a": cache}}, "need a weight of each cache, too: mix={"),
         ({"weights": {"a": [1] * 23}}, "expected 23 numbers"),
         ({"weights": np.ones(COUNT), "repeats": 2}, "repeats and weights are mutually exclusive"),
         ({"cache": None, "mix": {"a": (cache, 1)}, "repeats": {"a": 2}}, "leave out the weights"),
@@ -152,16 +105,10 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
             "repeats={'b': 2}, expected a dict with some of 'a'",
         ),
         ({"cache": None, "mix": {"a": cache}, "repeats": 2}, "expected a dict with some of 'a'"),
-        ({"repeats": {"a": 2}}, "expected a number"),
         ({"repeats": 0}, "repeats=0, expected at least 1"),
-        ({"repeats": 1 << 62}, "repeats=4611686018427387904, expected at most 1,073,741,824"),
+        ({"repeats": 1 << 62}, "repeats=4611686018427387904, expected at least 1, and at most 1,073,741,824"),
         ({"cache": None, "mix": {"a": cache, "b": (cache, 1)}}, "expected {'a': .* or {'a': cache, 'b': other}"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
-        ({"batch_size": 1 << 63}, "batch_size=9223372036854775808, expected .* at most 2,147,483,648"),
-        (
-            {"rank": 0, "world_size": 1 << 62},
-            "world_size=4611686018427387904, expected at most 1,152,921,504,606,846,976",
-        ),
         ({"collate": "stacked"}, "stacked"),
         ({"num_threads": -1}, "num_threads=-1, prefetch_batches=2: expected 0 or more"),
         ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
@@ -171,10 +118,6 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"batch_size": 24, "last_batch": "drop"}, "23 samples do not fill one step of 24 on 1 ranks"),
         ({"rank": 1}, "both or neither"),
         ({"rank": 2, "world_size": 2}, "out of range"),
-        ({"weights": np.ones(3)}, "expected 23 numbers"),
-        ({"weights": -np.ones(COUNT)}, "none negative"),
-        ({"weights": np.zeros(COUNT)}, "not all 0"),
-        ({"weights": np.full(COUNT, np.nan)}, "expected 23 numbers"),
         ({"weights": [2**2000] * COUNT}, "expected 23 numbers"),
         ({"cache": None, "mix": {"a": (cache, 2**2000)}}, "expected 1 numbers"),
         ({"shuffle": "blocks", "window": 0}, "window=0"),
@@ -188,76 +131,21 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         tc.Loader(None, 4, mix={"a": (cache, 1)}).set_weights([1])
 
 
-def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
-    resharded = tc.open(write_numbers(tmp_path, range(COUNT), max_samples=7))
-
-    def by(number: int) -> Any:
-        return lambda entry: int(entry.key) % 2 if number else int(int(entry.key) >= 12)
-
-    for one, other in (
-        (tc.Loader(cache, 4, shuffle="blocks", window=4), tc.Loader(cache, 4, shuffle="blocks", window=8)),
-        (tc.Loader(cache, 4, shuffle="blocks"), tc.Loader(resharded, 4, shuffle="blocks")),
-        (tc.Loader(cache, 4, bucket_by=by(0)), tc.Loader(cache, 4, bucket_by=by(1))),
-    ):
-        with pytest.raises(
-            ValueError, match="the state belongs to a loader with order=.*: its buckets, shards or window have changed"
-        ):
-            other.load_state_dict(one.state_dict())
-    tc.Loader(resharded, 4).load_state_dict(tc.Loader(cache, 4).state_dict())  # the same samples in the same order
-    resharded.close()
-
-
-def test_buckets_in_blocks(cache: Any) -> None:
-    loader = tc.Loader(cache, 4, bucket_by="y", shuffle="blocks", collate="list")
-    for _ in range(2):
-        seen = [
-            key
-            for _, info in loader.with_info()
-            for key, pad in zip(info.keys, info.is_padding.tolist(), strict=True)
-            if not pad
-        ]
-        assert sorted(map(int, seen)) == list(range(COUNT))
-
-
-def test_numbers_of_numpy_and_torch(cache: Any) -> None:
-    options = {"batch_size": np.int64(4), "rank": np.int32(0), "world_size": np.int64(1), "seed": np.int64(5)}
-    loader = tc.Loader(cache, **options, shuffle=np.True_)
+def test_integers_of_numpy_and_torch(cache: Any) -> None:
+    options: dict[str, Any] = {"rank": np.int32(0), "world_size": np.int64(1), "seed": torch.tensor(5)}
+    loader = tc.Loader(cache, np.int64(4), **options, shuffle=np.True_)
     assert json.loads(json.dumps(loader.state_dict())) == tc.Loader(cache, 4, shuffle=True, seed=5).state_dict()
-    assert len(tc.Loader(cache, torch.tensor(4), seed=torch.tensor(5))) == 6
-    for options in (
-        {"batch_size": "4"},
-        {"seed": None},
-        {"prefetch_batches": 1.5},
-        {"window": 2.5},
-        {"rank": 0.5, "world_size": 2},
-    ):
-        name, value = next(iter(options.items()))
-        with pytest.raises(TypeError, match=rf"^{name}={value!r}, expected an integer$"):
-            tc.Loader(cache, **({"batch_size": 4} | options))
-
-
-def test_states_that_wait(cache: Any) -> None:
-    first = tc.Loader(cache, 4, collate="list")
-    for taken, _ in enumerate(first):
-        if taken == 1:
-            break
-    second = tc.Loader(cache, 4, collate="list")
-    second.load_state_dict(first.state_dict())
-    iter(second)  # begins nothing
-    second.set_epoch(0)  # as loops over epochs do
-    assert [info.step for _, info in second.with_info()] == [2, 3, 4, 5]
-    second.set_epoch(0)
-    assert [info.keys for _, info in second.with_info()] == [
-        info.keys for _, info in tc.Loader(cache, 4, collate="list").with_info()
-    ]
-    with pytest.raises(ValueError, match="epoch=-1"):
-        second.set_epoch(-1)
-    with pytest.raises(TypeError, match="a Loader cannot be pickled"):
-        pickle.dumps(second)
+    wrong = {"batch_size": "4", "seed": None, "prefetch_batches": 1.5, "window": 2.5, "repeats": {"a": 2}}
+    for name, value in (*wrong.items(), ("rank", 0.5)):
+        with pytest.raises(TypeError, match=f"^{name}={re.escape(repr(value))}, expected an integer$"):
+            tc.Loader(**{"cache": cache, "batch_size": 4, name: value} | ({"world_size": 2} if name == "rank" else {}))
 
 
 def test_batches_are_the_callers_alone(cache: Any) -> None:
-    iterator = iter(tc.Loader(cache.select(["x"]), 4))
+    loader = tc.Loader(cache.select(["x"]), 4)
+    with pytest.raises(TypeError, match="a Loader cannot be pickled"):
+        pickle.dumps(loader)
+    iterator = iter(loader)
     batch = next(iterator)
     found = weakref.ref(batch["x"])
     del batch
@@ -284,52 +172,41 @@ def test_an_error_before_the_first_batch_keeps_the_position(cache: Any, kind: An
     assert [i for batch in loader for i in batch] == list(range(4, COUNT))
 
 
-def test_reprs(cache: Any) -> None:
+def test_reprs(cache: Any, more: Any) -> None:
     shown = (
-        "23 samples, batch_size=4, 3 steps per epoch, rank=1, world_size=2, shuffle=True, seed=3, last_batch='short'"
+        "(23 samples, batch_size=4, 3 steps per epoch, rank=1, world_size=2, shuffle=True, seed=3, last_batch='short', "
+        "padding=1 of 24 rows (4%), epoch=0, step="
     )
     options: dict[str, Any] = {"shuffle": True, "seed": 3, "rank": 1, "world_size": 2}
-    shown += ", padding=1 of 24 rows (4%)"
     loader = tc.Loader(cache, 4, collate="list", **options)
-    assert repr(loader) == f"Loader({shown}, epoch=0, step=0)"
+    assert repr(loader) == f"Loader{shown}0)"
     next(iter(loader))
-    first, waits = repr(loader).split("\n")
-    assert first == f"Loader({shown}, epoch=0, step=1)"
-    assert waits == f"  {loader.stats()}"
-    assert repr(tc.torch_loader(cache, 4, **options)) == f"TorchLoader({shown}, epoch=0, step=0)"
-    assert repr(tc.StepSampler(cache, 4, **options)) == f"StepSampler({shown}, epoch=0, step=0)"
+    assert repr(loader) == f"Loader{shown}1)\n  {loader.stats()}"
+    assert repr(tc.torch_loader(cache, 4, **options)) == f"TorchLoader{shown}0)"
+    assert repr(tc.StepSampler(cache, 4, **options)) == f"StepSampler{shown}0)"
     assert ", last_batch='short', drawn by weights, epoch=0" in repr(tc.Loader(cache, 4, weights=np.ones(COUNT)))
-
-
-def test_reprs_of_buckets_and_mixes(cache: Any, more: Any) -> None:
     assert "'short', 3 buckets, epoch=0" in repr(tc.Loader(cache, 4, bucket_by="y"))
-    mix = {"a": (cache, 0.7), "b": (more, 0.3)}
-    with tc.Loader(None, 4, mix=mix, num_threads=0) as loader:
-        assert ", mix of 'a' (70%), 'b' (30%), epoch=0, step=0)" in repr(loader)
-        loader.set_weights({"a": 1e308, "b": 1e308})
-        assert ", mix of 'a' (50%), 'b' (50%), epoch=0, step=0)" in repr(loader)
-    many = {f"{'x' * 1000}{i}": (cache, 1) for i in range(1000)}
-    shown = repr(tc.torch_loader(None, 4, mix=many))
-    assert " and 992 more, epoch=0" in shown
-    assert len(shown) < 1500
+    mixed = tc.Loader(None, 4, mix={"a": (cache, 0.7), "b": (more, 0.3)})
+    assert ", mix={'a': 0.7, 'b': 0.3}, epoch=0, step=0)" in repr(mixed)
+    mixed.set_weights({"a": 5, "b": 3})
+    assert ", mix={'a': 5.0, 'b': 3.0}, epoch=0, step=0)" in repr(mixed)
+    many = tc.StepSampler(batch_size=4, mix={f"{'x' * 1000}{i}": (cache, 1) for i in range(1000)})
     labels = iter(range(COUNT))
-    shown = repr(tc.StepSampler(cache, 4, bucket_by=lambda entry: "x" * 10_000 + str(next(labels))))
-    assert "23 buckets" in shown
-    assert len(shown) < 500
+    long = tc.StepSampler(cache, 4, bucket_by=lambda entry: "x" * 10_000 + str(next(labels)))
+    assert max(len(repr(many)), len(repr(long))) < 500
 
 
 def test_reprs_of_records(cache: Any) -> None:
-    options: dict[str, Any] = {"rank": 1, "world_size": 2, "last_batch": "pad", "num_threads": 0}
-    *_, (_, info) = tc.Loader(cache.select("x"), 4, **options).with_info()
+    *_, (_, info) = tc.Loader(cache.select("x"), 4, rank=1, world_size=2, last_batch="pad").with_info()
     shown = "4 samples, 1 of them padding, indices=[17, 19, 21, 16], epoch=0, step=2, source=None"
     assert repr(info) == f"BatchInfo({shown}, cache=TensorCache of 23 samples)"
     assert repr(pickle.loads(pickle.dumps(info))) == f"BatchInfo({shown}, cache=None)"
-    numbers = [*range(COUNT)] * 1000
-    loader = tc.Loader(tc.join([cache])[numbers], 20_000, bucket_by=lambda entry: "y" * 10_000, collate=len)
+    loader = tc.Loader(tc.join([cache])[[*range(COUNT)] * 1000], 20_000, bucket_by=lambda _: "y" * 10_000, collate=len)
     _, info = next(iter(loader.with_info()))
-    shown = repr(info)
-    assert shown.startswith("BatchInfo(20,000 samples, 0 of them padding, indices=[0, 1, 2, 3, 4, 5, 6, 7, …], epoch=0")
-    assert len(shown) < 400
+    assert repr(info).startswith(
+        "BatchInfo(20,000 samples, 0 of them padding, indices=[0, 1, 2, 3, 4, 5, 6, 7, …], epo"
+    )
+    assert len(repr(info)) < 400
 
 
 def test_many_threads_over_many_shards_keep_few_files_open(tmp_path: Path) -> None:

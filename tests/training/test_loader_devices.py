@@ -35,12 +35,13 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("collate", ["stack", "list"])
-def test_the_mask_of_padding_is_copied_with_the_batch(view: Any, collate: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_mask_of_padding_is_copied_with_the_batch(view: Any, collate: str, device: str) -> None:
     """The thread that trains calls no operation of torch: one would wait for a GPU."""
-    loader = tc.Loader(view, 4, device="meta", collate=collate, last_batch="pad")
+    loader = tc.Loader(view, 4, device=device, collate=collate, last_batch="pad")
     with Operations() as operations:
         infos = [info for _, info in loader.with_info()]
-    assert all(info.is_padding.device.type == "meta" for info in infos)
+    assert all(info.is_padding.device.type == device for info in infos)
     assert [len(info.is_padding) for info in infos] == [4] * len(loader)
     assert operations.names == []
 
@@ -53,13 +54,6 @@ def test_reading_threads_copy_and_the_thread_that_trains_hands_over(view: Any) -
     batches = iter(tc.Loader(view, 2, device="meta", num_threads=0))
     trace = traced(lambda: next(batches))
     assert list(trace.calls).index(Memory.move.__code__) < list(trace.calls).index(Transfer.hand_over.__code__)
-
-
-def test_masks_without_padding_are_on_the_device_too(view: Any) -> None:
-    for device, expected in ((None, "cpu"), ("cpu", "cpu"), ("meta", "meta")):
-        for num_threads in (0, 2):
-            loader = tc.Loader(view, 4, device=device, num_threads=num_threads)
-            assert {info.is_padding.device.type for _, info in loader.with_info()} == {expected}
 
 
 def test_pause_ends_when_all_batches_ahead_are_read(view: Any) -> None:

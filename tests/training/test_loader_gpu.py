@@ -211,32 +211,22 @@ def test_graphs_are_captured_while_the_threads_pause(cache: Any) -> None:
 
 ON_THE_SECOND_GPU = """
 import sys, torch, wds_tensorcache as tc
-torch.cuda.set_device(1)
 cache = tc.open(sys.argv[1]).select(["large"])
-for collate in ("stack", lambda samples: torch.stack([sample["large"] for sample in samples])):
-    for batch, info in tc.Loader(cache, 4, device="cuda", collate=collate).with_info():
-        tensor = batch["large"] if isinstance(batch, dict) else batch
-        assert tensor.device.index == info.is_padding.device.index == 1
-        assert tensor[:, 0, 0].tolist() == info.indices.tolist()
-print("contexts", torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
-"""
-
-
-FROM_THE_FIRST_GPU = """
-import sys, torch, wds_tensorcache as tc
-batch = tc.open(sys.argv[1]).select(["large"]).read_batch([3, 1], device="cuda:1")
-assert batch["large"][:, 0, 0].tolist() == [3, 1]
+if sys.argv[2] == "batch":
+    assert cache.read_batch([3, 1], device="cuda:1")["large"][:, 0, 0].tolist() == [3, 1]
+else:
+    torch.cuda.set_device(1)
+    for collate in ("stack", lambda samples: torch.stack([sample["large"] for sample in samples])):
+        for batch, info in tc.Loader(cache, 4, device="cuda", collate=collate).with_info():
+            tensor = batch["large"] if isinstance(batch, dict) else batch
+            assert tensor.device.index == info.is_padding.device.index == 1
+            assert tensor[:, 0, 0].tolist() == info.indices.tolist()
 print("contexts", torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
 """
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_batch_makes_no_context_on_another_gpu(folder: Path) -> None:
-    found = subprocess.run([sys.executable, "-c", FROM_THE_FIRST_GPU, str(folder)], capture_output=True, text=True)
-    assert found.stdout == "contexts False True\n", found.stderr
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_threads_make_no_context_on_another_gpu(folder: Path) -> None:
-    found = subprocess.run([sys.executable, "-c", ON_THE_SECOND_GPU, str(folder)], capture_output=True, text=True)
-    assert found.stdout == "contexts False True\n", found.stderr
+@pytest.mark.parametrize("kind", ["batch", "loader"])
+def test_no_context_on_another_gpu(folder: Path, kind: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ON_THE_SECOND_GPU, str(folder), kind], capture_output=True, text=True)
+    assert done.stdout == "contexts False True\n", done.stderr

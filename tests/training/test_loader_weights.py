@@ -14,71 +14,64 @@ import torch
 import wds_tensorcache as tc
 from tests.training.loaders import COUNT
 
+ROWS = np.eye(COUNT)
+
+
+def indices_of(loader: Any) -> list[int]:
+    return [index for _, info in loader.with_info() for index in info.indices.tolist()]
+
 
 def test_weights(cache: Any) -> None:
     weights = np.zeros(COUNT)
     weights[[3, 7]] = 1, 3
     loader = tc.Loader(cache, 10, weights=weights, collate="list")
-    found = Counter(number for _ in range(100) for _, info in loader.with_info() for number in info.indices.tolist())
-    assert set(found) == {3, 7}
-    assert 2.5 < found[7] / found[3] < 3.5
-
-
-def test_weights_of_any_size(cache: Any) -> None:
-    loader = tc.Loader(cache, 23, weights=[1e308] * COUNT, collate="list")
-    assert (
-        len({number for _ in range(20) for _, info in loader.with_info() for number in info.indices.tolist()}) == COUNT
-    )
+    drawn = Counter(index for _ in range(100) for index in indices_of(loader))
+    assert set(drawn) == {3, 7}
+    assert 2.5 < drawn[7] / drawn[3] < 3.5
+    huge = tc.Loader(cache, 23, weights=[1e308] * COUNT, collate="list")
+    assert {index for _ in range(20) for index in indices_of(huge)} == set(range(COUNT))
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_weights_of_samples_that_change(cache: Any, ahead: int) -> None:
     """From the first step that is not scheduled; a state has the new weights at once."""
-    rows = np.eye(COUNT)
-    loader = tc.Loader(cache, 1, weights=rows[0], collate="list", prefetch_batches=ahead)
+    loader, again = (
+        tc.Loader(cache, 1, weights=ROWS[0], collate="list", prefetch_batches=count) for count in (ahead, 2)
+    )
     iterator = iter(loader.with_info())
     next(iterator)
-    assert loader.set_weights(rows[1]) == 1 + ahead
+    assert loader.set_weights(ROWS[1]) == 1 + ahead
     assert loader.set_weights(torch.eye(COUNT)[2]) == 1 + ahead
-    again = tc.Loader(cache, 1, weights=rows[0], collate="list")
     again.load_state_dict(loader.state_dict())
     assert [info.indices.item() for _, info in iterator] == [0] * ahead + [2] * (COUNT - 1 - ahead)
-    assert [info.indices.item() for _, info in again.with_info()] == [2] * (COUNT - 1)
-    assert loader.set_weights(rows[3]) == COUNT  # between two epochs, no step is scheduled
-    assert {info.indices.item() for _, info in loader.with_info()} == {3}
+    assert indices_of(again) == [2] * (COUNT - 1)
+    assert loader.set_weights(ROWS[3]) == COUNT  # between two epochs, no step is scheduled
+    assert set(indices_of(loader)) == {3}
 
 
 def test_mix(cache: Any, more: Any) -> None:
     loader = tc.Loader(None, 4, mix={"a": (cache, 0.75), "b": (more, 0.25)}, collate="list")
     assert len(loader) == 8  # of 32 samples
-    found: Counter[str] = Counter()
-    keys: dict[str, list[str]] = {"a": [], "b": []}
+    keys: dict[Any, list[str]] = {"a": [], "b": []}
     for _ in range(100):
         for _, info in loader.with_info():
-            found[info.source] += 1
             keys[info.source] += info.keys
-    assert 2.3 < found["a"] / found["b"] < 3.9
-    for name, each in (("a", cache), ("b", more)):
-        count = len(each)
-        for begin in range(0, len(keys[name]) - count + 1, count):  # each goes through its own epochs
-            assert sorted(keys[name][begin : begin + count]) == sorted(each.keys())
+    assert 2.3 < len(keys["a"]) / len(keys["b"]) < 3.9
+    for name, source in (("a", cache), ("b", more)):
+        count = len(source)
+        for begin in range(0, len(keys[name]) - count + 1, count):  # each cache comes in passes
+            assert sorted(keys[name][begin : begin + count]) == sorted(source.keys())
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [None, "abc", {"a": 1}, [1j] * COUNT, [1] * 3, [0] * COUNT, [-1] * COUNT, [float("nan")] * COUNT],
-    ids=str,
-)
-def test_what_are_no_weights(cache: Any, weights: Any) -> None:
+def test_wrong_weights_and_mixes(cache: Any) -> None:
     loader = tc.Loader(cache, 4, weights=np.ones(COUNT))
-    with pytest.raises(ValueError, match=f"expected {COUNT} numbers"):
-        loader.set_weights(weights)
-
-
-@pytest.mark.parametrize("mix", [{}, {"a": None}, {"a": (None, 0.5, 1)}, [1]], ids=str)
-def test_what_is_no_mix(mix: Any) -> None:
-    with pytest.raises(ValueError, match="mix=.*expected {'a': "):
-        tc.Loader(mix=mix)
+    values: list[Any] = [[value] * COUNT for value in (1j, 0, -1, float("nan"))]
+    for weights in (None, "abc", {"a": 1}, [1] * 3, *values):
+        with pytest.raises(ValueError, match=f"expected {COUNT} numbers"):
+            loader.set_weights(weights)
+    for mix in ({}, {"a": None}, {"a": (None, 0.5, 1)}, [1]):
+        with pytest.raises(ValueError, match="mix=.*expected {'a': "):
+            tc.Loader(mix=mix)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["loader", "torch_loader"])
@@ -108,18 +101,9 @@ def test_caches_of_a_mix_have_different_tensors(tmp_path: Path, kind: str) -> No
         load(collate="pad", pad_value={"y": 0})
 
 
-# --- weights of samples in a mix ---
-
-
 def mixed(cache: Any, more: Any, weights: Any, **options: Any) -> tc.Loader:
-    return tc.Loader(
-        None, 4, mix={"a": (cache, 3), "b": (more, 1)}, weights=weights, shuffle=True, collate="list", **options
-    )
-
-
-def numbers_of(info: tc.BatchInfo) -> list[int]:
-    numbers: list[int] = info.indices.tolist()
-    return numbers
+    mix = {"a": (cache, 3), "b": (more, 1)}
+    return tc.Loader(None, 4, mix=mix, weights=weights, shuffle=True, collate="list", **options)
 
 
 @pytest.mark.parametrize("bucket_by", [None, "y"])
@@ -129,12 +113,12 @@ def test_samples_of_a_mix_are_drawn(cache: Any, more: Any, bucket_by: str | None
     weights[[3, 7, 4]] = 1, 3, 4  # two buckets
     loader = mixed(cache, more, {"a": weights}, bucket_by=bucket_by)
     assert "drawn by weights in ['a']" in repr(loader)
-    assert "mix of 'a' (75%), 'b' (25%)" in repr(loader)
+    assert "mix={'a': 3.0, 'b': 1.0}" in repr(loader)
     found: dict[str, Counter[int]] = {"a": Counter(), "b": Counter()}
     for _ in range(300):
         for _, info in loader.with_info():
             assert bucket_by is None or len({number % 3 for number in info.indices.tolist()}) == 1
-            found[str(info.source[0])].update(numbers_of(info))
+            found[str(info.source[0])].update(info.indices.tolist())
     assert 2.6 < found["a"].total() / found["b"].total() < 3.5
     assert set(found["a"]) == {3, 4, 7}
     for number, weight in ((3, 1), (7, 3), (4, 4)):
@@ -145,18 +129,17 @@ def test_samples_of_a_mix_are_drawn(cache: Any, more: Any, bucket_by: str | None
 
 def test_weights_of_samples_in_a_mix_that_change(cache: Any, more: Any) -> None:
     """Each kind changes by itself, and every state has both."""
-    rows = np.eye(COUNT)
 
     def make() -> tc.Loader:
-        return mixed(cache, more, {"a": rows[1]}, num_threads=0)
+        return mixed(cache, more, {"a": ROWS[1]}, num_threads=0)
 
     one = make()
     seen, states = [], []
-    changes: list[Any] = [{"a": rows[2]}, {"a": 1, "b": 0}, {"a": torch.eye(COUNT)[5]}, {"a": list(rows[6])}]
+    changes: list[Any] = [{"a": ROWS[2]}, {"a": 1, "b": 0}, {"a": torch.eye(COUNT)[5]}, {"a": list(ROWS[6])}]
     begun: list[int] = []
     for _ in range(2):
         for _, info in one.with_info():
-            seen.append((info.step, info.source, numbers_of(info)))
+            seen.append((info.step, info.source, info.indices.tolist()))
             if info.step in (1, 4, 7, 9):
                 begun.append(one.set_weights(changes[len(begun)]))
             states.append(json.loads(json.dumps(one.state_dict())))
@@ -168,7 +151,7 @@ def test_weights_of_samples_in_a_mix_that_change(cache: Any, more: Any) -> None:
     for number, state in enumerate(states):
         again = make()
         again.load_state_dict(state)
-        rest = [(info.step, info.source, numbers_of(info)) for _, info in again.with_info()]
+        rest = [(info.step, info.source, info.indices.tolist()) for _, info in again.with_info()]
         # weights that change later are not in the state
         until = next((step for step in (1, 4, 7, 9) if step > number), len(seen))
         expected = [step for step in seen[number + 1 :] if step[0] <= until][: len(rest)]
@@ -176,13 +159,13 @@ def test_weights_of_samples_in_a_mix_that_change(cache: Any, more: Any) -> None:
 
 
 def test_states_of_weights_in_a_mix(cache: Any, more: Any) -> None:
-    one = mixed(cache, more, {"a": np.eye(COUNT)[3]})
-    other = mixed(cache, more, {"a": np.eye(COUNT)[4]})
+    one = mixed(cache, more, {"a": ROWS[3]})
+    other = mixed(cache, more, {"a": ROWS[4]})
     state = json.loads(json.dumps(one.state_dict()))
     other.load_state_dict(state)
-    assert {number for _, info in other.with_info() for number in numbers_of(info) if info.source == "a"} == {3}
+    assert {number for _, info in other.with_info() for number in info.indices.tolist() if info.source == "a"} == {3}
     before = other.state_dict()
-    plain = tc.Loader(None, 4, mix={"a": (cache, 3), "b": (more, 1)}, shuffle=True, collate="list")
+    plain = mixed(cache, more, None)
     for first, second in ((one, plain), (plain, one), (one, mixed(cache, more, {"b": np.ones(9)}))):
         with pytest.raises(ValueError, match="the state belongs to a loader with"):
             second.load_state_dict(first.state_dict())
@@ -199,8 +182,6 @@ def test_states_of_weights_in_a_mix(cache: Any, more: Any) -> None:
         with pytest.raises(ValueError, match="the state has"):
             other.load_state_dict(state | {"weights": weights})
     for wrong in ({"b": np.ones(9)}, {"a": np.ones(3)}, {"a": np.ones(COUNT), "b": 1}, {"a": 1}, np.ones(COUNT), {}):
-        with pytest.raises(
-            ValueError, match="expected (a dict with 'a', 'b', or lists of weights of samples for 'a'|23)"
-        ):
+        with pytest.raises(ValueError, match="expected (a dict with 'a', 'b', or lists of weights of samples|23)"):
             other.set_weights(wrong)
     assert other.state_dict() == before

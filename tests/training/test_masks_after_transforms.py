@@ -23,13 +23,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tc.TensorCache]:
     folder = tmp_path_factory.mktemp("masks")
     with tc.ShardWriter(folder, fsync=False) as sink:
         for i in range(16):
-            text = None if i == 7 else torch.full((3 + i % 4, 3), 1.0)
-            moments = {
-                "moments": torch.zeros(4, 2, 2),
-                "mean": torch.zeros(3 + i % 4, 2),
-                "std": torch.ones(3 + i % 4, 2),
-            }
-            sink.write(f"{i:02d}", {"cond": {"text": text}, **moments})
+            text, mean = torch.ones(3 + i % 4, 3), torch.zeros(3 + i % 4, 2)
+            moments = {"moments": torch.zeros(4, 2, 2), "mean": mean, "std": mean + 1}
+            sink.write(f"{i:02d}", {"cond": {"text": None if i == 7 else text}, **moments})
     with tc.open(folder) as opened:
         yield opened
 
@@ -62,15 +58,12 @@ def pairs(how: str, cache: Any, transform: Any, collate: Any) -> list[tuple[Any,
         return list(workers.with_info())
 
 
-WAYS: dict[str, Any] = {"to": PAD, "pad": "pad", "list": "list"}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [PAD, "pad", "list"], ids=str)
 @pytest.mark.parametrize("how", ["Loader", "StepDataset", "torch_loader"])
-def test_masks_of_loaders(cache: Any, how: str, way: str) -> None:
-    found = pairs(how, cache, [DROP], WAYS[way])
-    assert len(found) == 2
-    for batch, info in found:
+def test_masks_of_loaders(cache: Any, how: str, way: Any) -> None:
+    batches = pairs(how, cache, [DROP], way)
+    assert len(batches) == 2
+    for batch, info in batches:
         is_right(batch, info)
 
 
@@ -101,15 +94,12 @@ def test_several_drops(cache: Any) -> None:
         assert info.mask("cond.text").tolist() == [[True] + [False] * 7] * 8
 
 
-def test_no_sample_has_a_text(cache: Any) -> None:
+def test_texts_that_samples_lack(cache: Any) -> None:
     always = tc.drop_text(1, {"cond.text": EMPTY})
-    batch, info = cache.read_batch_with_info([7, 7], collate=PAD)
-    always(batch, info)
-    assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == [2, 2]
-    batch, info = cache.read_batch_with_info([7, 6], collate="list")
-    always(batch, info)
-    assert batch["cond"]["text"][0] is None
-    assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == [0, 2]
+    for indices, collate, expected in (([7, 7], PAD, [2, 2]), ([7, 6], "list", [0, 2])):
+        batch, info = cache.read_batch_with_info(indices, collate=collate)
+        always(batch, info)
+        assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == expected
 
 
 @pytest.mark.parametrize("value", [0, torch.tensor(2.0)])

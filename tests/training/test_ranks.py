@@ -46,37 +46,26 @@ except ValueError as exc:
     assert "2 dimensions" in str(exc)
 else:
     raise AssertionError("a mesh of two dimensions was taken")
-tc.build(range(9), lambda items: [{"i": i} for i in items], sys.argv[2], fingerprint={}, batch_size=2).close()
-dist.barrier()
-assert sorted(sample["i"] for sample in tc.open(sys.argv[2])) == list(range(9))
-assert len(tc.open(f"{sys.argv[2]}/r{dist.get_rank()}of2-000000.tar")) in (4, 5)
 print("good", flush=True)
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
-def test_two_processes(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("ranks") / "data.tar"
+    with tc.ShardWriter(path, fsync=False) as sink:
         for i in range(21):
             sink.write(f"{i:03d}", {"x": torch.tensor(i)})
+    return str(path)
+
+
+@pytest.mark.long
+def test_two_processes(tmp_path: Path, path: str) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    done = subprocess.run(
-        [
-            torchrun,
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(script),
-            str(tmp_path / "data.tar"),
-            str(tmp_path / "built"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(script), path], capture_output=True, text=True, timeout=180)
     assert done.stdout.count("good") == 2, done.stderr
 
 
@@ -121,32 +110,15 @@ dist.destroy_process_group()
 """
 
 
-def test_torch_distributed_is_initialized_later(tmp_path: Path) -> None:
+def test_torch_distributed_is_initialized_later(tmp_path: Path, path: str) -> None:
     """As by trainers that get a loader and then start their processes."""
-    with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
-        for i in range(21):
-            sink.write(f"{i:03d}", {"x": torch.tensor(i)})
-    arguments = [sys.executable, "-c", LATE, str(tmp_path / "data.tar"), str(tmp_path / "store")]
+    arguments = [sys.executable, "-c", LATE, path, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*arguments, rank], stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["good\n", "good\n"]
 
 
-def test_no_rank_when_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer may have set WORLD_SIZE, and initialize torch.distributed later; without this, no rank is guessed."""
-    with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
-        sink.write("0", {"x": torch.tensor(0)})
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    loader = tc.Loader(tc.open(tmp_path / "data.tar"), 1)
-    for use in (len, list):
-        with pytest.raises(ValueError, match="WORLD_SIZE=2 is set and RANK is not"):
-            use(loader)
-
-
-def test_the_environment_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
-        sink.write("0", {"x": torch.tensor(0)})
-    cache = tc.open(tmp_path / "data.tar")
+def test_the_environment_of_torchrun(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tc.open(path)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "rank=3, world_size=4" in repr(tc.StepSampler(cache))
@@ -155,5 +127,10 @@ def test_the_environment_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyP
         tc.StepSampler(cache, rank=0, world_size=1, group=object())
     monkeypatch.delenv("RANK")
     assert "rank=1, world_size=2" in repr(tc.StepSampler(cache, rank=1, world_size=2))
+    # a trainer may have set WORLD_SIZE, and initialize torch.distributed later; without this, no rank is guessed
+    loader = tc.Loader(cache, 1)
+    for use in (len, list):
+        with pytest.raises(ValueError, match="WORLD_SIZE=4 is set and RANK is not"):
+            use(loader)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "rank=0, world_size=1" in repr(tc.StepSampler(cache))

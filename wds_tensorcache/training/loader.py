@@ -31,7 +31,6 @@ from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Position, RowCounts, Step
 from wds_tensorcache.training.sampler import StepSampler
-from wds_tensorcache.training.state import build_state, load_state
 from wds_tensorcache.training.stats import LoaderStats, Timing
 from wds_tensorcache.training.step_reader import StepReader, Transform, apply_transforms, as_transforms
 
@@ -41,41 +40,32 @@ if TYPE_CHECKING:
 _NUM_THREADS = _PREFETCH_BATCHES = 2
 _THREAD_NAME = "tensorcache-loader"
 _LEFT_WAITS_S = 1.0  # how long an abandoned loop waits for its threads: a server may not answer for minutes
-_REMEDIES = {  # by names of arguments of torch's DataLoader
-    "drop_last": "last_batch='drop'",
-    "num_workers": "num_threads=, since threads read the batches, or tc.torch_loader",
-    "prefetch_factor": "prefetch_batches=",
-    "collate_fn": "collate=",
-    "choices": "choose=",
-}
 
 
 class Read(NamedTuple):
     """A batch that was read.
 
     Attributes:
+        step: Step of the batch.
+        after: Position after the step.
         batch: A list with the batch, from which the loop takes it, so that nothing else keeps its memory.
         is_padding: Mask of the padding on the loader's device; None for the CPU.
         edits: Transforms that have changed shapes.
         timing: Times of its stages; None if they are unknown.
-        step: Step of the batch.
-        after: Position after the step.
+        transfer: Its copies to a GPU; the thread that iterates must call `hand_over`.
     """
 
-    batch: list[Any]
-    is_padding: torch.Tensor | None
-    edits: Sequence[Any]
-    timing: Timing | None
     step: Step
     after: Position
+    batch: list[Any]
+    is_padding: torch.Tensor | None = None
+    edits: Sequence[Any] = ()
+    timing: Any = None
+    transfer: Any = None
 
 
 class BaseLoader(ABC):
-    """Base class of the loaders: iterations over the steps of a `StepSampler`, whose position follows the batches returned.
-
-    A loader with another batch size, or another number of ranks or workers, can load the state, and continues with the
-    samples that were not used.
-    """
+    """Base class of the loaders: iterations over the steps of a `StepSampler`, whose position follows the batches returned."""
 
     _sampler: StepSampler
     _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
@@ -94,8 +84,8 @@ class BaseLoader(ABC):
         return len(self._sampler)
 
     def __repr__(self) -> str:
-        shown = f"{type(self).__name__}{repr(self._sampler).removeprefix('StepSampler')}"
-        return shown + (f"\n  {self._stats}" if self._stats.num_batches else "")
+        stats = f"\n  {self._stats}" if self._stats.num_batches else ""
+        return f"{type(self).__name__}{repr(self._sampler).removeprefix('StepSampler')}{stats}"
 
     @property
     def epoch(self) -> int:
@@ -142,10 +132,8 @@ class BaseLoader(ABC):
         return self._iterate(iteration, os.getpid(), with_info=with_info)
 
     def _iterate(self, iteration: object, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
-        """Yield the rest of an epoch, which begins when the first batch is requested: Lightning calls `set_epoch` after `iter`.
-
-        Any thread may close the iteration, also while another thread waits here.
-        """
+        """Yield the rest of an epoch. Any thread may close the iteration, also while another thread waits here."""
+        # the epoch begins when the first batch is requested, because Lightning calls `set_epoch` after `iter`
         sampler, given_at, num_moves = self._sampler, None, -1
         reads: Generator[Read, None, None] | None = None
         try:
@@ -156,9 +144,7 @@ class BaseLoader(ABC):
                 if self._current is not iteration:
                     raise RuntimeError("another iteration of this loader has begun, which ended this iteration")
                 if os.getpid() != pid:
-                    raise RuntimeError(
-                        "this iteration's threads are in the process that began it; begin an iteration here"
-                    )
+                    raise RuntimeError("this iteration belongs to the process that began it; begin an iteration here")
                 if reads is not None and num_moves != sampler._num_moves:
                     return
                 if reads is None:
@@ -169,9 +155,8 @@ class BaseLoader(ABC):
                 try:
                     read = next(reads, None)
                     if read is not None and with_info:
-                        info = self._reader.info(read.step, read.is_padding, self._collate, read.edits)
-                        read.batch[0] = read.batch[0], info
-                        del info
+                        record = read.step, read.is_padding, self._collate, read.edits
+                        read.batch[0] = read.batch[0], self._reader.info(*record)
                 except Exception:
                     if self._current is iteration:
                         raise
@@ -192,7 +177,7 @@ class BaseLoader(ABC):
 
     @abstractmethod
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
-        """Yield the batches of the rest of an epoch, starting at the sampler's position; keep `_scheduled`."""
+        """Yield the batches from the sampler's position to the end of its epoch; keep `_scheduled`."""
 
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that are not scheduled yet.
@@ -227,7 +212,7 @@ class BaseLoader(ABC):
                 "another data loader iterates over this loader's sampler: save that data loader's state. If accelerate's "
                 "skip_first_batches made it, it has none: to resume, load this loader's state instead of skipping batches"
             )
-        return build_state(self._sampler._plan, self._sampler._position)
+        return self._sampler._plan.state(self._sampler._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last batch of a state, with this loader's batch size and number of ranks.
@@ -239,7 +224,7 @@ class BaseLoader(ABC):
         """
         plan = self._sampler._plan
         # a larger step may not fit into the rest of the epoch
-        self._sampler._move(plan.settle(load_state(plan, state)), is_resumed=True)
+        self._sampler._move(plan.settle(plan.load(state)), is_resumed=True)
 
     def close(self) -> None:
         """End the iteration and its threads. The position is kept, and the caches stay open."""
@@ -315,7 +300,7 @@ class Loader(BaseLoader):
         transform: Transform | Sequence[Transform] | None = None,
         **steps: Unpack[StepOptions],
     ) -> None:
-        check_options(Loader, steps, StepOptions.__annotations__, _REMEDIES)
+        check_options(Loader, steps, StepOptions.__annotations__)
         threads = _NUM_THREADS if num_threads is None else as_int("num_threads", num_threads)
         ahead = _PREFETCH_BATCHES if prefetch_batches is None else as_int("prefetch_batches", prefetch_batches)
         if min(threads, ahead) < 0:
@@ -359,26 +344,22 @@ class Loader(BaseLoader):
                     return
                 has_waited = False
                 if pool is not None:
-                    for step, _ in islice(scheduled, len(jobs), self._ahead.count + 1):
-                        jobs.append(pool.submit(self._read, step, device, with_info))
+                    for pair in islice(scheduled, len(jobs), self._ahead.count + 1):
+                        jobs.append(pool.submit(self._read, *pair, device, with_info))
                     has_waited = not jobs[0].done()
-                step, after = scheduled.popleft()
-                transfer, batch, is_padding, edits, timing = (
-                    self._read(step, device, with_info) if pool is None else jobs.popleft().result()
-                )
-                transfer.hand_over()
-                self._ahead.note(timing.nbytes, has_waited=has_waited, has_requested=timing.num_requests > 0)
-                yield Read(batch, is_padding, edits, timing, step, after)
+                pair = scheduled.popleft()
+                read: Read = self._read(*pair, device, with_info) if pool is None else jobs.popleft().result()
+                read.transfer.hand_over()
+                nbytes, has_requested = read.timing.nbytes, read.timing.num_requests > 0
+                self._ahead.note(nbytes, has_waited=has_waited, has_requested=has_requested)
+                yield read
         finally:
             if pool is not None and os.getpid() == pid:
                 _end(pool, jobs)
             scheduled.clear()
             jobs.clear()
 
-    def _read(
-        self, step: Step, device: torch.device | None, with_info: bool
-    ) -> tuple[Transfer, list[Any], Any, list[Any], Timing]:
-        """Return a batch, and what its `BatchInfo` needs. The thread that iterates must call `hand_over`."""
+    def _read(self, step: Step, after: Position, device: Any, with_info: bool) -> Read:
         began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, MADE.num_requests
         transfer = Transfer(device)
         with transfer.copying():
@@ -397,7 +378,7 @@ class Loader(BaseLoader):
         transfer_s = SPENT.transfer_s - transfer_s
         num_requests = MADE.num_requests - num_requests
         timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, num_requests, done)
-        return transfer, [batch], is_padding, edits, timing
+        return Read(step, after, [batch], is_padding, edits, timing, transfer)
 
     @property
     def sampler(self) -> StepSampler:

@@ -25,9 +25,8 @@ from wds_tensorcache.reading.transfer import current_stream
 _PIECE_BITS = 7  # 2^7 pieces for each power of two
 _INSIDE_BITS = 23 - _PIECE_BITS  # the other bits of a float32's fraction: the place in a piece
 _UNIT = 1 << 26  # quantiles are rounded to multiples of 1 / _UNIT
-_CHUNK = (
-    1 << 16
-)  # pairs of numbers to compute at once on the CPU: 0.5 MB stays in its cache, and few calls wait for the GIL
+# pairs of numbers to compute at once on the CPU: 0.5 MB stays in its cache, and few calls wait for the GIL
+_CHUNK = 1 << 16
 
 
 def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.Tensor:

@@ -76,7 +76,6 @@ class BlockOrder:
         self._blocks: tuple[int, Array, Array] | None = None
 
     def __call__(self, epoch: int, positions: Any) -> Array:
-        """Return the sample indices, int64, at positions of an epoch; see `EpochOrder`."""
         places = _places(positions, self.count)
         kept = self._blocks  # once, because another thread may replace it
         if kept is None or kept[0] != epoch:
@@ -96,11 +95,10 @@ class BlockOrder:
         return result
 
 
-def uniform(seed: int, epoch: int, positions: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+def uniform(seed: int, epoch: int, positions: Any) -> Array:
     """Return a random number in [0, 1) for each position of an epoch: 53 bits of SplitMix64."""
-    bits = random_bits(seed, epoch, positions)
-    result: np.ndarray[Any, np.dtype[np.float64]] = (bits >> np.uint64(11)).astype(np.float64) / (1 << 53)
-    return result
+    fractions: Array = (random_bits(seed, epoch, positions) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+    return fractions
 
 
 def _places(positions: Any, count: int) -> Array:

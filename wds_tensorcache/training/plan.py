@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from wds_tensorcache.reading.seeds import stream_seed
-from wds_tensorcache.training.weights import Drawn, Weights
+from wds_tensorcache.training.weights import Weights, cumulate, draw
 
 Array = np.ndarray[Any, Any]
-# with these limits and MAX_REPEATS, no position and no number of a pass over a dataset is beyond int64
-MAX_EPOCHS = 1 << 31  # for `set_epoch`; training may continue up to twice as many
-MAX_BATCH = 1 << 31  # samples of one rank
-MAX_STEP = 1 << 62  # samples of all ranks
-_WINDOW = 4096
+# for `set_epoch`; training may continue up to twice as many, and still counts passes and positions in int64
+MAX_EPOCHS = 1 << 31
+_VERSION = 2  # of states; version 1 had other orders, seeds and weights
+_WINDOW = 4096  # positions of a stream to compute at once
 _KEYS_AT_ONCE = 4096
 
 
@@ -29,8 +28,7 @@ class Position:
 
     Attributes:
         epoch: Epoch of the next step, from 0.
-        counts: Number of used samples of each stream (see `Plan`): in this epoch, or in all epochs
-            with a weighted `mix`.
+        counts: Number of used samples of each stream: in this epoch, or in all epochs with a weighted `mix`.
         used: Number of samples used in this epoch.
         step: Number of steps so far, in all epochs.
         began: Number of steps before this epoch.
@@ -91,27 +89,16 @@ class RowCounts:
     num_dropped: int = 0
     sources: dict[Any, RowCounts] = field(default_factory=dict, repr=False)
 
-    def _costs(self) -> str:
-        """Return the padded, repeated and dropped rows as text for a repr, for example `, padding=1188 of 2688 rows (44%)`."""
-        text = ""
-        for name in ("padding", "repeated", "dropped"):
-            of = "samples" if name == "dropped" else "rows"
-            count, total = getattr(self, f"num_{name}"), getattr(self, f"num_{of}")
-            text += f", {name}={count} of {total} {of} ({count / total:.0%})" if count else ""
-        return text
-
 
 class Stream:
-    """The samples `members` of one cache, or all its samples, in passes over all of them.
-
-    A pass has every sample once; if samples are shuffled, in a new order.
+    """The samples of one cache or one bucket, in passes over all of them: `repeats` in an epoch.
 
     Attributes:
         members: Sample indices in the cache; None for all samples.
         name: Name of the stream, as in `info.source`.
         source: Number of the cache.
-        repeats: Number of passes in an epoch.
         count: Number of samples in a pass.
+        identity: Numbers that fix the order, besides seed and `shuffle`.
     """
 
     def __init__(
@@ -120,6 +107,7 @@ class Stream:
         self._order = order
         self.members, self.name, self.source, self.repeats = members, name, source, repeats
         self.count = int(order.count)
+        self.identity = [*order.identity, [] if members is None else members]
         self._window: tuple[int, int, Array] = -1, -1, np.empty(0, np.int64)  # pass, number and sample indices
 
     def indices(self, epoch: int, positions: Array) -> Array:
@@ -135,7 +123,8 @@ class Stream:
         return indices
 
     def _indices_in(self, number: int, positions: Array, highest: int) -> Array:
-        """Return the sample indices at positions of a pass. The whole window around them is computed at once, and kept."""
+        """Return the sample indices at positions of a pass."""
+        # the whole window around them is computed at once, and kept
         window = positions.item(0) // _WINDOW
         begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, self.count)
         if positions.min() < begin or highest >= end:
@@ -146,18 +135,13 @@ class Stream:
         indices: Array = kept[2][positions - begin]
         return indices
 
-    @property
-    def identity(self) -> list[Any]:
-        """Numbers that fix the order, besides seed and `shuffle`: counts, blocks and windows, and the samples of a bucket."""
-        return [*self._order.identity, [] if self.members is None else self.members]
-
     def _compute(self, number: int, positions: Array) -> Array:
         indices: Array = self._order(number, positions)
         return indices if self.members is None else np.take(self.members, indices)
 
 
 class Plan:
-    """The steps of all epochs: `step` gives the samples of each step and the position after it. Made by `make_plan`.
+    """The steps of all epochs: `step` gives the samples of each step and the position after it.
 
     A stream is a cache, or one bucket of a cache. The next step's stream is drawn:
 
@@ -170,11 +154,8 @@ class Plan:
 
     With weights, an epoch has as many samples as all streams together, rounded to whole steps.
 
-    Attributes:
-        caches: The caches; `Step.source` is the number of one of them.
-        streams: The streams; `Step.stream` is the number of one of them.
-        weights: The current weights, which all steps use.
-        settings: Settings that a loader needs to load a state of this plan, for JSON.
+    Args:
+        settings: Settings that a loader must share to load a state of this plan, for JSON.
     """
 
     def __init__(
@@ -191,8 +172,7 @@ class Plan:
         settings: dict[str, Any],
     ) -> None:
         self.caches, self.streams, self.weights = list(caches), list(streams), weights
-        self.batch_size, self.seed = batch_size, seed
-        self.last_batch = last_batch
+        self.batch_size, self.last_batch, self.seed = batch_size, last_batch, seed
         self._draws_seed = stream_seed(seed, "streams")
         self._is_shuffled = bool(settings["shuffle"])
         self._lengths = [stream.count * stream.repeats for stream in streams]  # in samples of an epoch
@@ -200,7 +180,10 @@ class Plan:
             [number for number, stream in enumerate(streams) if stream.source == source]
             for source in range(len(caches))
         ]
-        self.settings = settings | {"order": self._order_digest()}
+        order = xxhash.xxh3_64()
+        for part in chain.from_iterable(stream.identity for stream in streams):
+            order.update(np.ascontiguousarray(part, np.int64).tobytes() + b";")
+        self.settings = settings | {"order": order.hexdigest()}
         self.set_rank(rank, world_size)
 
     def set_rank(self, rank: int, world_size: int) -> None:
@@ -225,26 +208,11 @@ class Plan:
                 digest.update("\0".join([*part, ""]).encode("utf-8", "surrogateescape"))
         return f"{sum(map(len, self.caches))} samples, keys {digest.hexdigest()}"
 
-    def _order_digest(self) -> str:
-        digest = xxhash.xxh3_64()
-        for stream in self.streams:
-            for part in stream.identity:
-                digest.update(np.ascontiguousarray(part, np.int64).tobytes() + b";")
-        return digest.hexdigest()
-
     @property
     def start(self) -> Position:
-        """The position before the first step."""
         return Position(0, (0,) * len(self.streams))
 
-    def has(self, at: Position) -> bool:
-        """Return whether a position is possible in this plan."""
-        if len(at.counts) != len(self.streams) or at.began > at.step:
-            return False
-        return self.weights.caches is not None or sum(at.counts) == at.used
-
     def next_epoch(self, at: Position) -> Position:
-        """Return the start of the next epoch."""
         counts = at.counts if self.weights.caches is not None else (0,) * len(at.counts)
         return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
 
@@ -261,26 +229,18 @@ class Plan:
         """Return the numbers of rows in an epoch."""
         if self.weights.are_used:
             return RowCounts(sum(self._lengths), self.num_steps() * self.step_size)
-        sources = {
-            stream.name: self._rows_of(length) for stream, length in zip(self.streams, self._lengths, strict=True)
-        }
-        counts = {
-            name: sum(getattr(rows, name) for rows in sources.values())
-            for name in ("num_samples", "num_rows", "num_padding", "num_repeated", "num_dropped")
-        }
-        return RowCounts(**counts, sources=sources if len(sources) > 1 else {})
+        sources = {stream.name: self._rows_of(size) for stream, size in zip(self.streams, self._lengths, strict=True)}
+        counts: Any = map(sum, zip(*(astuple(rows)[:-1] for rows in sources.values()), strict=True))
+        return replace(RowCounts(*counts), sources=sources if len(sources) > 1 else {})
 
     def _rows_of(self, length: int) -> RowCounts:
         """Return the numbers of rows in an epoch of a stream of `length` samples."""
-        rest = length % self.step_size
-        missing = self.step_size - rest if rest else 0
-        if self.last_batch == "short":
-            missing = -rest % self.world_size
         if self.last_batch == "drop":
-            return RowCounts(length, length - rest, num_dropped=rest)
-        if self.last_batch == "wrap":
-            return RowCounts(length, length + missing, num_repeated=missing)
-        return RowCounts(length, length + missing, num_padding=missing)
+            num_rows = length - length % self.step_size
+            return RowCounts(length, num_rows, num_dropped=length - num_rows)
+        missing = -length % (self.world_size if self.last_batch == "short" else self.step_size)
+        repeated = missing if self.last_batch == "wrap" else 0
+        return RowCounts(length, length + missing, missing - repeated, repeated)
 
     def is_over(self, at: Position) -> bool:
         """Return whether no step of the position's epoch remains."""
@@ -301,9 +261,9 @@ class Plan:
         number, count, rows = self._next_stream(at), self.step_size, self._rows
         stream, begin = self.streams[number], at.counts[number]
         positions, epoch = begin + rows, 0 if is_mixed else at.epoch
-        weights = self.weights.samples.get(stream.source)
-        if weights is not None:
-            indices = weights.draw(number - self._streams_of[stream.source][0], epoch, positions)
+        is_drawn = stream.source in self.weights.samples
+        if is_drawn:
+            indices = self.weights.draw(number, epoch, positions)
         elif is_mixed or (remaining := self._lengths[number] - begin) >= count:
             indices = stream.indices(epoch, positions)
         else:
@@ -314,7 +274,7 @@ class Plan:
             positions = np.where(rows < count, begin + rows, filler)
             indices = stream.indices(epoch, positions)
         # samples that occur in several passes of an epoch have other seeds and choices in each
-        has_passes = is_mixed or (stream.repeats > 1 and weights is None)
+        has_passes = is_mixed or (stream.repeats > 1 and not is_drawn)
         epochs = epoch * stream.repeats + positions // stream.count if has_passes else None
         is_padding = (rows >= count) & (self.last_batch != "wrap")
         counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
@@ -329,11 +289,11 @@ class Plan:
         if not self.weights.are_used:
             return self._draw_stream(self.remaining(at), at.epoch if self._is_shuffled else 0, at.used)
         if caches is None:
-            return self._draw_stream(samples[0].sums, at.epoch, at.used)
+            return self._draw_stream(samples[0].totals, at.epoch, at.used)
         source = self._draw_stream(caches, 0, at.step)
         numbers = self._streams_of[source]
         if source in samples:
-            return numbers[self._draw_stream(samples[source].sums, 1, at.step)]
+            return numbers[self._draw_stream(samples[source].totals, 1, at.step)]
         counts, lengths = [at.counts[number] for number in numbers], [self.streams[number].count for number in numbers]
         begun = 1 + min(count // length for count, length in zip(counts, lengths, strict=True))
         missing = [max(0, begun * length - count) for count, length in zip(counts, lengths, strict=True)]
@@ -343,5 +303,58 @@ class Plan:
         """Return the number of a stream, drawn in proportion to the weights."""
         if len(weights) == 1:
             return 0
-        drawn = Drawn(np.array(weights, np.float64), self._draws_seed)
-        return int(drawn.indices(epoch, np.array([position])).item(0))
+        return int(draw(cumulate(np.array(weights, np.float64)), self._draws_seed, epoch, np.array([position])).item())
+
+    def state(self, at: Position) -> dict[str, Any]:
+        """Return the state of a loader at a position, with its current weights, for JSON."""
+        return {
+            "version": _VERSION,
+            "position": asdict(at) | {"counts": list(at.counts)},
+            "settings": dict(self.settings),
+            "dataset": self.dataset,
+            "weights": self.weights.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> Position:
+        """Load the weights of a state, and return its position.
+
+        Raises:
+            ValueError: The state is damaged, or belongs to other samples or settings; nothing is changed then.
+        """
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version == 1:
+            raise ValueError(
+                "the state has version 1, from a release that shuffled samples in another order. Either finish the epoch with "
+                "that release, or leave the state out, and call set_epoch to begin an epoch anew"
+            )
+        if version != _VERSION:
+            raise ValueError(f"expected a loader's state of version {_VERSION}, got {state!r:.200}")
+        missing = {"dataset", "settings", "position", "weights"} - set(state)
+        if missing or not isinstance(state["settings"], Mapping):
+            raise ValueError(f"the state of a loader is damaged: it lacks {', '.join(sorted(missing)) or 'settings'}")
+        if state["dataset"] != self.dataset:
+            raise ValueError(
+                f"the state belongs to a different dataset: {state['dataset']!s:.200}; this loader has {self.dataset}. "
+                "If samples were only added, a loader of a view without them can load the state"
+            )
+        for name in {**self.settings, **state["settings"]}:
+            saved, value = state["settings"].get(name), self.settings.get(name)
+            if saved != value:
+                changed = ": its buckets, shards or window have changed" if name in ("streams", "order") else ""
+                raise ValueError(
+                    f"the state belongs to a loader with {name}={saved!r:.200}, but this one has {name}={value!r:.200}{changed}"
+                )
+        position = self._parse_position(state["position"])
+        self.weights.load(state["weights"])
+        return position
+
+    def _parse_position(self, at: Any) -> Position:
+        if isinstance(at, Mapping) and set(at) == set(Position.__slots__) and isinstance(at["counts"], (list, tuple)):
+            position = Position(**{**at, "counts": tuple(at["counts"])})
+            numbers = (position.epoch, position.used, position.step, position.began, *position.counts)
+            is_valid = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+            is_valid = is_valid and len(position.counts) == len(self.streams) and position.began <= position.step
+            has_sum = self.weights.caches is not None or sum(position.counts) == position.used
+            if is_valid and has_sum and position.epoch < 2 * MAX_EPOCHS:
+                return position
+        raise ValueError(f"the state has a position that this loader cannot have: {at!r:.200}")

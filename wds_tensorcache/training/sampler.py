@@ -13,13 +13,14 @@ from torch.utils.data import DistributedSampler
 
 from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.ranks import find_rank, is_distributed
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.choose import Alternatives
-from wds_tensorcache.training.options import make_plan
-from wds_tensorcache.training.plan import MAX_EPOCHS, Position, RowCounts, Step
-from wds_tensorcache.training.state import build_state, load_state
+from wds_tensorcache.training.options import by_source, check_repeats, make_streams, split_mix
+from wds_tensorcache.training.plan import MAX_EPOCHS, Plan, Position, RowCounts, Step
 from wds_tensorcache.training.step_reader import StepReader
+from wds_tensorcache.training.weights import Weights
 
-_NUM_SHOWN = 8  # caches of `mix` that a repr shows
+_LAST_BATCH = ("short", "pad", "wrap", "drop")
 
 
 class StepSampler(DistributedSampler[Step]):
@@ -95,19 +96,53 @@ class StepSampler(DistributedSampler[Step]):
         # a trainer may initialize torch.distributed later
         self._is_rank_open = rank is None and group is None and not is_distributed()
         rank, world_size = find_rank(rank, world_size, group, is_final=not self._is_rank_open)
-        self._plan = make_plan(
-            cache,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
+        if (cache is None) == (mix is None):
+            raise ValueError("expected either a cache, or mix= with several caches")
+        batch_size, seed, window = as_int("batch_size", batch_size), as_int("seed", seed), as_int("window", window)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}, expected at least 1")
+        if last_batch not in _LAST_BATCH:
+            raise ValueError(f"last_batch={last_batch!r}, expected one of {', '.join(_LAST_BATCH)}")
+        if shuffle not in (True, False, "blocks"):
+            raise ValueError(f"shuffle={shuffle!r}, expected True, False or 'blocks'")
+        shuffle = shuffle if isinstance(shuffle, str) else bool(shuffle)
+        names = None if mix is None else list(mix)
+        caches, cache_weights = ([cache], None) if mix is None else split_mix(mix)
+        for member in caches:
+            if not isinstance(member, Cache):
+                raise ValueError(f"{member!r:.200} is not a cache; open it with tc.open")
+            if not len(member):
+                raise ValueError("the cache has no samples: did a filter or a slice leave none?")
+        sample_weights, passes = by_source("weights", weights, mix), by_source("repeats", repeats, mix)
+        if sample_weights and mix is not None and cache_weights is None:
+            raise ValueError("weights of samples in a mix need a weight of each cache, too: mix={'a': (cache, 0.7), …}")
+        if repeats is not None and (cache_weights is not None or sample_weights):
+            raise ValueError(
+                "repeats and weights are mutually exclusive: leave out the weights, as in mix={'a': cache, 'b': other}"
+            )
+        counts = [check_repeats(passes.get(source, 1)) for source in range(len(caches))]
+        streams = make_streams(caches, names, bucket_by, counts, shuffle, window, seed)
+        modes = {"weights": bool(sample_weights), "mix": mix is not None, "buckets": bucket_by is not None}
+        settings: dict[str, Any] = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "mode": "+".join(name for name, is_used in modes.items() if is_used) or "all",
+            "streams": [str(stream.name) for stream in streams],
+        }
+        if names is not None and sample_weights:
+            settings["weighted"] = sorted(names[source] for source in sample_weights)
+        if repeats is not None or (mix is not None and cache_weights is None):
+            settings["repeats"] = counts
+        self._plan = Plan(
+            caches,
+            streams,
+            Weights(names or [], cache_weights, sample_weights, streams, seed),
+            batch_size=batch_size,
             rank=rank,
             world_size=world_size,
             last_batch=last_batch,
-            weights=weights,
-            mix=mix,
-            repeats=repeats,
-            bucket_by=bucket_by,
-            window=window,
+            seed=seed,
+            settings=settings,
         )
         self._check_steps()
         self._position = self._plan.start
@@ -153,12 +188,11 @@ class StepSampler(DistributedSampler[Step]):
 
     def __repr__(self) -> str:
         """Return a summary: samples, steps, ranks, order, and the epoch and step of the next batch."""
-        mix = f", {self._shown_mix()}" if self._plan.weights.caches is not None else ""
-        return f"{type(self).__name__}({self._shown}{mix}, epoch={self.epoch}, step={self._position.step})"
+        return f"{type(self).__name__}({self._shown}, epoch={self.epoch}, step={self._position.step})"
 
     @property
     def _shown(self) -> str:
-        plan, settings = self._plan, self._plan.settings
+        plan, settings, rows = self._plan, self._plan.settings, self._plan.count_rows()
         shown = f"{plan.num_samples:,} samples, batch_size={plan.batch_size}, {plan.num_steps():,} steps per epoch"
         shown += f", rank={plan.rank}, world_size={plan.world_size}, shuffle={settings['shuffle']!r}, seed={plan.seed}"
         shown += f", last_batch={plan.last_batch!r}"
@@ -168,13 +202,11 @@ class StepSampler(DistributedSampler[Step]):
             shown += ", drawn by weights" + (f" in {settings['weighted']!r:.200}" if "weighted" in settings else "")
         if "repeats" in settings:
             shown += f", repeats={settings['repeats']!r:.200}"
-        return shown + plan.count_rows()._costs()
-
-    def _shown_mix(self) -> str:
-        """Return the share of each cache of `mix` at the next step, for example `mix of 'a' (70%), 'b' (30%)`."""
-        parts = [f"{name!r:.80} ({100 * share:.3g}%)" for name, share in self._plan.weights.shares().items()]
-        shown, num_more = parts[:_NUM_SHOWN], len(parts) - _NUM_SHOWN
-        return f"mix of {', '.join(shown)}" + f" and {num_more:,} more" * (num_more > 0)
+        for name, count in (("padding", rows.num_padding), ("repeated", rows.num_repeated)):
+            shown += f", {name}={count} of {rows.num_rows} rows ({count / rows.num_rows:.0%})" if count else ""
+        if rows.num_dropped:
+            shown += f", dropped={rows.num_dropped} of {rows.num_samples} samples ({rows.num_dropped / rows.num_samples:.0%})"
+        return shown + (f", mix={plan.weights.mix!r:.200}" if plan.weights.mix else "")
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -321,12 +353,12 @@ class _StepIterator(Iterator[Step]):
             raise ValueError("a StepSampler resumes only with snapshot_every_n_steps=1, which is torchdata's default")
         if self._num_steps == 0 or self._num_saved is not None:
             self._num_saved = self._num_steps
-        return build_state(self._sampler._plan, self._sampler._beginning() if self._at is None else self._at)
+        return self._sampler._plan.state(self._sampler._beginning() if self._at is None else self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last step of a state."""
         sampler, plan = self._sampler, self._sampler._plan
-        self._at = position = load_state(plan, state)
+        self._at = position = plan.load(state)
         requested = sampler._requested_epoch
         if requested is None or requested == position.epoch:
             self._leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, TypeAlias
 
 import torch
@@ -19,29 +20,20 @@ Transform: TypeAlias = "Callable[[Any, BatchInfo], Any]"
 
 
 class StepReader:
-    """Reads the batches of steps, in any process.
-
-    Args:
-        caches: Caches of the streams, by `Step.source`.
-        names: Name of each stream, by its number.
-        seed: Seed of the loader.
-        alternatives: Alternatives to choose from; None if there are none.
-
-    Threads/fork/pickle: immutable, safe everywhere.
-    """
+    """Reads the batches of steps, in any process; `names` are those of the streams. Immutable."""
 
     def __init__(
         self, caches: Sequence[Any], names: Sequence[Any], seed: int, alternatives: Alternatives | None
     ) -> None:
-        self._caches = list(caches)
-        self._names = list(names)
-        self._seed = seed
-        self.alternatives = alternatives
+        self._caches, self._names, self.alternatives = list(caches), list(names), alternatives
+        # equal indices in different caches of a mix are different samples
+        self._seeds = [stream_seed(seed, "samples", source) for source in range(len(caches))]
 
     def single_threaded(self) -> StepReader:
         """Return a reader that reads a batch without further threads."""
-        caches = [cache._single_threaded() for cache in self._caches]
-        return StepReader(caches, self._names, self._seed, self.alternatives)
+        reader = copy(self)
+        reader._caches = [cache._single_threaded() for cache in self._caches]
+        return reader
 
     @property
     def chosen_names(self) -> list[str]:
@@ -56,8 +48,7 @@ class StepReader:
         """Return the properties of the batches' tensors, by name."""
         merged: dict[str, TensorSchema] = {}
         for cache in self._caches:
-            schema = cache.schema
-            schema = schema if self.alternatives is None else self.alternatives.schema_of(schema)
+            schema = cache.schema if self.alternatives is None else self.alternatives.schema_of(cache.schema)
             merged |= {name: merge_schema(merged.get(name), tensor) for name, tensor in schema.items()}
         return merged
 
@@ -92,45 +83,32 @@ class StepReader:
     def info(
         self, step: Step, is_padding: torch.Tensor | None = None, collate: Any = None, edits: Sequence[Any] = ()
     ) -> BatchInfo:
-        """Return the record of a step's batch.
-
-        Args:
-            is_padding: The step's mask of padding on the device of the batch; on the CPU by default.
-            collate: How the batch is collated, as in `read_batch`; None if unknown.
-            edits: Transforms that have changed the shapes of the batch.
-        """
+        """Return the record of a step's batch; see `BatchInfo`. By default, the mask of padding is on the CPU."""
         is_padding = torch.from_numpy(step.is_padding.copy()) if is_padding is None else is_padding
-        cache, source = self._caches[step.source], self._names[step.stream]
-        at, randomness = (step.epoch, step.number, source), self._randomness(step)
+        cache, name, randomness = self._caches[step.source], self._names[step.stream], self._randomness(step)
+        at = step.epoch, step.number, name
         return BatchInfo(step.indices, is_padding, *at, cache, collate=collate, randomness=randomness, edits=edits)
 
     def _randomness(self, step: Step) -> Randomness:
         epochs = step.epoch if step.epochs is None else step.epochs
-        # equal indices in different caches of a mix are different samples
-        return Randomness(stream_seed(self._seed, "samples", step.source), epochs, self.alternatives)
+        return Randomness(self._seeds[step.source], epochs, self.alternatives)
 
 
 def _stopped(step: Step) -> RuntimeError:
-    """Return the error in place of a StopIteration that a function of the caller raised while it made the batch of a step."""
     return RuntimeError(
         f"a dataset or a collate function raised StopIteration for the samples {step.indices[:8].tolist()}"
     )
 
 
 def as_transforms(transform: Any) -> tuple[Transform, ...]:
-    """Return the functions in the argument `transform=`, in order.
-
-    Raises:
-        TypeError: `transform` is neither a function nor a list of functions.
-    """
-    if transform is None or callable(transform):
-        return () if transform is None else (transform,)
-    transforms = tuple(transform) if isinstance(transform, Sequence) else (transform,)
-    for function in transforms:
-        if not callable(function):
-            raise TypeError(
-                f"transform={transform!r:.200}, expected a function of a batch and its BatchInfo, or a list of them"
-            )
+    """Return the functions in the argument `transform=`, in order."""
+    if transform is None:
+        return ()
+    transforms = (transform,) if callable(transform) or not isinstance(transform, Sequence) else tuple(transform)
+    if not all(map(callable, transforms)):
+        raise TypeError(
+            f"transform={transform!r:.200}, expected a function of a batch and its BatchInfo, or a list of them"
+        )
     return transforms
 
 
@@ -142,20 +120,16 @@ def apply_transforms(batch: Any, info: BatchInfo, transforms: Sequence[Transform
         RuntimeError: A transform raised any other error, which is the cause of this one, or returned None.
     """
     for transform in transforms:
+        name = getattr(transform, "__qualname__", None) or repr(transform)
         try:
             batch = transform(batch, info)
-        except TensorCacheError as exc:  # of a damaged sample, for example
-            add_note(exc, _failed(transform, info))
-            raise
+            if batch is None:
+                raise ValueError("it returned None, expected the batch")
         except Exception as exc:
-            raise RuntimeError(f"{_failed(transform, info)}: {type(exc).__name__}: {exc}") from exc
-        if batch is None:
-            raise RuntimeError(f"{_failed(transform, info)}: it returned None, expected the batch")
+            at = f"step {info.step} of epoch {info.epoch}, with the samples {info.keys!r:.200}"
+            place = f"transform {name:.100} failed at {at}"
+            if isinstance(exc, TensorCacheError):  # of a damaged sample, for example
+                add_note(exc, place)
+                raise
+            raise RuntimeError(f"{place}: {type(exc).__name__}: {exc}") from exc
     return batch
-
-
-def _failed(transform: Transform, info: BatchInfo) -> str:
-    name = getattr(transform, "__qualname__", None) or repr(transform)
-    return (
-        f"transform {name:.100} failed at step {info.step} of epoch {info.epoch}, with the samples {info.keys!r:.200}"
-    )

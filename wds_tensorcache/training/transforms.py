@@ -52,7 +52,7 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
     if not isinstance(value, Mapping) or not value or not all(isinstance(name, str) for name in value):
         raise ValueError(f"value={value!r:.200}, expected replacements by name: {{'text': empty_text, 'pooled': 0}}")
     values = {name: torch.tensor(text) if isinstance(text, np.ndarray) else text for name, text in value.items()}
-    return DropText(p, values, mark)
+    return DropText(p, {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in values.items()}, mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,14 @@ class DropText:
             if isinstance(texts, torch.Tensor):
                 for row in rows:
                     self._overwrite(name, texts[row])
-            elif isinstance(texts, (list, Leaves)):
-                if rows:
-                    container[key] = self._replaced(name, texts, rows)
-            else:
+            elif not isinstance(texts, (list, Leaves)):
                 raise TypeError(f"drop_text replaces tensors and lists, but {name!r:.100} is a {type(texts).__name__}")
+            elif rows:
+                replaced = list(texts)
+                for row in rows:
+                    if replaced[row] is not None:
+                        replaced[row] = self._like(name, replaced[row])
+                container[key] = replaced if isinstance(texts, list) else Leaves(None, tuple(name.split(".")), replaced)
         info._edits.append(self)
         if self.mark is not None:
             container, key = _locate(batch, self.mark, is_new=True)
@@ -106,23 +109,15 @@ class DropText:
                 shapes[name] = torch.zeros((len(info.indices), len(shape)), dtype=torch.int64, device="cpu")
             if name not in shapes:
                 continue
+            held = rows
             if info._is_list(name):
-                # a row that is None stays None
-                held = rows[shapes[name][rows].any(1)]
+                held = rows[shapes[name][rows].any(1)]  # a row that is None stays None
             else:
-                held = rows
                 lengths.setdefault(name, info._length(name, shapes[name][:, :1]))
             if len(shape) == shapes[name].shape[1]:
                 shapes[name][held] = torch.tensor(shape, dtype=torch.int64, device="cpu")
             elif len(held):
                 del shapes[name]  # rows of a list have different numbers of dimensions
-
-    def _replaced(self, name: str, texts: Any, rows: list[int]) -> Any:
-        replaced = list(texts)
-        for row in rows:
-            if replaced[row] is not None:
-                replaced[row] = self._like(name, replaced[row])
-        return replaced if isinstance(texts, list) else Leaves(None, tuple(name.split(".")), replaced)
 
     def _overwrite(self, name: str, row: torch.Tensor) -> None:
         value = self._moved_to(name, row)
@@ -144,8 +139,7 @@ class DropText:
         if isinstance(row, np.ndarray):
             raise TypeError(f"drop_text replaces tensors and lists, but {name!r:.100} has numpy arrays")
         if not isinstance(row, torch.Tensor):
-            value = self.value[name]
-            return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            return copy.deepcopy(self.value[name])
         value = self._moved_to(name, row)
         # a number is not read on the host: if it is on a GPU, that would wait for all work before it
         return value.clone() if value.ndim else torch.empty_like(row).fill_(value)
@@ -157,10 +151,9 @@ class DropText:
             return torch.tensor(value, dtype=row.dtype, device="cpu")
         # a copy for each stream, because no other stream waits for the copy to the GPU
         key = name, row.device, row.dtype, current_stream(row.device)
-        moved = self._moved.get(key)
-        if moved is None:
-            moved = self._moved[key] = to_device(value.detach().to(row.dtype).contiguous(), False, row.device)
-        return moved
+        if key not in self._moved:
+            self._moved[key] = to_device(value.to(row.dtype).contiguous(), False, row.device)
+        return self._moved[key]
 
 
 def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, logvar: bool = False) -> SampleMoments:
@@ -199,10 +192,7 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
 
 @dataclass(frozen=True, slots=True)
 class SampleMoments:
-    """A transform made by `sample_moments`, which explains the fields.
-
-    Threads/fork/pickle: immutable, safe everywhere.
-    """
+    """A transform made by `sample_moments`, which explains the fields. Threads/fork/pickle: immutable, safe everywhere."""
 
     mean: str
     std: str | None
@@ -220,8 +210,7 @@ class SampleMoments:
         seeds = torch.from_numpy(info.seeds)
         if isinstance(means, list):
             parts = [None] * len(means) if stds is None else stds
-            rows = zip(means, parts, torch.tensor_split(seeds, len(means)), strict=True)
-            latent: Any = [self._row(*row) for row in rows]
+            latent: Any = [self._row(*row) for row in zip(means, parts, torch.split(seeds, 1), strict=True)]
         elif isinstance(means, Leaves) and all(mean is None for mean in means):
             latent = means
         else:
@@ -234,7 +223,7 @@ class SampleMoments:
         return batch
 
     def edit_shapes(self, shapes: dict[str, torch.Tensor], lengths: dict[str, int], info: BatchInfo) -> None:
-        """Change the shapes and the padded lengths of a batch, by name, as this transform has changed the batch."""
+        """Change the shapes and the padded lengths of a batch; see `DropText.edit_shapes`."""
         latents = shapes.pop(self.mean, None)
         if self.std is not None:
             shapes.pop(self.std, None)
@@ -246,7 +235,6 @@ class SampleMoments:
         shapes[self.to] = latents
 
     def _row(self, mean: Any, std: Any, seed: torch.Tensor) -> Any:
-        """Return the latent of one row of a list."""
         if mean is None:
             return None
         if std is None and self.std is not None:
