@@ -152,8 +152,8 @@ def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
     layout, _ = parse_header(body)
     arrays: dict[str, Any] = {}
     for tensor in layout.tensors.values():
-        is_right = tensor.dtype in _STORED.values() and len(tensor.shape) == 1
-        _check(is_right, f"the array {tensor.name!r}", f"{tensor.dtype}{list(tensor.shape)}")
+        if tensor.dtype not in _STORED.values() or len(tensor.shape) != 1:
+            _check(False, f"the array {tensor.name!r}", f"{tensor.dtype}{list(tensor.shape)}")
         arrays[tensor.name] = np.frombuffer(body, f"<u{STORED[tensor.dtype][0]}", tensor.shape[0], tensor.begin)
     try:
         index = dataclasses.replace(_assemble(arrays, trailer.end), digest=trailer.digest)
