@@ -48,6 +48,7 @@ def check(cache: tc.TensorCache, numbers: list[int]) -> None:
     assert list(cache.keys()) == [f"{i:03d}" for i in numbers]
     for i, number in enumerate(numbers):
         assert_same(WRITTEN[number], cache[i])
+    assert_same(WRITTEN[numbers[-1]], cache.__getitems__([-1])[0])
     for rows in (range(len(numbers)), [*range(len(numbers))] * 4):  # the second in several threads
         batch = cache.read_batch(rows)
         assert torch.equal(

@@ -43,7 +43,7 @@ class BatchInfo:
 
     def __init__(
         self,
-        indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+        indices: Array,
         is_padding: torch.Tensor,
         epoch: int = 0,
         step: int = 0,
@@ -54,7 +54,7 @@ class BatchInfo:
         randomness: Randomness | None = None,
         edits: Sequence[Any] = (),
     ) -> None:
-        self.indices = indices.copy()
+        self.indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]] = indices.copy()
         self.indices.flags.writeable = False
         self.is_padding = is_padding
         self.epoch, self.step, self.source, self.cache = epoch, step, source, cache
