@@ -190,8 +190,8 @@ def test_joined_caches(cache: tc.TensorCache, local: tc.TensorCache) -> None:
 
 def test_chosen_alternatives(cache: tc.TensorCache, local: tc.TensorCache) -> None:
     options: dict[str, Any] = {
-        "choose": {"one": ["bits.int", "bits.scalar"]},
-        "choices": {"one": [1, 0]},
+        "choose": {"one": ["bits.int", "bits.scalar"], "value": ["prompt", "size.*"]},
+        "choices": {"one": [1, 0], "value": [0, 1]},
         "collate": "list",
     }
     assert_equal(local.read_batch([3, 8], **options), cache.read_batch([3, 8], **options))

@@ -12,6 +12,7 @@ from wds_tensorcache.reading.positions import in_order
 from wds_tensorcache.shards.key_table import Keys
 
 Array = np.ndarray[Any, Any]
+_PIECE = 1 << 16
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 
 
@@ -70,9 +71,12 @@ def _keys_of(cache: Any) -> Keys:
 
 def _gather(text: Array, begins: Array, lengths: Array) -> Array:
     """Return the bytes of keys without gaps."""
-    offsets = np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
-    gathered: Array = text[offsets + np.arange(len(offsets))]
-    return gathered
+    parts = [np.empty(0, np.uint8)]
+    for first in range(0, len(begins), _PIECE):  # offsets take 24 bytes for each byte of a key
+        begin, length = begins[first : first + _PIECE], lengths[first : first + _PIECE]
+        offsets = np.repeat(begin - np.cumsum(length) + length, length)
+        parts.append(text[offsets + np.arange(len(offsets))])
+    return np.concatenate(parts)
 
 
 def _match_hashes(first: Keys, other: Keys) -> tuple[Array | None, list[str]] | None:
