@@ -127,8 +127,7 @@ def test_strays(tmp_path: Path) -> None:
     for name in [*strays, *others]:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "000000.tar").touch()
-    others += [".x.y.aaaaaaaa.tmp", ".x.y.bbbbbbbb.tmp", ".x.y.cccccccc.tmp"]
-    (tmp_path / others[-3] / "folder").mkdir(parents=True)  # not a file of a cache
+    others += [".x.y.bbbbbbbb.tmp", ".x.y.cccccccc.tmp"]
     os.mkfifo(tmp_path / others[-2])
     (tmp_path / others[-1]).symlink_to(tmp_path / others[0])
     with room._lock_folder(str(tmp_path / strays[0])) as is_ours:  # a living repair

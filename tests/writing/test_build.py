@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,6 @@ def test_an_iterable(tmp_path: Path) -> None:
     assert list(plain.keys()) == [f"{i:09d}" for i in range(5)]
 
 
-def test_another_cache(tmp_path: Path) -> None:
-    first = build(Numbers(), tmp_path / "a", keys=key)
-    second = build(first, tmp_path / "b", lambda batch: [{"x": sample["x"] + 1} for sample in batch])
-    assert list(second.keys()) == list(first.keys())
-    assert second["n3"]["x"].load()[0] == 7
-
-
 def test_batches_are_cut_into_samples(tmp_path: Path) -> None:
     """A batch is cut into samples, whose bytes are their own rows alone."""
 
@@ -140,14 +134,6 @@ def test_batches_are_cut_into_samples(tmp_path: Path) -> None:
 def test_not_one_row_for_each_item(tmp_path: Path, made: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(Numbers(), tmp_path, made)
-
-
-def test_called_again(tmp_path: Path) -> None:
-    build(Numbers(), tmp_path / "x", keys=[f"{i}" for i in range(COUNT)])
-    fn, called = counted()
-    source = Numbers()
-    build(source, tmp_path / "x", fn, keys=[f"{i}" for i in range(COUNT)])
-    assert (called, source.num_read) == ([], 0)  # what is there is not even read
 
 
 @pytest.mark.parametrize("fails_at", [0, 4, 9, 22])
@@ -196,24 +182,6 @@ def test_an_item_that_fails(tmp_path: Path, fails_at: int, where: str) -> None:
     assert list(cache.keys()) == [f"n{i}" for i in range(COUNT)]
     assert [tc.realize(sample) for sample in cache] == [{"i": i} for i in range(COUNT)]
     assert tc.verify(tmp_path / "x").ok
-
-
-def test_an_item_that_fails_in_a_worker(tmp_path: Path) -> None:
-    class Failing(Numbers):
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            if i == 17:
-                raise ZeroDivisionError
-            return super().__getitem__(i)
-
-    def work() -> None:
-        with pytest.raises(ZeroDivisionError) as caught:
-            build(Failing(), tmp_path, num_workers=2)
-        if sys.version_info >= (3, 11):
-            assert "item 17 of the source" in str(caught.value)
-        os._exit(0)  # torch waits ten seconds for workers whose loader is collected before its end
-
-    assert run_in_child(work) == 0
-    assert len(tc.open(tmp_path)) == 16
 
 
 def test_an_item_that_fails_where_the_shard_does_too(tmp_path: Path) -> None:
@@ -279,106 +247,6 @@ def test_another_fingerprint(tmp_path: Path) -> None:
         build(Numbers(), tmp_path, fingerprint=MADE | {"revision": 2})
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
-    for options, error, message in (
-        ({"keys": ["a"]}, ValueError, "1 keys for 23 items"),
-        ({"keys": ["a"] * COUNT}, ValueError, "two items have the key 'a'"),
-        ({"batch_size": 0}, ValueError, "batch_size=0"),
-        ({"num_workers": -1}, ValueError, "num_workers=-1"),
-        ({"keys": lambda item: f"no.{item['value']}"}, tc.InvalidKeyError, "a dot in its last part"),
-        ({"fingerprint": {"x": object()}}, TypeError, "JSON"),
-    ):
-        with pytest.raises(error, match=message):
-            build(Numbers(), tmp_path, **options)
-    with pytest.raises(ValueError, match="generator has no length"):
-        build((i for i in range(3)), tmp_path, num_workers=2)
-
-
-def test_one_batch_of_any_size(tmp_path: Path) -> None:
-    for number, source in enumerate((Numbers(), (Numbers()[i] for i in range(COUNT)))):
-        with build(source, tmp_path / str(number), batch_size=1 << 70) as cache:
-            assert len(cache) == COUNT
-
-
-def test_writing_goes_on_behind_the_model(tmp_path: Path) -> None:
-    """While a batch is computed, another thread writes the one before."""
-    threads: set[str] = set()
-
-    def encoder(members: dict[str, Any]) -> dict[str, Any]:
-        threads.add(threading.current_thread().name)
-        return {name: value.encode() for name, value in members.items()}
-
-    build(Numbers(), tmp_path, digest=digest, encoder=encoder)
-    assert threads == {"tensorcache-build_0"}
-
-
-def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build(Numbers(), tmp_path, progress=True)
-    assert "23/23" in capsys.readouterr().err
-    build(Numbers(), tmp_path, progress=True)
-    assert "23/23" in capsys.readouterr().err
-    build(Numbers(count=3), tmp_path / "quiet", progress=False)
-    assert not capsys.readouterr().err
-
-
-class Calls(list[tuple[int, Any]]):
-    """A function for `progress=` that records its calls, all of which must come from one thread."""
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-
-    def __call__(self, done: int, total: int | None) -> None:
-        assert threading.get_ident() == self.thread
-        self.append((done, total))
-
-    def check(self, first: int, count: int, total: int | None = COUNT) -> None:
-        """Assert that the calls begin with `first` samples, end with `count`, and never go back or repeat."""
-        assert self[0] == (0, total)
-        assert first in [done for done, _ in self]
-        assert self[-1] == (count, total)
-        assert self == sorted(set(self), key=lambda call: call[0])
-        assert {each for _, each in self} == {total}
-
-
-def test_progress_is_a_function(tmp_path: Path) -> None:
-    """It counts samples, also those that are finished, and of a source without a length."""
-    calls = Calls()
-    build(Numbers(), tmp_path / "a", progress=calls).close()
-    calls.check(0, COUNT)
-    assert len(calls) > 3  # also during the build
-    calls = Calls()
-    build(Numbers(), tmp_path / "a", progress=calls).close()
-    calls.check(4, COUNT)
-    calls = Calls()
-    source = [Numbers()[i] for i in range(COUNT)]
-    build(iter(source), tmp_path / "b", progress=calls).close()
-    calls.check(0, COUNT, None)
-
-
-@pytest.mark.parametrize("changed", [(), (20,), (0, 1, 2, 3, 4, 5)], ids=str)
-def test_progress_of_a_version(tmp_path: Path, changed: tuple[int, ...]) -> None:
-    build(Numbers(), tmp_path / "a", digest=digest, keys=key).close()
-    for _ in range(2):  # the second call finds the version complete
-        calls = Calls()
-        source = Numbers(changed)
-        build(source, tmp_path / "b", digest=digest, keys=key, reuse=tmp_path / "a", progress=calls).close()
-        calls.check(0, COUNT)
-        assert len(calls) > 3
-
-
-def test_an_error_of_progress_keeps_the_samples(tmp_path: Path) -> None:
-    def fail(done: int, total: int | None) -> None:
-        if done >= 8:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        build(Numbers(), tmp_path, progress=fail)
-    fn, called = counted()
-    build(Numbers(), tmp_path, fn).close()
-    assert len(called) <= COUNT - 8  # two batches were written, and perhaps those that were computed meanwhile
-    assert len(tc.open(tmp_path)) == COUNT
-
-
 def test_a_sample_without_its_cache_is_not_finished(tmp_path: Path) -> None:
     made = {"model": 1}
     with tc.ShardWriter(tmp_path, fingerprint=made) as sink:
@@ -388,3 +256,183 @@ def test_a_sample_without_its_cache_is_not_finished(tmp_path: Path) -> None:
         tc.build(
             range(2), lambda batch: [{"x": torch.zeros(3)} for _ in batch], tmp_path, fingerprint=made, keys=["0", "1"]
         )
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_progress(tmp_path: Path, kind: str) -> None:
+    """It counts samples, also those that are finished, and of a source without a length; one thread calls it."""
+    total = COUNT if kind == "map" else None
+    for first in (0, 4):  # the second build finds all samples
+        calls: list[tuple[int, int | None]] = []
+        threads = set()
+
+        def progress(done: int, total: int | None) -> None:
+            calls.append((done, total))  # noqa: B023 called here
+            threads.add(threading.get_ident())  # noqa: B023
+
+        source = Numbers() if kind == "map" else iter([Numbers()[i] for i in range(COUNT)])
+        build(source, tmp_path, progress=progress).close()
+        assert (calls[0], calls[-1]) == ((0, total), (COUNT, total))
+        assert (first, total) in calls
+        assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+        assert threads == {threading.get_ident()}
+
+
+def test_memory_that_fn_uses_again(tmp_path: Path) -> None:
+    """Samples are written as `fn` returned them, even if it reuses its memory."""
+    tensor, array, rows = torch.empty(4, 200_000), np.empty((4, 50_000), np.float32), [torch.empty(3) for _ in range(4)]
+    raw = bytearray(1)
+
+    def fn(items: list[int]) -> Any:
+        for row, item in enumerate(items):
+            tensor[row], array[row] = item, item
+            rows[row].fill_(item)
+        return {"x": tensor[: len(items)], "more": {"y": array[: len(items)], "z": rows[: len(items)]}}
+
+    def samples(items: list[int]) -> Any:
+        fn(items)
+        raw[0] = items[0]
+        return [{"x": tensor[row], "y": [array[row], {"z": (rows[row],)}], "raw": raw} for row in range(len(items))]
+
+    nested = build(list(range(40)), tmp_path / "a", fn)
+    listed = build(list(range(40)), tmp_path / "b", samples)
+    for i in range(40):
+        found = tc.realize(nested[i])
+        assert (found["x"] == i).all()
+        assert (found["more"]["y"] == i).all()
+        assert (found["more"]["z"] == i).all()
+        found = tc.realize(listed[i])
+        assert found["raw"] == bytes([i // 4 * 4])
+        assert (found["x"] == i).all()
+        assert (found["y"][0] == i).all()
+        assert (found["y"][1]["z"][0] == i).all()
+
+
+def grouped(items: list[dict[str, Any]]) -> list[Any]:
+    """Return samples that depend on the batch, as a model that pads does."""
+    longest = max(other["value"] for other in items) % 100
+    return [{"x": torch.full((longest + 1,), item["value"])} for item in items]
+
+
+def broken_at(name: str, stop: Callable[[], None]) -> Any:
+    def fn(items: list[dict[str, Any]]) -> list[Any]:
+        if any(item["name"] == name for item in items):
+            stop()
+        return grouped(items)
+
+    return fn
+
+
+def stop_with(error: type[BaseException]) -> None:
+    raise error
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
+@pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
+def test_batches_stay_the_same_ones(
+    tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException] | None
+) -> None:
+    """After an error or an interrupt, a shard is shorter; if the process was killed, the bytes stay, too."""
+    whole = build(Numbers(), tmp_path / "whole", grouped)
+    if error is None:
+        assert run_in_child(lambda: build(kind(), tmp_path / "x", broken_at(fails_at, kill))) == -signal.SIGKILL
+    else:
+        with pytest.raises(error):
+            build(kind(), tmp_path / "x", broken_at(fails_at, partial(stop_with, error)))
+        assert len(tc.open(tmp_path / "x")) == int(fails_at[1:]) // 4 * 4
+    cache = build(kind(), tmp_path / "x", grouped)
+    assert list(cache.keys()) == list(whole.keys())
+    for one, other in zip(whole, cache, strict=True):
+        assert_same(tc.realize(one), tc.realize(other))
+    whole.close()
+    cache.close()
+    if error is None:
+        compare(tmp_path / "x", tmp_path / "whole")
+
+
+def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:
+    def items(numbers: Any) -> list[dict[str, Any]]:
+        return [{"__key__": f"{number:09d}", "value": number} for number in numbers]
+
+    build(items(range(10)), tmp_path).close()
+    fn, called = counted()
+    cache = build(items([0, *range(100, 109)]), tmp_path, fn)
+    assert called == [0, *range(100, 109)]  # the first batch whole
+    assert len(cache) == 19
+    gaps = [number for number in range(40) if number % 7 != 5]
+    for _ in range(2):
+        assert len(build(items(gaps), tmp_path / "gaps")) == len(gaps)
+    mixed = [*items(range(5)), {"value": 5}]
+    with pytest.raises(ValueError, match="item '000000005' lacks a '__key__', unlike"):
+        build(mixed, tmp_path / "mixed")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "message"),
+    [
+        (torch.utils.data.DataLoader(Numbers()), {}, TypeError, "its dataset, since build makes batches"),
+        ({"a": 1}, {}, TypeError, "a dict cannot be a dataset"),
+        (7, {}, TypeError, "a int has neither"),
+        ([], {}, ValueError, "the source has no items"),
+        (iter(()), {}, ValueError, "the source has no items"),
+        (iter([1]), {"keys": ["a"]}, ValueError, "a list of keys needs a map-style dataset"),
+        (Numbers(), {"keys": list(range(COUNT))}, tc.InvalidKeyError, "__key__ is 0, expected a non-empty str"),
+        (Numbers(), {"keys": [*map(str, range(22)), "a.b"]}, tc.InvalidKeyError, "'a.b' has a dot"),
+        (Numbers(), {"keys": lambda item: item["value"]}, tc.InvalidKeyError, "__key__ is 0"),
+        (Numbers(), {"digest": lambda item: None}, TypeError, "item 0, key '000000000': digest returned a NoneType"),
+        (Numbers(), {"digest": lambda item: b"x"}, TypeError, "digest returned a bytes"),
+        (Numbers(), {"fingerprint": None}, TypeError, "expected a dict with str keys"),
+        (
+            Numbers(),
+            {"fingerprint": {"a": 1, "dtype": torch.bfloat16}},
+            TypeError,
+            r"fingerprint\['dtype'\] .* pass a str, for example 'torch.bfloat16'",
+        ),
+        (Numbers(), {"fingerprint": {"a": float("nan")}}, ValueError, r"fingerprint\['a'\]"),
+        (Numbers(), {"keys": ["a"]}, ValueError, "1 keys for 23 items"),
+        (Numbers(), {"keys": ["a"] * COUNT}, ValueError, "two items have the key 'a'"),
+        (Numbers(), {"keys": lambda item: "a"}, ValueError, "two items have the key 'a'"),
+        (Numbers(), {"batch_size": 0}, ValueError, "batch_size=0"),
+        (Numbers(), {"num_workers": -1}, ValueError, "num_workers=-1"),
+        ((i for i in range(3)), {"num_workers": 2}, ValueError, "generator has no length"),
+        (Numbers(), {"overwrite": True}, TypeError, "does not accept overwrite="),
+        (Numbers(), {"footer": False, "manifest": False}, ValueError, "the fingerprint needs one of the two"),
+    ],
+)
+def test_bad_arguments(
+    tmp_path: Path, source: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    def fn(items: list[Any]) -> Any:
+        raise AssertionError("computed")
+
+    with pytest.raises(error, match=message):
+        build(source, tmp_path, fn, **options)
+
+
+def test_a_folder_of_other_shards(tmp_path: Path) -> None:
+    build(Numbers(), tmp_path / "a-%d.tar").close()
+    with pytest.raises(ValueError, match=r"contains a-0.tar, which does not match 'b-%d.tar'; pass a pattern"):
+        build(Numbers(), tmp_path / "b-%d.tar")
+    with pytest.raises(tc.StaleCacheError, match="build into another folder, or delete this one"):
+        build(Numbers(), tmp_path / "a-%d.tar", fingerprint={"model": "triple"})
+    (tmp_path / "a-0.tar").write_bytes((tmp_path / "a-0.tar").read_bytes()[:700])
+    with pytest.raises(tc.FormatError, match=r"\(tc\.verify\) describes the damage, .*\(tc\.repair\) saves all other"):
+        build(Numbers(), tmp_path / "a-%d.tar")
+
+
+def test_a_repaired_cache_is_completed(tmp_path: Path) -> None:
+    build(Numbers(), tmp_path / "x", keys=key).close()
+    with (tmp_path / "x" / "000002.tar").open("r+b") as file:
+        file.truncate(3000)
+    assert not tc.repair(tmp_path / "x", tmp_path / "mended").ok
+    fn, called = counted()
+    cache = build(Numbers(), tmp_path / "mended", fn, keys=key)
+    assert set(called) >= set(range(12, 15))
+    assert set(called) <= set(range(8, 16))
+    assert sorted(cache.keys()) == sorted(f"n{i}" for i in range(COUNT))
+    assert tc.verify(tmp_path / "mended").ok

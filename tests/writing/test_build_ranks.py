@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -67,15 +65,6 @@ def test_each_batch_has_one_rank(tmp_path: Path, count: int, batch_size: int, wo
     for begin in range(0, len(ranks), world_size):
         group = ranks[begin : begin + world_size]
         assert len(set(group)) == len(group)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 2)])
-def test_items_of_a_lost_rank_are_shared_evenly(tmp_path: Path, before: int, after: int) -> None:
-    """If another number of ranks continues what one rank has not computed."""
-    lost = set(own_items(tmp_path, 0, before, 2000, 1))
-    shares = [len(lost & set(own_items(tmp_path, rank, after, 2000, 1))) for rank in range(after)]
-    assert sum(shares) == len(lost)
-    assert max(shares) < 1.5 * len(lost) / after
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -172,54 +161,6 @@ def test_killed_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
         finished = there
     assert finish(start_ranks(worlds[-1], False)) == [0] * worlds[-1]
     check(tmp_path)
-
-
-def test_one_rank_is_killed(tmp_path: Path) -> None:
-    """It costs its unfinished shard, and no sample of another rank."""
-    mine, out = own_items(tmp_path, 0, 2), tmp_path / "x"
-
-    def killed(items: list[Any]) -> Any:
-        if items[0]["value"] == mine[8]:  # in the fifth batch; max_samples is 5
-            while "r0of2-000000.tar" not in (out / "manifest.json").read_text():
-                time.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return double(items)
-
-    build_rank(out, 1, 2).close()
-    assert finish([start(lambda: build_rank(out, 0, 2, killed))]) == [-signal.SIGKILL]
-    assert len(tc.open(out)) == COUNT - len(mine) + 5
-    fn, called = counted()
-    build_rank(out, 0, 2, fn).close()
-    assert called == mine[4:]  # the batch of the fifth sample is computed whole
-    check(out)
-
-
-def test_one_rank_is_terminated(tmp_path: Path) -> None:
-    """As torchrun does if another rank fails: with a handler that exits, no sample is lost."""
-    mine, out = own_items(tmp_path, 0, 2), tmp_path / "x"
-    read, write = os.pipe()
-
-    def waiting(items: list[Any]) -> Any:
-        if items[0]["value"] == mine[6]:
-            os.write(write, b".")
-            time.sleep(60)
-        return double(items)
-
-    def work() -> None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        build_rank(out, 0, 2, waiting, max_samples=100)
-
-    child = start(work)
-    assert os.read(read, 1) == b"."
-    os.kill(child, signal.SIGTERM)
-    assert finish([child]) == [1]
-    os.close(read)
-    os.close(write)
-    fn, called = counted()
-    build_rank(out, 0, 2, fn).close()
-    assert called == mine[6:]
-    build_rank(out, 1, 2).close()
-    check(out)
 
 
 def test_entries_that_another_rank_overwrote(tmp_path: Path) -> None:
@@ -323,23 +264,6 @@ def test_ranks_without_items(tmp_path: Path) -> None:
             build(source, tmp_path / "none", rank=1, world_size=3)
 
 
-def test_items_in_another_order(tmp_path: Path) -> None:
-    """The last rank finds its own keys in the shards of another rank; a version has each of them once."""
-    items = random.Random(0).sample([Numbers()[i] for i in range(COUNT)], COUNT)
-    children: list[int] = []
-
-    def after_the_other(batch: list[Any]) -> Any:
-        if not children:
-            children.append(start(lambda: build_rank(tmp_path / "x", 0, 2)))
-            assert finish(children) == [0]
-        return double(batch)
-
-    with pytest.raises(ValueError, match=r"r0of2-.*samples of items of this rank.* not in the same order.*reuse="):
-        build_rank(tmp_path / "x", 1, 2, after_the_other, source=items)
-    build(Numbers(), tmp_path / "mended", keys=key, reuse=tmp_path / "x").close()
-    check(tmp_path / "mended")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -353,20 +277,3 @@ def test_bad_arguments_of_ranks(tmp_path: Path, options: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         build(Numbers(), out, **{"rank": 0, "world_size": 2} | options)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_version_of_a_cache_of_ranks(tmp_path: Path) -> None:
-    for rank in range(3):
-        build_rank(tmp_path / "1", rank, 3, digest=digest).close()
-    with tc.open(tmp_path / "1") as cache:
-        order = list(cache.keys())
-    with build(Numbers((3,), 30), tmp_path / "2", keys=key, digest=digest, reuse=tmp_path / "1") as cache:
-        assert list(cache.keys()) == order + [f"n{i}" for i in range(COUNT, 30)]
-        assert cache["n3"]["of"] == 103
-    assert tc.verify(tmp_path / "2").ok
-
-
-def test_progress_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = len(own_items(tmp_path, 1, 2))
-    build_rank(tmp_path / "x", 1, 2, progress=True).close()
-    assert f"{mine}/{mine}" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +101,6 @@ def test_few_items_of_other_ranks_are_read(tmp_path: Path) -> None:
     num_own = len(tc.open(tmp_path / "r1of2-*.tar"))
     assert num_own + 2 <= len(set(source.read)) <= num_own + 64
     cache.close()
-
-
-def test_items_without_a_digest_of_other_ranks_do_not_warn(tmp_path: Path) -> None:
-    class Number:
-        def __init__(self, value: int) -> None:
-            self.value = value
-
-    items = [Number(i) for i in ITEMS]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for rank in range(2):
-            build_rank(tmp_path, rank, items, lambda items: [{"x": torch.tensor(item.value)} for item in items]).close()
-    with tc.open(tmp_path) as cache:
-        assert values(cache) == ITEMS
 
 
 class Random(Indexed):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
 from tests.kills import COUNT, check, compare, sample, write_until_killed
 
 
@@ -70,23 +67,6 @@ def test_a_shard_that_the_manifest_does_not_have(tmp_path: Path) -> None:
 def test_killed_at_random(tmp_path: Path) -> None:
     """Real processes, really killed; `python -m tests.kills 1000` does it as often as one likes."""
     write_until_killed(tmp_path, 50, seed=0)
-
-
-@pytest.mark.parametrize("limit", [5_000, 60_000, 130_000, 200_000])
-def test_a_disk_that_is_full(tmp_path: Path, limit: int) -> None:
-    """The system refuses to write more: in another process, which may write files of so many bytes only."""
-    write(tmp_path / "whole")
-
-    def write_limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        write(tmp_path / "x")
-
-    assert run_in_child(write_limited) == (errno.EFBIG if limit < 200_000 else 0)
-    found = check(tmp_path / "x")
-    assert len(found) % 5 == 0 or len(found) == COUNT
-    assert not [name for name in os.listdir(tmp_path / "x") if name.endswith(".tmp")]
-    write(tmp_path / "x", resume=True)
-    compare(tmp_path / "x", tmp_path / "whole")
 
 
 def test_temporary_files(tmp_path: Path) -> None:

@@ -160,11 +160,6 @@ def _noting(batch: list[Target]) -> Iterator[None]:
 class Batch:
     """The samples that `fn` returned for a batch: a list, or nested dicts of tensors, arrays and lists with a row per sample.
 
-    Args:
-        returned: The batch.
-        count: Number of its samples.
-        describe: Function from the number of a row to the name of its item, for messages.
-
     Raises:
         EncodeError: The batch is nested too deeply, or contains itself.
         ValueError: The batch is a tuple, some part of it does not have `count` rows, or a sample is None.
@@ -232,11 +227,8 @@ def _rows(value: Any, count: int) -> Any:
 class SampleProgress(Progress):
     """The progress of a build in samples.
 
-    Attributes:
-        num_old: Number of samples that were finished before this call, and do not change the rate.
-        num_new: Number of other finished samples.
-
-    Threads: one thread counts old samples and shows; another one may count new samples.
+    Threads: one thread shows, and counts in `num_old` samples that were finished before this call, and do not change the rate;
+        another one counts the others in `num_new`.
     """
 
     def __init__(self, show: bool | Callable[[int, int | None], object] | None, total: int | None) -> None:

@@ -48,20 +48,11 @@ class Items(Dataset[Item]):
     Attributes:
         num_items: Number of items of this rank; None if unknown.
         num_all: Number of items of all ranks; for an iterable, of those found so far.
-        batch_size: Number of items in each batch but the last.
         is_map: True for a map-style dataset, False for an iterable.
-        has_digests: True if the caller gives items a digest.
         are_numbered: True if the keys of items are their numbers. If the items of the source have a `__key__`, it becomes
             False when the first of them is read.
         compares: True if items whose keys are their numbers are compared by `digest_item`: nothing else shows whether an item
             has changed its place.
-        rank, world_size: Rank of this process, and number of ranks.
-
-    Raises:
-        InvalidKeyError: Some reader of shards would misread a key.
-        TypeError: `items` is not a dataset.
-        ValueError: The number of keys differs from the number of items; a key occurs twice; or `items` is an iterable, and
-            workers or a list of keys are given.
     """
 
     def __init__(

@@ -65,8 +65,6 @@ class OldShard:
     """A shard to copy samples from.
 
     Attributes:
-        path: Path of the shard.
-        index: Index of the shard.
         identity: Identity of the indexed file.
         prefix: Prefix of the keys of copied samples. If it is not empty, all copied members get new tar headers.
         has_footer: True if an index is at the end of the shard.

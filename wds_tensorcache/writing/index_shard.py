@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
+from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.reading.find_shards import file_identity, shard_names
 from wds_tensorcache.shards.after_end import check_end, load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, read_index
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.load_index import load_index, scan
@@ -71,29 +70,31 @@ def index_shard(
     path: str, dali_index: bool, index_folder: str | os.PathLike[str] | None = None
 ) -> tuple[ShardIndex, str | None]:
     """Index a shard as `write_index` does; return the index, and the path of the manifest to which the shard was added."""
-    if is_url(path):
-        return _index_url(path, dali_index, None if index_folder is None else os.fsdecode(index_folder)), None
-    if index_folder is not None:
+    is_remote = is_url(path)
+    if index_folder is not None and not is_remote:
         raise ValueError(
             f"{path} is local: index_folder= is for shards at urls, since the index must be next to the shard"
         )
-    file = ShardFile(path)
-    try:
-        index = scan_shard(file.read, file.nbytes)
-    except TensorCacheError as exc:
-        raise exc.at(path) from exc
-    check_end(file, index.end, len(index.keys))
-    check_replaceable(sidecar_path(path), *[dali_index_path(path)] * dali_index)
-    folder, name = folder_of(os.path.dirname(path)), os.path.basename(path)
-    for written in (sidecar_path(name), dali_index_path(name)):
+    folder, name = _place_of(path, None if index_folder is None else os.fsdecode(index_folder))
+    file = RemoteFile(path) if is_remote else ShardFile(path)
+    index = scan(file)
+    if isinstance(file, ShardFile):
+        check_end(file, index.end, len(index.keys))
+    elif index.hidden is not None:
+        raise hidden_members(index.end, index.hidden).at(shown(path))
+    folder.make()
+    written = [sidecar_path(name), *[dali_index_path(name)] * dali_index]
+    if not folder.is_remote:
+        check_replaceable(*map(folder.locate, written))
         # left by a killed call; one that runs now writes its file again
-        for stray in find_temporary(folder.path, re.escape(written)):
+        for stray in (stray for each in written for stray in find_temporary(folder.path, re.escape(each))):
             remove_stray(stray)
     manifest, url, is_added = Manifest(), None, False
     with contextlib.suppress(FormatError):  # a damaged manifest stays as it is
-        manifest = Manifest.of(folder)
-        url = _find(manifest, folder, path)
-        is_added = url is None and _may_be_added(folder, name)
+        if not is_remote:
+            manifest = Manifest.of(folder)
+            url = _find(manifest, folder, path)
+            is_added = url is None and _may_be_added(folder, name)
     older = folder.read(sidecar_path(name))
     index = _with_older(index, _stored_index(file, older), None if url is None else manifest.fingerprint(url))
     sidecar = build_footer(index, file.nbytes)
@@ -109,7 +110,8 @@ def index_shard(
     if url is not None and older not in (None, sidecar):
         list_shard(ShardEntry(url, len(index.keys), file.nbytes))
     folder.write(sidecar_path(name), sidecar)
-    index = load_index(ShardFile(path))
+    if not is_remote:
+        index = load_index(ShardFile(path))  # with the digest that readers find
     if url is not None or is_added:
         list_shard(entry_of(path, index, url))
     if dali_index:
@@ -117,34 +119,19 @@ def index_shard(
     return index, folder.locate(MANIFEST) if is_added else None
 
 
-def _index_url(url: str, dali_index: bool, index_folder: str | None) -> ShardIndex:
-    """Scan a shard by requests for one version of it, and write its indexes next to it, or into `index_folder`."""
-    name = name_of(url)
+def _place_of(path: str, index_folder: str | None) -> tuple[Folder, str]:
+    """Return the folder for the indexes of a shard, and the shard's name."""
+    if not is_url(path):
+        return folder_of(os.path.dirname(path)), os.path.basename(path)
+    name = name_of(path)
     if index_folder is None:
-        index_folder = url.rpartition("/")[0]
+        index_folder = path.rpartition("/")[0]
     elif name in ("", ".", "..") or "/" in name or os.sep in name:
-        raise ValueError(f"{shown(url)}: {name!r} is not the name of a shard")
+        raise ValueError(f"{shown(path)}: {name!r} is not the name of a shard")
     if is_url(index_folder) and is_web(index_folder):
-        problem = "an index cannot be written to a web server"
-        raise ValueError(
-            f"{shown(index_folder)}: {problem}; pass index_folder=, a local folder or one in an object store"
-        )
-    folder = folder_of(index_folder)
-    file = RemoteFile(url)
-    try:
-        index = scan(file)
-        if index.hidden is not None:
-            raise hidden_members(index.end, index.hidden)
-    except TensorCacheError as exc:
-        raise exc.at(shown(url)) from exc
-    folder.make()
-    if not folder.is_remote:
-        check_replaceable(folder.locate(sidecar_path(name)), folder.locate(dali_index_path(name)))
-    index = _with_older(index, _stored_index(file, folder.read(sidecar_path(name))), None)
-    folder.write(sidecar_path(name), build_footer(index, file.nbytes))
-    if dali_index:
-        write_dali_index(folder, name, index)
-    return index
+        remedy = "pass index_folder=, a local folder or one in an object store"
+        raise ValueError(f"{shown(index_folder)}: an index cannot be written to a web server; {remedy}")
+    return folder_of(index_folder), name
 
 
 def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardIndex | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from wds_tensorcache.errors import InvalidKeyError, StaleCacheError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
-from wds_tensorcache.shards.fingerprint import SOURCE
+from wds_tensorcache.shards.fingerprint import SOURCE, check_same
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import Files
@@ -95,7 +95,7 @@ def merge(
 
     Raises:
         InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
-        StaleCacheError: Caches have different fingerprints, and `mixed` is False.
+        StaleCacheError: A cache has a fingerprint that the first one does not have, and `mixed` is False.
         ValueError: There are no sources, or not as many prefixes as sources.
         And the errors of `reshard`.
     """
@@ -109,7 +109,7 @@ def merge(
     shards = [shard for part in parts for shard in part]
     if not mixed:
         _unite_sources(shards)
-        _check_fingerprints(sources, parts)
+        _check_fingerprints(parts)
     _check_keys(shards)
     plan = [
         NewShard(DEFAULT_NAME % number, runs, dali_index=dali_index)
@@ -145,22 +145,16 @@ def _unite_sources(shards: list[OldShard]) -> None:
             shard.fingerprint = {**(shard.fingerprint or {}), SOURCE: folders}
 
 
-def _check_fingerprints(sources: Sequence[CachePaths], parts: list[list[OldShard]]) -> None:
-    """Raise StaleCacheError unless the shards of all caches have the same fingerprints."""
-    first = {_text(shard): shard.fingerprint for shard in parts[0]}
-    for source, part in zip(sources[1:], parts[1:], strict=True):
-        other = {_text(shard): shard.fingerprint for shard in part}
-        if other.keys() != first.keys():
-            left, right = (next(iter(fingerprints.values())) for fingerprints in (first, other))
-            fault = f"{source} was made with {_differing(right, left)}, but {sources[0]} with {_differing(left, right)}"
-            raise StaleCacheError(f"{fault}; merge them with --mixed (mixed=True) if they belong together")
-
-
-def _differing(fingerprint: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
-    if fingerprint is None or other is None:
-        return "no fingerprint" if fingerprint is None else f"{dict(fingerprint)!r:.300}"
-    fields = {name: value for name, value in fingerprint.items() if name not in other or other[name] != value}
-    return f"{fields!r:.300}" if fields else "several fingerprints"
+def _check_fingerprints(parts: list[list[OldShard]]) -> None:
+    """Raise StaleCacheError if a shard has a fingerprint that the first cache does not have."""
+    texts = set(map(_text, parts[0]))
+    for shard in chain.from_iterable(parts[1:]):
+        if _text(shard) not in texts:
+            try:
+                check_same(shard.path, shard.fingerprint, parts[0][0].fingerprint)
+            except StaleCacheError as exc:
+                remedy = "merge them with --mixed (mixed=True) if they belong together"
+                raise StaleCacheError(f"{exc}; {remedy}") from exc
 
 
 def _check_keys(shards: list[OldShard]) -> None:

@@ -13,9 +13,6 @@ from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace
 from wds_tensorcache.storage.locks import Flock
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
-# matches names of files in a cache
-_WRITTEN = re.compile(r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL).fullmatch
-
 
 def check_local(path: str | os.PathLike[str], role: str) -> None:
     """Raise ValueError, which says that `role` must be local, if a path is a url."""
@@ -27,12 +24,7 @@ def check_local(path: str | os.PathLike[str], role: str) -> None:
 
 
 def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for the version") -> str:
-    """Return the absolute path of a folder that can be made or replaced. If it is not empty, the error ends with `hint`.
-
-    Raises:
-        FileExistsError: The path is a file, a folder that is not empty, the current folder, or a mount point.
-        ValueError: The path is empty.
-    """
+    """Return the absolute path of a folder that can be made or replaced. If it is not empty, the error ends with `hint`."""
     check_local(out, "a folder that appears by one rename")
     path = os.fsdecode(out)
     if not path:
@@ -75,7 +67,7 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
     for stray in find_temporary(parent, re.escape(name)):
         # an OSError means that it is not a folder, belongs to another user, or is just being deleted
         with contextlib.suppress(OSError), _lock_folder(stray) as is_ours:
-            if is_ours and stray != folder and _is_of_caches(stray):
+            if is_ours and stray != folder:
                 shutil.rmtree(stray, ignore_errors=True)
     os.makedirs(folder, exist_ok=token is not None)
     with _lock_folder(folder) as is_locked:
@@ -94,13 +86,6 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
             raise
     if fsync:
         fsync_folder(parent)
-
-
-def _is_of_caches(folder: str) -> bool:
-    """Return whether a folder contains only files that caches consist of, and no empty subfolder."""
-    return all(
-        all(map(_WRITTEN, files)) and (path == folder or folders or files) for path, folders, files in os.walk(folder)
-    )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ from wds_tensorcache.storage.urls import check_not_url, is_url, join_url
 
 DEFAULT_NAME = "%06d.tar"
 _SIDECARS = (DALI_SUFFIX, SIDECAR_SUFFIX)
+_OTHER_FILES = (".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".gz", ".tgz", ".zip")
+_DEFAULT_RANK = 1, 0  # world size and rank of a build on one process
 _NUMBER = re.compile(r"%(?:0\d+)?d")
 _RANK = re.compile(r"r([0-9]+)of([0-9]+)-(?=%(?:0\d+)?d)")  # before the number, in patterns of ranks
 
@@ -25,12 +27,8 @@ class ShardPattern:
     `base`, is the pattern of a build on one process.
 
     Args:
-        pattern: A path with one number such as `%06d` in its last part; or a path that ends in `.tar`, for a single shard. Any
-            other path, or that of an existing folder, means a folder with shards `000000.tar`, `000001.tar`, …
-
-    Raises:
-        ValueError: The path is empty, a url that cannot be written, or a url that `pathlib` has changed; it has more than one
-            number, or a number in a folder's name; or names of shards and indexes would collide.
+        pattern: As for `ShardWriter`. A path without a number that does not end in `.tar`, or that of an existing folder, means
+            a folder.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -41,7 +39,7 @@ class ShardPattern:
             check_not_url(pattern, WRITABLE)
         if not pattern:
             raise ValueError("the path is empty, expected a folder or a pattern such as 'cache/%06d.tar'")
-        is_file = "%" in pattern or pattern.endswith((".tar", *_SIDECARS))
+        is_file = "%" in pattern or pattern.endswith((".tar", *_SIDECARS, *_OTHER_FILES))
         self.is_default = not is_file or os.path.isdir(pattern)
         if self._is_url:
             if self.is_default:
@@ -59,6 +57,8 @@ class ShardPattern:
         if "%" in _NUMBER.sub("", self.name, count=1) or "%" in self.folder:
             raise ValueError(f"pattern {pattern!r}: expected at most one number, such as %06d, in its last part")
 
+        if self.name.endswith(_OTHER_FILES):
+            raise ValueError(f"{pattern!r}: a shard is a tar; expected a folder, or a name that ends in .tar")
         first, second = dali_index_path(self.path(0)), dali_index_path(self.path(1))
         if self.name.endswith(_SIDECARS) or (self.is_numbered and first == second):
             raise ValueError(
@@ -86,10 +86,8 @@ class ShardPattern:
 
     def number(self, name: str) -> int | None:
         """Return the number in the name of a shard; None if the file does not match this pattern."""
-        if not self.is_numbered:
-            return 0 if name == self.name else None
-        match = re.fullmatch(_regex(self.name), name)
-        return int(match[1]) if match and self.shard_name(int(match[1])) == name else None
+        place = self._parse(name)
+        return place[2] if place is not None and place[:2] == self._rank else None
 
     def covers(self, name: str) -> bool:
         """Return whether the name of a file in the folder matches this pattern."""
@@ -102,26 +100,30 @@ class ShardPattern:
     def is_of_other_rank(self, name: str) -> bool:
         """Return whether a file in the folder has the name of a shard of another rank, with the same world size."""
         place = self._parse(name)
-        return place is not None and place[0] == self._rank[1] and place[1] != self._rank[0]
+        return place is not None and place[0] == self._rank[0] and place[1] != self._rank[1]
 
     def _parse(self, name: str) -> tuple[int, int, int] | None:
         """Return world size, rank and number in the name of a shard of the same build; None for any other name."""
-        if not self.is_numbered:
-            return (1, 0, 0) if name == self.name else None
-        match = re.fullmatch(_build_regex(self._base), name)
-        if match is None:
-            return None
-        rank, world_size = _rank_of(match)
-        is_canonical = _with_rank(self._base, rank, world_size) % int(match[3]) == name
-        return (world_size, rank, int(match[3])) if is_canonical else None
+        base, (world_size, rank) = self._base, _DEFAULT_RANK
+        if self.is_numbered:
+            match = re.fullmatch(_build_regex(base), name)
+            if match is None:
+                return None
+            if match[1] is not None:
+                world_size, rank = int(match[2]), int(match[1])
+            number = int(match[3])
+            base = _with_rank(base, rank, world_size) % number
+        else:
+            number = 0
+        return (world_size, rank, number) if base == name else None
 
     def is_other_world_size(self, name: str) -> bool:
         """Return whether `name` is the last part of the pattern of a rank of this build with another number of ranks.
 
         Ranks of both numbers would compute the same samples.
         """
-        base, (_, world_size) = _without_rank(name)
-        return base == self._base and world_size != self._rank[1]
+        base, (world_size, _) = _without_rank(name)
+        return base == self._base and world_size != self._rank[0]
 
     def existing(self, names: Iterable[str]) -> dict[int, str]:
         """Return the shards of this pattern by number, ascending, among the names of files in the folder."""
@@ -150,22 +152,14 @@ class ShardPattern:
             name = os.path.basename(stray)[1:].rsplit(".", 2)[0]
             shard = os.path.splitext(name)[0] + os.path.splitext(self._base)[1]
             place = self._parse(shard if name == dali_index_path(shard) else name)
-            if place is not None and (place[1::-1] == self._rank or place[0] != self._rank[1]):
+            if place is not None and (place[:2] == self._rank or place[0] != self._rank[0]):
                 remove_stray(stray)
-
-
-def _regex(name: str) -> str:
-    return r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name, maxsplit=1))
 
 
 def _build_regex(base: str) -> str:
     """Return a regular expression for shards of a build; its groups are rank, world size and number."""
     rank = "(?:r([0-9]{1,9})of([0-9]{1,9})-)?"
     return rf"{rank}([0-9]{{1,18}})".join(re.escape(part) for part in _NUMBER.split(base, maxsplit=1))
-
-
-def _rank_of(match: re.Match[str]) -> tuple[int, int]:
-    return (0, 1) if not match.re.groups or match[1] is None else (int(match[1]), int(match[2]))
 
 
 def _with_rank(base: str, rank: int, world_size: int) -> str:
@@ -175,10 +169,10 @@ def _with_rank(base: str, rank: int, world_size: int) -> str:
 
 
 def _without_rank(name: str) -> tuple[str, tuple[int, int]]:
-    """Return the name in the pattern of a build on one process, and the rank and world size in a rank's name."""
+    """Return the name in the pattern of a build on one process, and the world size and rank in a rank's name."""
     match = _RANK.search(name)
     if match is not None:
         base, rank, world_size = name[: match.start()] + name[match.end() :], int(match[1]), int(match[2])
         if _with_rank(base, rank, world_size) == name:
-            return base, (rank, world_size)
-    return name, (0, 1)
+            return base, (world_size, rank)
+    return name, _DEFAULT_RANK

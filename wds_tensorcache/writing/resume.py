@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -38,12 +38,7 @@ from wds_tensorcache.writing.pattern import ShardPattern
 
 
 class FinishedShards:
-    """Indexes of finished shards by path, in the order of their samples.
-
-    Args:
-        indexes: Indexes by path or url.
-        files: The opened shards.
-    """
+    """Indexes of finished shards by path or url, in the order of their samples."""
 
     def __init__(self, indexes: Mapping[str, ShardIndex], files: Files) -> None:
         self.indexes, self.files = indexes, files
@@ -111,15 +106,11 @@ class FinishedShards:
 def load_finished(
     shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
-    """Load the indexes of finished shards.
+    """Load the indexes of finished shards; raise FormatError for one that is damaged, or not the one that a manifest lists.
 
     Args:
         shards: By path or url, what a manifest lists, and the fingerprint for an index that has none.
         files: The opened shards.
-
-    Raises:
-        FormatError: A shard is damaged, or differs from what the manifest lists; or a shard at a url has no index.
-        RemoteError: A request failed.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
     remote = _load_remote(list(filter(is_url, shards)), files)
@@ -162,14 +153,8 @@ def take_over(
     """Load the finished shards of a build; write missing `.idx` files and manifest entries, and remove stale entries.
 
     Args:
-        folder: The folder of `pattern`.
-        names: Names of all files in the folder.
-        shards: Names of the finished shards.
+        folder: The folder of `pattern`, with files `names`, among them the finished `shards`.
         manifest: The manifest, read before `names`; None if the writer lists no shards.
-
-    Raises:
-        FormatError: A shard is damaged.
-        StaleCacheError: A shard has another fingerprint.
     """
     listed = Manifest() if manifest is None else manifest
     finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})
@@ -191,48 +176,42 @@ def take_over(
         problem += f", nor do {len(lost) - 1} more shards" * (len(lost) > 1)
         warnings.warn(f"{problem}; removed from the manifest", stacklevel=user_level())
     if lost or unlisted:
-        _list(folder, unlisted, listed, lost)
+
+        def change(manifest: Manifest) -> None:
+            # Hazard: another writer may have replaced a shard meanwhile. A shard is listed when it exists, so look again.
+            present = set(folder.names()) if lost else set()
+            manifest.remove(*(url for url in lost if url not in present))
+            for entry, index in unlisted:
+                if manifest.entries.get(entry.url) == listed.entries.get(entry.url):
+                    manifest.add(entry, index)
+
+        change_manifest(folder, change)
     return finished
-
-
-def _list(
-    folder: Folder,
-    shards: Iterable[tuple[ShardEntry, ShardIndex]],
-    before: Manifest,
-    lost: Sequence[str] = (),
-) -> None:
-    """Add shards to the manifest, and remove those that are `lost`; keep entries that others have changed since `before`."""
-
-    def change(manifest: Manifest) -> None:
-        # Hazard: another writer may have replaced a shard meanwhile. A shard is listed when it exists, so look again.
-        present = set(folder.names()) if lost else set()
-        manifest.remove(*(url for url in lost if url not in present))
-        for entry, index in shards:
-            if manifest.entries.get(entry.url) == before.entries.get(entry.url):
-                manifest.add(entry, index)
-
-    change_manifest(folder, change)
 
 
 def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
     """Return the indexes, by path, of the finished shards of a build that are not in `finished`; list them in the manifest.
 
-    On a file system without locks, ranks that change the manifest at the same time lose each other's entries. Every
-    rank calls this after its last shard, so that the last change of the manifest lists all shards.
+    NFS has no locks for folders, so ranks that change the manifest at the same time lose each other's entries. Every rank
+    calls this after its last shard, so that the last change of the manifest lists all shards.
 
     Args:
         options: Those of the `ShardWriter` that has written the shards of this rank.
     """
     folder = folder_of(pattern.folder, options.get("fsync", True))
 
-    def load(names: Iterable[str]) -> FinishedShards:
+    def load_unless(is_known: Callable[[str], bool]) -> FinishedShards:
+        names = (name for name in pattern.build_shards(folder.names()) if not is_known(name))
         return load_finished({folder.locate(name): (None, None) for name in names})
 
-    new = load(name for name in pattern.build_shards(folder.names()) if folder.locate(name) not in finished.indexes)
-    while options.get("manifest", True):
-        manifest = Manifest.of(folder)
-        unlisted = load(name for name in pattern.build_shards(folder.names()) if name not in manifest.entries)
-        if not unlisted.indexes:
-            break
-        _list(folder, [(unlisted.entry(path), index) for path, index in unlisted.indexes.items()], manifest)
+    new = load_unless(lambda name: folder.locate(name) in finished.indexes)
+    while options.get("manifest", True) and (unlisted := load_unless(Manifest.of(folder).entries.__contains__)).indexes:
+
+        def change(manifest: Manifest, unlisted: FinishedShards = unlisted) -> None:
+            for path, index in unlisted.indexes.items():
+                entry = unlisted.entry(path)
+                if entry.url not in manifest.entries:
+                    manifest.add(entry, index)
+
+        change_manifest(folder, change)
     return dict(new.indexes)

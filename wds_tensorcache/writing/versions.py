@@ -9,14 +9,11 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from itertools import chain, islice
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.find_shards import find_shards
-from wds_tensorcache.reading.positions import respell
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.files import Files
@@ -32,7 +29,6 @@ from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, list_new, load_finished
 from wds_tensorcache.writing.writer import ShardWriter
 
-_NUM_KEYS = 100  # keys that an error compares with an unknown one
 # samples of the old cache, by path and row, that a version leaves out (None), or the keys whose new samples replace them
 _Changes = dict[tuple[str, int], "str | None"]
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL).fullmatch
@@ -68,27 +64,13 @@ def drop(
     for key in keys:
         places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
-            first = list(islice(chain.from_iterable(i.keys for i in old.shards.indexes.values()), _NUM_KEYS))
-            spellings = respell(key, len(first[0]) if first else 0) if isinstance(key, str) else []
-            names = list_names([name for name in spellings if name in old.shards] or first, key, len(old.shards))
-            raise KeyError(f"{old.folder} has no sample {key!r:.100}; there are {names}")
+            raise KeyError(f"{old.folder} has no sample {key!r:.100}")
         changes |= dict.fromkeys(places)
     _write_version(out, old, changes, set(), FinishedShards({}, old.shards.files), None, fsync)
 
 
 class OldCache:
-    """The cache from which a version is made.
-
-    Attributes:
-        folder: Its folder.
-        shards: Its shards, by path.
-        urls: Path of each shard in the folder of a version, by path.
-
-    Raises:
-        FileNotFoundError: The folder does not exist, or has no shards.
-        FormatError: A shard or the manifest is damaged, or they do not match.
-        ValueError: The path is not a folder.
-    """
+    """The cache from which a version is made; `urls` are the paths of its shards in the folder of a version, by path."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         check_local(folder, "the old cache of a version")
@@ -126,10 +108,6 @@ def build_version(
 
     Computed samples are first written to a hidden cache, as in a build without `reuse=`. A call resumes from there, also if
     other ranks have computed them.
-
-    Raises:
-        FileExistsError: Another call computes samples of this version, as the same rank or with another world size; or
-            writes the version.
     """
     options = {**options, "manifest": True}  # keeps the fingerprints of shards without a footer
     folder, fingerprint = _hidden(out), options["fingerprint"]
@@ -249,12 +227,7 @@ def _write_version(
     name: str | None,
     fsync: bool,
 ) -> None:
-    """Write a version: the shards of the old cache with the changes, then new samples that have `keys`.
-
-    Raises:
-        FormatError: A shard is damaged, or was changed since it was indexed.
-        ValueError: No sample remains.
-    """
+    """Write a version: the shards of the old cache with the changes, then new samples that have `keys`."""
     shards = {path: OldShard(path, index, computed.files) for path, index in computed.indexes.items()}
 
     def newest(key: str) -> Run:
@@ -263,11 +236,8 @@ def _write_version(
 
     plan: list[NewShard] = []
     for path, url in old.urls.items():
-        shard, rows = (
-            OldShard(path, old.shards.indexes[path], old.shards.files),
-            range(len(old.shards.indexes[path].keys)),
-        )
-        new = {row: changes[path, row] for row in rows if (path, row) in changes}
+        shard = OldShard(path, old.shards.indexes[path], old.shards.files)
+        new = {row: changes[path, row] for row in range(len(shard.index.keys)) if (path, row) in changes}
         _add(plan, url, shard, {row: None if key is None else newest(key) for row, key in new.items()})
     urls = old.next_urls(name)
     for path, shard in shards.items():

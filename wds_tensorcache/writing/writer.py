@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -18,12 +19,16 @@ from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError, add_note, format_count
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint
+from wds_tensorcache.shards.footer import build_footer, read_trailer
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_builder import IndexBuilder
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
-from wds_tensorcache.shards.manifest import Manifest, change_manifest
+from wds_tensorcache.shards.manifest import Manifest, ShardEntry, change_manifest
 from wds_tensorcache.shards.names import (
     FIELD,
     SKELETON,
     TENSORS,
+    NamedKey,
     cache_name,
     check_key,
     check_suffixes,
@@ -31,13 +36,14 @@ from wds_tensorcache.shards.names import (
     member_suffix,
 )
 from wds_tensorcache.shards.packed_sample import PackedSample, pack
+from wds_tensorcache.shards.tar import END_OF_ARCHIVE
 from wds_tensorcache.storage.folder import folder_of
+from wds_tensorcache.storage.output import Output
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, take_over
-from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
 
 MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
 _MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next one is written
@@ -52,6 +58,59 @@ class _Nothing:
 
 
 _NOTHING: Any = _Nothing()
+
+
+class _UnfinishedShard:
+    """A shard that is being written; its file gets the shard's name by `finish`.
+
+    Attributes:
+        path: Path or url that the shard will have.
+        name: Its name in its folder.
+        num_samples, nbytes: Samples so far, and the length of their members.
+    """
+
+    def __init__(self, path: str, name: str, output: Output) -> None:
+        self.path, self.name = path, name
+        self._output = output
+        self._builder = IndexBuilder()
+        self._keys: set[str] = set()
+        self.num_samples = self.nbytes = 0
+
+    def write(self, sample: PackedSample) -> None:
+        """Append a sample."""
+        key = sample.key
+        if key in self._keys:
+            raise InvalidKeyError(f"key {key!r} is already in {self.path}; use another key, or resume=True to skip it")
+        try:
+            self._output.append(sample.parts, sample.nbytes)
+            self._keys.add(key)
+            name = key.original if isinstance(key, NamedKey) else None
+            self._builder.add(key, sample.caches, sample.members, self.nbytes, (sample.item_digest, name))
+            self.nbytes += sample.nbytes
+            self.num_samples += 1
+        except BaseException as exc:
+            # after an interrupt, the index may lack this sample, or the file a part of it
+            self._output.fail(exc)
+            raise
+
+    def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> tuple[ShardEntry, ShardIndex]:
+        """Write the end of the archive and the index as its footer; make the shard visible; return its entry and index."""
+        try:
+            self._output.check()
+            index = dataclasses.replace(self._builder.finish(self.nbytes), fingerprint=fingerprint)
+            tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
+            trailer = read_trailer(lambda begin, end: tail[begin:end], len(tail))
+            index = dataclasses.replace(index, digest=None if trailer is None else trailer.digest)
+            self._output.append([tail], len(tail))
+            self._output.finish()
+        except BaseException:
+            self.drop()
+            raise
+        return ShardEntry(self.name, self.num_samples, self.nbytes + len(tail), index.digest), index
+
+    def drop(self) -> None:
+        """Delete the unfinished file."""
+        self._output.drop()
 
 
 class ShardWriter:
@@ -134,8 +193,8 @@ class ShardWriter:
         self._footer, self._dali_index, self._manifest = footer, dali_index, manifest
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
         self._allow, self._align, self._encoder = allow_table(allow), align, encoder or _encode_plain
-        self._shard: UnfinishedShard | None = None  # the one that gets the next sample
-        self._unfinished: list[UnfinishedShard] = []  # all that do not have their entries in the manifest yet
+        self._shard: _UnfinishedShard | None = None  # the one that gets the next sample
+        self._unfinished: list[_UnfinishedShard] = []  # all that do not have their entries in the manifest yet
         self._finishing: deque[Future[None]] = deque()  # of shards that are uploaded
         self._has_gap = False  # since a shard could not be finished
         self._finisher = Threads(1, "tensorcache-finish")
@@ -175,13 +234,13 @@ class ShardWriter:
         shards = pattern.build_shards(names) if resume else []
         finished = take_over(folder, pattern, names, shards, manifest, self._fingerprint, self._dali_index)
         if overwrite and existing:
+            indexes = [name for shard in existing.values() for name in (dali_index_path(shard), sidecar_path(shard))]
+            if not folder.is_remote:
+                check_replaceable(*map(folder.locate, indexes))
             if self._manifest:
                 change_manifest(folder, lambda manifest: manifest.remove(*existing.values()))
             # Without its shard, an index would be that of a later shard of this name. So it is deleted first.
-            files = [
-                name for shard in existing.values() for name in (dali_index_path(shard), sidecar_path(shard), shard)
-            ]
-            folder.delete(name for name in files if name in names)
+            folder.delete(name for name in (*indexes, *existing.values()) if name in names)
         return finished, max(existing) + 1 if resume and existing else 0
 
     def __contains__(self, key: object) -> bool:
@@ -248,7 +307,7 @@ class ShardWriter:
             self._shard = self._new_shard()
         self._shard.write(packed)
 
-    def _new_shard(self) -> UnfinishedShard:
+    def _new_shard(self) -> _UnfinishedShard:
         folder, name = self._folder, self._pattern.shard_name(self._number)
         path = folder.locate(name)
         if self._number and not self._pattern.is_numbered:
@@ -256,7 +315,7 @@ class ShardWriter:
             raise FileExistsError(f"{shown(path)} {problem}")
         if self._dali_index and not folder.is_remote:
             check_replaceable(dali_index_path(path))
-        shard = UnfinishedShard(path, name, folder.new_file(name))
+        shard = _UnfinishedShard(path, name, folder.new_file(name))
         self._unfinished.append(shard)
         self._number += 1
         return shard
@@ -278,7 +337,7 @@ class ShardWriter:
             self._finishing[0].result()
             self._finishing.popleft()
 
-    def _commit(self, shard: UnfinishedShard) -> None:
+    def _commit(self, shard: _UnfinishedShard) -> None:
         """Make a shard visible, then its `.idx`, then its entry in the manifest, unless an earlier shard failed.
 
         After a kill between two of these steps, `take_over` makes up for the rest.
@@ -372,7 +431,7 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
     return caches, others
 
 
-def _drop_forgotten(pattern: ShardPattern, unfinished: list[UnfinishedShard], pid: int) -> None:
+def _drop_forgotten(pattern: ShardPattern, unfinished: list[_UnfinishedShard], pid: int) -> None:
     """Delete the unfinished shards of a writer that was not closed, and log what is lost."""
     if pid != os.getpid() or not unfinished:  # in a forked child, the shards are still the parent's
         return
