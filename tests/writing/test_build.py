@@ -375,9 +375,14 @@ def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "error", "message"),
     [
-        (torch.utils.data.DataLoader(Numbers()), {}, TypeError, "its dataset, since build makes batches"),
+        (
+            torch.utils.data.DataLoader(Numbers()),
+            {},
+            TypeError,
+            "a DataLoader cannot be a dataset of items; .* build makes",
+        ),
         ({"a": 1}, {}, TypeError, "a dict cannot be a dataset"),
-        (7, {}, TypeError, "a int has neither"),
+        (7, {}, TypeError, "a int cannot be a dataset"),
         ([], {}, ValueError, "the source has no items"),
         (iter(()), {}, ValueError, "the source has no items"),
         (iter([1]), {"keys": ["a"]}, ValueError, "a list of keys needs a map-style dataset"),

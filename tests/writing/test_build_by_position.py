@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.children import finish, start
 
 COUNT = 50
 
@@ -82,7 +83,7 @@ CHANGES = {
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("how", CHANGES)
 def test_another_item_in_a_place_is_an_error(tmp_path: Path, how: str, kind: str) -> None:
-    build(SOURCES[kind](list(range(COUNT))), tmp_path).close()
+    build(SOURCES[kind](ITEMS), tmp_path).close()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     called: list[Any] = []
     with pytest.raises(tc.StaleCacheError, match=CHANGES[how][1]) as raised:
@@ -95,7 +96,7 @@ def test_another_item_in_a_place_is_an_error(tmp_path: Path, how: str, kind: str
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_appended_items_are_computed(tmp_path: Path, kind: str) -> None:
-    build(SOURCES[kind](list(range(COUNT))), tmp_path).close()
+    build(SOURCES[kind](ITEMS), tmp_path).close()
     assert values(build(SOURCES[kind](list(range(COUNT + 9))), tmp_path)) == list(range(COUNT + 9))
 
 
@@ -105,7 +106,7 @@ def test_a_version_has_the_right_pairs(tmp_path: Path, how: str, kind: str) -> N
     """Items that are not the ones of their old samples are computed again, and only these."""
     if how == "none":
         return
-    items = list(range(COUNT))
+    items = ITEMS
     build(SOURCES[kind](items), tmp_path / "a").close()
     called: list[Any] = []
 
@@ -126,7 +127,7 @@ def test_a_version_has_the_right_pairs(tmp_path: Path, how: str, kind: str) -> N
 @pytest.mark.parametrize("how", ["insert", "pop"])
 def test_items_after_a_gap_are_compared_first(tmp_path: Path, how: str, kind: str) -> None:
     """Nothing is computed for a lost shard if an item before later ones was inserted or removed."""
-    build(SOURCES[kind](list(range(COUNT))), tmp_path).close()
+    build(SOURCES[kind](ITEMS), tmp_path).close()
     for name in ("000000.tar", "000000.idx"):
         (tmp_path / name).unlink()
     called: list[Any] = []
@@ -141,7 +142,7 @@ def test_an_interrupted_build_is_compared(tmp_path: Path) -> None:
             raise RuntimeError("no")
         return encode(batch)
 
-    items = list(range(COUNT))
+    items = ITEMS
     for keys in (None, "position"):
         build(items, tmp_path / f"whole{keys}", keys=keys).close()
         with pytest.raises(RuntimeError, match="no"):
@@ -164,21 +165,6 @@ def test_few_items_of_a_dataset_are_read(tmp_path: Path) -> None:
             build(Indexed([*items[:at], 5000, *items[at:]]), tmp_path)
         with pytest.raises(tc.StaleCacheError, match="1 more"):
             build(Indexed([*items[:at], *items[at + 1 :]]), tmp_path)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["list", "dataset"])
-def test_ranks(tmp_path: Path, kind: str, num_workers: int) -> None:
-    items = list(range(COUNT))
-    for rank in range(3):
-        build(SOURCES[kind](items), tmp_path, rank=rank, world_size=3, num_workers=num_workers)
-    for rank in range(2):  # also on another number of ranks
-        options = {"rank": rank, "world_size": 2, "num_workers": num_workers}
-        assert values(build(SOURCES[kind](items), tmp_path, **options)) == items
-        with pytest.raises(tc.StaleCacheError, match="is not the one"):
-            build(SOURCES[kind]([99, *items]), tmp_path, **options)
-        with pytest.raises(tc.StaleCacheError, match="samples of 10 more"):
-            build(SOURCES[kind](items[:40]), tmp_path, **options)
 
 
 class Odd:
@@ -209,7 +195,7 @@ def test_other_items_warn_when_resumed(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_position_is_not_compared(tmp_path: Path) -> None:
-    items = list(range(COUNT))
+    items = ITEMS
     build(items, tmp_path, keys="position").close()
     assert b"items.digest" not in (tmp_path / "000000.tar").read_bytes()
     assert values(build([99, *items[1:], 50], tmp_path, keys="position")) == [*items, 50]
@@ -219,7 +205,7 @@ def test_a_position_is_not_compared(tmp_path: Path) -> None:
 
 def test_a_build_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Shards whose indexes another tool has written have no digests."""
-    items = list(range(COUNT))
+    items = ITEMS
     build(items, tmp_path / "a").close()
     for shard in sorted((tmp_path / "a").glob("*.tar")):
         end = tc.write_index(shutil.copy(shard, tmp_path / "x.tar")).end
@@ -234,7 +220,7 @@ def test_a_build_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tool", ["drop", "reshard", "repair"])
 def test_tools_keep_digests(tmp_path: Path, tool: str) -> None:
-    items = list(range(COUNT))
+    items = ITEMS
     build(items, tmp_path / "a").close()
     if tool == "drop":
         tc.drop(tmp_path / "a", tmp_path / "b", ["000000007", "000000030"])
@@ -354,3 +340,113 @@ def test_another_dtype_or_rank_warns_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="sample '000000030': tensor 'x' is F16") as seen:  # also after a resume
         build(range(32), tmp_path, fn).close()
     assert len(seen) == 1
+
+
+# --- ranks whose arguments differ ---
+
+
+def build_rank(out: Path, rank: int, source: Any = ITEMS, fn: Any = encode, **options: Any) -> Any:
+    return build(source, out, fn, **{"rank": rank, "world_size": 2, "batch_size": 4} | options)
+
+
+def keyed(item: int) -> str:
+    return f"n{item}"
+
+
+@pytest.mark.parametrize("keys", [None, "position", keyed], ids=["numbers", "position", "function"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_other_batch_sizes(tmp_path: Path, kind: str, keys: Any) -> None:
+    """Neither rank computes some of the items; one process then computes them."""
+    source = SOURCES[kind](ITEMS)
+    build_rank(tmp_path, 0, source, keys=keys).close()
+    for _ in range(2):  # also if the rank is called again
+        with pytest.raises(ValueError, match=r"r0of2-000000\.tar .*'(000000|n)\d+'.*batch_size.*world_size=1"):
+            build_rank(tmp_path, 1, source, keys=keys, batch_size=6)
+    with tc.open(tmp_path) as cache:
+        assert len(cache) == 38
+    assert values(build_rank(tmp_path, 0, source, keys=keys, world_size=1)) is not None
+    with tc.open(tmp_path) as cache:
+        assert sorted(values(cache)) == ITEMS
+    for rank in range(2):  # nothing is missing any more
+        build_rank(tmp_path, rank, source, keys=keys).close()
+
+
+@pytest.mark.parametrize("batch_sizes", [(4, 6), (6, 4), (8, 2)], ids=str)
+def test_another_batch_size_after_an_error(tmp_path: Path, batch_sizes: tuple[int, int]) -> None:
+    """For example after the memory of a GPU was too small: both ranks continue with the other batch size."""
+
+    def failing(items: list[Any]) -> Any:
+        if ITEMS[24] < items[0]:
+            raise MemoryError
+        return encode(items)
+
+    for rank in range(2):
+        with pytest.raises(MemoryError):
+            build_rank(tmp_path, rank, fn=failing, batch_size=batch_sizes[0])
+    for rank in range(2):
+        build_rank(tmp_path, rank, batch_size=batch_sizes[1]).close()
+    with tc.open(tmp_path) as cache:
+        assert values(cache) == ITEMS
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "dataset"])
+def test_another_order(tmp_path: Path, kind: str) -> None:
+    build_rank(tmp_path, 0, SOURCES[kind](ITEMS)).close()
+    match = r"item \d+ is not the one .*r0of2-000000\.tar.*same items in the same order"
+    with pytest.raises(tc.StaleCacheError, match=match):
+        build_rank(tmp_path, 1, SOURCES[kind](ITEMS[::-1]))
+    build_rank(tmp_path, 1, SOURCES[kind](ITEMS)).close()
+    with tc.open(tmp_path) as cache:
+        assert values(cache) == ITEMS
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "match"),
+    [
+        ({"source": ITEMS[::-1]}, tc.StaleCacheError, "r0of2-000000.*same items in the same order"),
+        ({"batch_size": 6}, ValueError, "r0of2-000000.*batch_size"),
+    ],
+    ids=["order", "batch size"],
+)
+def test_at_the_same_time(tmp_path: Path, other: dict[str, Any], error: Any, match: str) -> None:
+    """Rank 0 begins and ends while rank 1 computes."""
+    done = []
+
+    def meanwhile(items: list[Any]) -> Any:
+        if not done:
+            done.append(finish([start(lambda: build_rank(tmp_path, 0))]))
+        return encode(items)
+
+    with pytest.raises(error, match=match):
+        build_rank(tmp_path, 1, fn=meanwhile, **other)
+    assert done == [[0]]
+
+
+def test_few_items_of_other_ranks_are_read(tmp_path: Path) -> None:
+    items = list(range(1000))
+    build_rank(tmp_path, 0, items).close()
+    source = Indexed(items)
+    cache = build_rank(tmp_path, 1, source)
+    assert len(cache) == 1000
+    num_own = len(tc.open(tmp_path / "r1of2-*.tar"))
+    assert num_own + 2 <= len(set(source.read)) <= num_own + 64
+    cache.close()
+
+
+class Random(Indexed):
+    """A source that returns other values each time it is read, as with random crops."""
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.rand(2), super().__getitem__(i)
+
+
+def test_random_values_show_nothing_of_other_ranks(tmp_path: Path) -> None:
+    def fn(items: list[Any]) -> Any:
+        return encode([item for _, item in items])
+
+    for rank in range(2):
+        build_rank(tmp_path, rank, Random(ITEMS), fn).close()
+    with tc.open(tmp_path) as cache:
+        assert sorted(values(cache)) == ITEMS
+    with pytest.warns(UserWarning, match="nothing shows whether items"):
+        build_rank(tmp_path, 0, Random(ITEMS), fn).close()

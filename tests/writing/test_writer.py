@@ -404,15 +404,6 @@ def test_members_appended_with_tar(shard: Path, gnu_tar: str, tmp_path: Path, co
         assert_same([torch.tensor(count - 1)], cache[-1])
 
 
-def test_a_manifest_of_another_state(shard: Path, tmp_path: Path) -> None:
-    with shard.open("ab") as file:
-        file.write_two(bytes(10))
-    with pytest.raises(
-        tc.FormatError, match=r"x\.tar has \d+ bytes, but .*manifest\.json says \d+: one of the two is stale"
-    ):
-        tc.open(tmp_path, cache="")
-
-
 def test_dalis_index_is_that_of_its_own_tool(shard: Path) -> None:
     pytest.importorskip("nvidia.dali", reason=INSTALL_DALI)
     wds2idx = pytest.importorskip("wds2idx", reason=INSTALL_DALI)

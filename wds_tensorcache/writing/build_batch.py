@@ -116,27 +116,25 @@ class _TensorKinds:
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._last: tuple[Form | None, tuple[str, ...] | None] = None, None
+        self._last: tuple[Form, tuple[str, ...] | None] | None = None
 
     def add(self, index: ShardIndex) -> None:
         """Add the tensors of a finished shard."""
         for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
-            for name, kind in _kinds_of(form, texts):
-                self._kinds.setdefault(name, kind)
+            self._kinds = dict(_kinds_of(form, texts)) | self._kinds
 
     def check(self, sample: PackedSample) -> None:
         """Warn once for each tensor whose dtype or number of dimensions is not that of an earlier sample."""
         for cache in sample.caches:
-            if self._last == (cache.layout.form, cache.references):
-                continue
-            self._last = cache.layout.form, cache.references
-            for name, kind in _kinds_of(*self._last):
+            form = cache.layout.form, cache.references
+            for name, kind in _kinds_of(*form) if form != self._last else ():
                 expected = self._kinds.setdefault(name, kind)
                 if kind != expected and name not in self._warned:
                     self._warned.add(name)
                     fault = f"tensor {name!r} is {kind}, but {expected} in earlier samples of this build"
                     message = f"tc.build: sample {sample.key!r}: {fault}; such samples cannot share a batch"
                     warnings.warn(message, stacklevel=user_level())
+            self._last = form
 
 
 def _kinds_of(form: Form, texts: tuple[str, ...] | None) -> Iterator[tuple[str, str]]:

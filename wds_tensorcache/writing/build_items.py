@@ -68,14 +68,11 @@ class Items(Dataset[Item]):
         batch_size, num_workers = as_int("batch_size", batch_size), as_int("num_workers", num_workers)
         if batch_size < 1 or num_workers < 0:
             raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: expected at least 1, and at least 0")
-        kind = type(items).__name__
-        if isinstance(items, (Mapping, DataLoader, str, bytes)):
-            hint = "its dataset, since build makes batches" if isinstance(items, DataLoader) else "a list of its items"
-            raise TypeError(f"a {kind} cannot be a dataset of items; pass {hint}")
-        count = _length(items)
+        kind, count = type(items).__name__, _length(items)
         is_map = count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
-        if not is_map and not isinstance(items, Iterable):
-            raise TypeError(f"a {kind} has neither a length and [i] nor an iterator: it cannot be a dataset")
+        if isinstance(items, (Mapping, DataLoader, str, bytes)) or not (is_map or isinstance(items, Iterable)):
+            remedy = "pass a dataset or list with a length and [i], or an iterable of items; build makes the batches"
+            raise TypeError(f"a {kind} cannot be a dataset of items; {remedy}")
         if not is_map and num_workers:
             raise ValueError(f"{kind} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
         if keys is None and isinstance(items, Cache):

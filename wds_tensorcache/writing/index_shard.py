@@ -212,7 +212,7 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
     shards = folder_of(folder)
     before, indexes = Manifest.of(shards), dict[str, ShardIndex]()
     listed = {os.path.normpath(url): url for url in before.entries}
-    removed = [url for name, url in listed.items() if not os.path.exists(os.path.join(folder, name))]
+    removed = [url for url in before.entries if not os.path.exists(os.path.join(folder, url))]
     # Links give a shard several names, and readers refuse a manifest that lists one file twice.
     name_by_file: dict[tuple[int, int], str] = {}
     for name in [*(name for name, url in listed.items() if url not in removed), *names]:
@@ -221,13 +221,13 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
     for number, name in enumerate(names):
         show(number, len(names))
         path = os.path.join(folder, name)
+        index = None
         try:
             index = load_whole(path)
         except FormatError as exc:
-            if exc.kind != "index":
+            if exc.kind != "index":  # a stale sidecar
                 raise
-            index = write_index(path, dali_index=dali_index)  # a stale sidecar
-        if index.digest is None:
+        if index is None or index.digest is None:
             index = write_index(path, dali_index=dali_index)
         if index.fingerprint is None:
             index = replace(index, fingerprint=before.fingerprint(name))

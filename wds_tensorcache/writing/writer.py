@@ -447,21 +447,20 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
     """Encode members by extension: bytes and text as they are, any JSON value for `json`, an int for `cls`."""
     result = {}
     for extension, value in members.items():
-        kind, where = extension.rpartition(".")[2].lower(), f"member {extension!r}"
+        kind = extension.rpartition(".")[2].lower()
         is_number = kind == "cls" and isinstance(value, int)
         if isinstance(value, (bytes, bytearray, memoryview)):
             result[extension] = bytes(value)
-            continue
-        if kind != "json" and not is_number and not isinstance(value, str):
-            remedy = "pass bytes, or encoder=webdataset.writer.make_encoder(True)"
-            raise EncodeError(f"{where} is a {type(value).__name__}, which is not encoded by default; {remedy}")
-        try:
-            text = json.dumps(value) if kind == "json" else str(int(value)) if is_number else value
-            result[extension] = text.encode()
-        except UnicodeEncodeError as exc:
-            raise EncodeError(f"{where} cannot be represented in UTF-8: {exc}") from exc
-        except (TypeError, ValueError, RecursionError) as exc:
-            raise EncodeError(f"{where} cannot be represented in JSON: {exc}") from exc
+        elif kind == "json" or is_number or isinstance(value, str):
+            try:
+                text = json.dumps(value) if kind == "json" else str(int(value)) if is_number else value
+                result[extension] = text.encode()
+            except (TypeError, ValueError, RecursionError) as exc:
+                encoding = "JSON" if kind == "json" else "UTF-8"
+                raise EncodeError(f"member {extension!r} cannot be represented in {encoding}: {exc}") from exc
+        else:
+            problem = f"member {extension!r} is a {type(value).__name__}, which is not encoded by default"
+            raise EncodeError(f"{problem}; pass bytes, or encoder=webdataset.writer.make_encoder(True)")
     return result
 
 
