@@ -63,7 +63,7 @@ def import_cache(
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
         num_workers: Number of processes that read and convert files. Threads are used instead if a fork is not safe: on
-            other systems than Linux, in a process with several threads or with CUDA, and for few samples.
+            other systems than Linux, in a process with several threads or with CUDA, for few samples, and if `out` is a url.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
         max_samples, max_nbytes: As for `ShardWriter`.
         progress: As for `tc.build`.
@@ -115,7 +115,7 @@ def import_cache(
         items = [(index, number < _NUM_PROBED) for number, index in enumerate(todo)]
         # Workers start first: a bar may have a thread, and a process with threads is not forked.
         with (
-            open_pool(num_workers, conversion, items) as results,
+            open_pool(num_workers, conversion, items, may_fork=not is_url(os.fsdecode(out))) as results,
             closing(Progress(progress, report.num_read, unit=" samples", smoothing=0)) as bar,
         ):
             bar.show(report.num_present, report.num_present)

@@ -34,11 +34,12 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 @contextmanager
 def open_pool(
-    num_workers: int, conversion: Conversion, items: Sequence[Item]
+    num_workers: int, conversion: Conversion, items: Sequence[Item], *, may_fork: bool
 ) -> Iterator[Iterator[Converted | Exception]]:
     """Start worker processes if a fork is safe and worth its time, otherwise threads; yield their results, in order.
 
-    Threads take turns for the GIL, so that two convert hardly more than one.
+    Threads take turns for the GIL, so that two convert hardly more than one. `may_fork` is False if a client of an object
+    store has threads of its own.
 
     Raises:
         ChildProcessError: A worker process was killed.
@@ -46,7 +47,7 @@ def open_pool(
     num_files = len({name for index, _ in items for name in conversion.samples[index].files})
     workers: list[_Worker] = []
     # Samples that share a file are converted by threads, which share what they have read of it.
-    if len(items) >= _MIN_SAMPLES and 2 * num_files >= len(items) and _may_fork():
+    if may_fork and len(items) >= _MIN_SAMPLES and 2 * num_files >= len(items) and _is_fork_safe():
         try:
             with contextlib.suppress(OSError):  # the system allows no more processes
                 for first in range(num_workers):
@@ -61,7 +62,7 @@ def open_pool(
         yield results
 
 
-def _may_fork() -> bool:
+def _is_fork_safe() -> bool:
     """Return whether a forked child of this process may run torch, and the system kills it when this process ends.
 
     Hazard: another thread may hold a lock, which the child would have forever. CUDA and Arrow do not work after a fork.
