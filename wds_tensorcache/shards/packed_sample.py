@@ -20,7 +20,7 @@ class PackedSample:
 
     Attributes:
         key: Key of the sample.
-        parts: Bytes-like parts, in order; empty if another process has them.
+        parts: Bytes-like parts, in order.
         nbytes: Total length of the parts.
         caches: Caches of the sample; their offsets are relative to the first part.
         members: (suffix, offset, length) of each other member, with a relative offset.
