@@ -19,7 +19,7 @@ class PackedSample:
     """The members of a sample with their tar headers. They have the same bytes at any position, a multiple of 512."""
 
     key: str
-    parts: list[Any]  # bytes-like; empty if another process has them
+    parts: list[Any]  # bytes-like
     nbytes: int  # total length of the parts
     caches: list[CacheEntry]  # offsets here are relative to the first part
     members: list[tuple[str, int, int]]  # suffix, offset, length of each other member

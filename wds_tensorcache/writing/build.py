@@ -134,8 +134,11 @@ def build(
     if reuse is not None:
         check_local(out, "a version that is built with reuse=")
     rank, world_size = find_rank(rank, world_size)
-    if world_size > 1:
-        _check_ranks(rank, world_size, pattern, options)
+    fault = f"rank={rank}, world_size={world_size}"
+    if world_size > 1 and not pattern.is_numbered:
+        raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
+    if world_size > 1 and not options.get("footer", True):
+        raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size)
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
@@ -183,15 +186,6 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
             fault = f"{len(index.keys)} samples have caches with these names and numbers of samples: {counts}"
             raise ValueError(f"{path}: {fault}; expected one cache without a name in every sample")
     return old
-
-
-def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if several ranks cannot build together."""
-    fault = f"rank={rank}, world_size={world_size}"
-    if not pattern.is_numbered:
-        raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
-    if not options.get("footer", True):
-        raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
 
 
 def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgress, options: dict[str, Any]) -> None:

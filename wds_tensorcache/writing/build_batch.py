@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import warnings
 from collections import deque
@@ -25,7 +24,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.build_compare import DIGEST
-from wds_tensorcache.writing.build_items import Item
+from wds_tensorcache.writing.build_items import Item, noting
 from wds_tensorcache.writing.writer import ShardWriter
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
@@ -71,13 +70,13 @@ def compute(
                 kinds.add(index)
             for batch in batches:
                 if any(is_missing for _, is_missing in batch):
-                    with _noting(batch):
+                    with noting(partial(_describe_all, batch)):
                         returned = fn([item.value for item, _ in batch])
                     while len(waiting) >= _MAX_WRITING:
                         waiting.popleft().result()
                     # without the values of items, which may be large
                     missing = [replace(item, value=None) if is_missing else None for item, is_missing in batch]
-                    with _noting(batch):
+                    with noting(partial(_describe_all, batch)):
                         copied = Batch(returned, len(batch), partial(_describe, batch))
                     waiting.append(thread.submit(write, copied, missing))
                 bar.show_count()
@@ -144,15 +143,8 @@ def _kinds_of(form: Form, texts: tuple[str, ...] | None) -> Iterator[tuple[str, 
         yield name, f"{attribute or stored} with {ndim} dimension{'s' * (ndim != 1)}"
 
 
-@contextlib.contextmanager
-def _noting(batch: list[Target]) -> Iterator[None]:
-    """Add a note to an exception: which items `fn` was called with."""
-    try:
-        yield
-    except Exception as exc:
-        first, last = _describe(batch, 0), _describe(batch, -1)
-        add_note(exc, f"tc.build: fn was called with a batch of {len(batch)}, from {first} to {last}")
-        raise
+def _describe_all(batch: list[Target]) -> str:
+    return f"fn was called with a batch of {len(batch)}, from {_describe(batch, 0)} to {_describe(batch, -1)}"
 
 
 class Batch:

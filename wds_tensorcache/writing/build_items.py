@@ -206,14 +206,19 @@ def _repeated_key(key: str) -> ValueError:
 
 
 @contextlib.contextmanager
-def _noting_item(number: int) -> Iterator[None]:
+def noting(describe: Callable[[], str]) -> Iterator[None]:
+    """Add a note to an exception, unless it is an InvalidKeyError, whose message names the item."""
     try:
         yield
     except InvalidKeyError:
-        raise  # its message names the item
-    except Exception as exc:
-        add_note(exc, f"tc.build: this is item {number} of the source")
         raise
+    except Exception as exc:
+        add_note(exc, f"tc.build: {describe()}")
+        raise
+
+
+def _noting_item(number: int) -> contextlib.AbstractContextManager[None]:
+    return noting(lambda: f"this is item {number} of the source")
 
 
 def _check_keys(keys: list[Any], count: int | None) -> list[str]:

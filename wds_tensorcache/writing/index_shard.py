@@ -94,7 +94,8 @@ def index_shard(
         if not is_remote:
             manifest = Manifest.of(folder)
             url = _find(manifest, folder, path)
-            is_added = url is None and _may_be_added(folder, name)
+            if url is None and shard_names([name]) and os.path.exists(folder.locate(MANIFEST)):
+                is_added = not is_being_written(folder.path or os.curdir)
     older = folder.read(sidecar_path(name))
     index = _with_older(index, _stored_index(file, older), None if url is None else manifest.fingerprint(url))
     sidecar = build_footer(index, file.nbytes)
@@ -165,12 +166,6 @@ def _find(manifest: Manifest, folder: Folder, path: str) -> str | None:
             if os.path.samefile(folder.locate(url), path):
                 return url
     return None
-
-
-def _may_be_added(folder: Folder, name: str) -> bool:
-    """Return whether to add a shard to the manifest of its folder, which does not list it."""
-    has_manifest = os.path.exists(folder.locate(MANIFEST))
-    return bool(shard_names([name])) and has_manifest and not is_being_written(folder.path or os.curdir)
 
 
 @dataclass(frozen=True, slots=True)

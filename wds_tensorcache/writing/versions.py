@@ -16,7 +16,6 @@ from xxhash import xxh3_64_hexdigest
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Manifest
-from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute
@@ -159,7 +158,6 @@ def _compute(
     sink = ShardWriter(str(pattern), resume=True, **options)
     finished, ages = sink.finished, pattern.shards_by_age()
     indexes = {path: finished.indexes[path] for _, path in ages if path in finished.indexes}
-    sink.finished = FinishedShards({}, Files())  # stale samples are computed again
     # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
     sink._number = 1 + max((number for number, _ in ages), default=-1)
     batches = _stale(items, old, FinishedShards(indexes, finished.files), pattern, bar, keys, changes)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from math import inf
+from numbers import Real
 from typing import Any
 
 from wds_tensorcache.codec.header import is_bound
@@ -185,6 +186,9 @@ class ShardWriter:
         self._pattern = ShardPattern(os.fsdecode(pattern))
         if overwrite and resume:
             raise ValueError("overwrite=True deletes the shards that resume=True would continue; pass only one of them")
+        for name, value in (("max_samples", max_samples), ("max_nbytes", max_nbytes)):
+            if not isinstance(value, Real):  # infinity is allowed
+                raise TypeError(f"{name}={value!r:.100}, expected a number")
         if not (max_samples >= 1 and max_nbytes >= 1):
             raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
         is_numbered = self._pattern.is_numbered
