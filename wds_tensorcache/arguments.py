@@ -37,11 +37,11 @@ def check_options(call: Callable[..., Any], given: Iterable[str], known: Iterabl
     """
     known = list(known)
     for name in given:
-        if name in known:
-            continue
-        own = [each.name for each in inspect.signature(call).parameters.values() if each.kind != each.VAR_KEYWORD]
-        names = list_names(list(dict.fromkeys([*own, *known])), name)
-        raise TypeError(f"{call.__name__} has no argument {name!r:.100}; there are {names}")
+        if name not in known:
+            parameters = inspect.signature(call).parameters.values()
+            names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+            hint = f"there are {list_names(list(dict.fromkeys([*names, *known])), name)}"
+            raise TypeError(f"{call.__name__} has no argument {name!r:.100}; {hint}")
 
 
 def user_level() -> int:
