@@ -40,8 +40,8 @@ def check_options(call: Callable[..., Any], given: Iterable[str], known: Iterabl
         if name not in known:
             parameters = inspect.signature(call).parameters.values()
             names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-            hint = list_names(list(dict.fromkeys([*names, *known])), name)
-            raise TypeError(f"{call.__name__} has no argument {name!r:.100}; there are {hint}")
+            hint = f"there are {list_names(list(dict.fromkeys([*names, *known])), name)}"
+            raise TypeError(f"{call.__name__} has no argument {name!r:.100}; {hint}")
 
 
 def user_level() -> int:
