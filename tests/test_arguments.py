@@ -343,8 +343,5 @@ def test_a_file_name_instead_of_a_key(tmp_path: Path) -> None:
         sink.write(tc.safe_key(name), {"x": torch.zeros(1)})
         sink.write("0", {"x": torch.zeros(1)})
     for cache in (tc.open(tmp_path), tc.join([tmp_path])):
-        with pytest.raises(KeyError, match=r"there are 'set%20a/IMG%201%2EJPG', .* cache\[tc.safe_key\(…\)\]"):
+        with pytest.raises(KeyError, match=r"there are 'set%20a/IMG%201%2EJPG'"):
             cache[name]
-        with pytest.raises(KeyError) as raised:
-            cache["set a/IMG 2.JPG"]
-        assert "safe_key" not in str(raised.value)
