@@ -61,7 +61,19 @@ def replace(**changes: Any) -> Callable[[Arrays], None]:
     return lambda arrays: arrays.update({name.replace("__", "."): np.asarray(array) for name, array in changes.items()})
 
 
-REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {  # more are in tests/codec/test_second_implementation.py
+REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {
+    "tensors outside": (put("cache.0.tensors_begin", 3, 1 << 40), "outside the archive"),
+    "tensors before the first header": (put("cache.0.tensors_begin", 0, 0), "outside the archive"),
+    "a member outside": (put("member.0.nbytes", 3, 1 << 40), "outside the archive"),
+    "no such layout": (put("cache.0.layout", 3, 99), "layout that does not exist"),
+    "no such form": (replace(layouts__form=np.full(2, 7, U8)), "form that does not exist"),
+    "more shapes": (replace(layouts__dims=np.ones(9, U8)), "dimensions do not match their forms"),
+    "fewer digests": (replace(cache__0__digest=np.ones(2, U64)), "unequal lengths"),
+    "rows that fall": (replace(cache__0__rows=np.array([0, 2, 1, 3], U8)), "impossible rows"),
+    "a row outside": (replace(cache__0__rows=np.array([0, 1, 2, 4], U8)), "impossible rows"),
+    "keys outside": (replace(keys__ends=np.array([2, 4, 6, 99], U8)), "keys that overlap"),
+    "empty keys": (replace(keys__ends=np.array([0, 2, 4, 8], U8)), "empty keys"),
+    "an array is missing": (lambda arrays: arrays.pop("cache.0.digest"), "incomplete"),
     "tensors that overflow": (put("cache.0.tensors_begin", 3, (1 << 64) - 1), "outside the archive"),
     "a skeleton that overflows": (put("cache.0.skeleton_nbytes", 3, (1 << 64) - 600), "outside the archive"),
     "skeletons that overlap": (
@@ -90,11 +102,14 @@ def test_impossible_arrays_are_refused_at_once(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("changes", [
-    {"caches": [[]]}, {"caches": ["", ""]}, {"caches": ["", "a"]}, {"caches": None}, {"members": ["txt", "gif"]},
-    {"forms": []}, {"forms": [5]}, {"forms": [[["x", "U8"]]]}, {"forms": [[["x", [], 2]]]}, {"forms": [[["x", "U8", True]]]},
+    {"caches": 5}, {"caches": [[]]}, {"caches": ["Ä"]}, {"caches": ["", ""]}, {"caches": ["", "a"]}, {"caches": None},
+    {"members": [5]}, {"members": ["txt", "gif"]}, {"members": ["TXT"]}, {"members": ["\ud800"]},
+    {"forms": 5}, {"forms": []}, {"forms": [5]}, {"forms": [[["x", "U8"]]]}, {"forms": [[["x", [], 2]]]},
+    {"forms": [[["x", "U9", 2]]]}, {"forms": [[["x", "U8", True]]]}, {"forms": [[["x", "U8", 65]]]},
     {"forms": [[["x", "U8", -1]]]}, {"forms": [[[5, "U8", 2]]]}, {"forms": [[["x", "U8", 1], ["x", "U8", 1]]]},
-    {"references": [["tenxor:x"]]}, {"references": [["tensor:x?x=1"]]}, {"further": []}, {"further": [[["x", "x"]]]},
-    {"further": [[["y", "z"]]]}, {"further": [[[1, "x"]]]}, {"further": [[["y", "x"], ["y", "x"]]]},
+    {"references": []}, {"references": [["tenxor:x"]]}, {"references": [["tensor:x?x=1"]]}, {"references": [["tensor:y"]]},
+    {"further": []}, {"further": [[["x", "x"]]]}, {"further": [[["y", "z"]]]}, {"further": [[[1, "x"]]]},
+    {"further": [[["y", "x"], ["y", "x"]]]}, {"fingerprint": 5},
 ], ids=str)  # fmt: skip
 def test_impossible_names_are_refused_at_once(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = write(tmp_path / "x.tar")

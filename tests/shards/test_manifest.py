@@ -61,7 +61,14 @@ def shardlist(**changes: Any) -> str:
 
 
 NOT_JSON = "expected a manifest, but the file is not JSON: "
-INVALID = {  # what the second implementation refuses, too, is in tests/codec
+INVALID = {
+    "cut": (document()[:-3], NOT_JSON),
+    "another version": (document(wids_version=2), "wids_version is 2, expected 1"),
+    "no shardlist": (document(shardlist=None), "shardlist is None, expected a list"),
+    "a bool": (shardlist(nsamples=True), r"shardlist\[1\]: nsamples is True, expected a non-negative integer"),
+    "a float": (shardlist(filesize=1.5), r"shardlist\[1\]: filesize is 1.5, expected a non-negative integer"),
+    "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
+    "absolute url": (shardlist(url="/y"), r"lists '/y', which is outside the manifest's folder; .*tc.open"),
     "empty": ("", f"{NOT_JSON}Expecting value"),
     "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),
     "a number of many digits": ("9" * 100_000, f"{NOT_JSON}Exceeds the limit"),
