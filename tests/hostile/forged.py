@@ -58,31 +58,19 @@ def by_samples(path: Path) -> list[Any]:
         return [tc.realize(found) for found in cache]
 
 
-def by_batch(path: Path) -> Any:
-    with tc.open(path) as cache:
-        batch = cache.read_batch(range(len(cache)), collate="list")
-        return repr(batch)
+def _by_cache(read: Callable[[Any, range], Any]) -> Callable[[Path], Any]:
+    def read_all(path: Path) -> Any:
+        with tc.open(path) as cache:
+            return read(cache, range(len(cache)))
 
-
-def by_tensors(path: Path) -> Any:
-    with tc.open(path) as cache:
-        return cache.read_tensors(range(len(cache)), collate="list")
-
-
-def by_members(path: Path) -> Any:
-    with tc.open(path) as cache:
-        return [cache.read_members(range(len(cache)), suffix) for suffix in cache.members]
-
-
-def by_index(path: Path) -> Any:
-    return tc.write_index(path, dali_index=False)
+    return read_all
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "samples": by_samples,
-    "batch": by_batch,
-    "tensors": by_tensors,
-    "members": by_members,
+    "batch": _by_cache(lambda cache, rows: repr(cache.read_batch(rows, collate="list"))),
+    "tensors": _by_cache(lambda cache, rows: cache.read_tensors(rows, collate="list")),
+    "members": _by_cache(lambda cache, rows: [cache.read_members(rows, suffix) for suffix in cache.members]),
     "stream": by_stream,
-    "index": by_index,
+    "index": lambda path: tc.write_index(path, dali_index=False),
 }

@@ -113,7 +113,8 @@ def test_lists_of_names_that_are_there(here: Path, read: Any) -> None:
 
 def test_links_and_files_that_vanish_are_not_expanded(here: Path) -> None:
     fill(["a.tar", "b.tar", "good.tar", RUN])
-    streams = [tc.ResumablePipeline(source, tc.decode()) for source in ("pipe*.tar", ".")]
+    list_in_manifest("list.json", ["good.tar", RUN])
+    streams = [tc.ResumablePipeline(source, tc.decode()) for source in ("pipe*.tar", ".", "*.json")]
     os.remove(RUN)
     for stream in streams:
         with pytest.raises(FileNotFoundError):

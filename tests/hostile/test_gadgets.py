@@ -84,13 +84,10 @@ def nothing_is_called() -> Iterator[None]:
     assert CALLED == []
 
 
-def line(value: str) -> bytes:
-    return value.encode() + b"\n"
-
-
 def ways(module: str, name: str) -> dict[str, bytes]:
     """Return what calls, or fetches, a global by each opcode that can."""
-    old, new = b"c" + line(module) + line(name), fetch(module, name)
+    lines = f"{module}\n{name}\n".encode()
+    old, new = b"c" + lines, fetch(module, name)
     argument = text("echo executed")
     made = {}
     for how, found in (("GLOBAL", old), ("STACK_GLOBAL", new)):
@@ -117,7 +114,7 @@ def ways(module: str, name: str) -> dict[str, bytes]:
             f"{how} dropped": found + argument + b"\x85R0N",
             f"{how} memoized": b"N\x94" + found + b"\x940h\x01" + argument + b"\x85R\x86",
         }
-    made["INST"] = b"(S'echo executed'\ni" + line(module) + line(name)
+    made["INST"] = b"(S'echo executed'\ni" + lines
     return made
 
 

@@ -201,6 +201,12 @@ def test_what_torch_load_reads_is_the_same() -> None:
     assert found["view"][0, 0] == 99  # one storage, as it was
 
 
+def test_state_dicts() -> None:
+    found = decoded(saved(torch.nn.BatchNorm1d(2).state_dict()))
+    assert type(found) is OrderedDict
+    torch.nn.BatchNorm1d(2).load_state_dict(found)
+
+
 def test_checksums_may_be_left_out() -> None:
     raw = bytearray(saved(torch.ones(4)))
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:

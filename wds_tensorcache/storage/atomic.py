@@ -47,11 +47,9 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
     """
     temporary = temporary_path(path)
     try:
-        with open(temporary, "xb", buffering=0) as file:
-            for part in parts:
-                rest = memoryview(part)
-                while len(rest):
-                    rest = rest[file.write(rest) :]
+        with open(temporary, "xb") as file:
+            file.writelines(parts)
+            file.flush()
             # A rename may reach the disk before the content of the file, and a crash then leaves an empty file under
             # the new name. So flush the content to disk first, then rename, then flush the folder.
             if fsync:

@@ -11,11 +11,20 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # names of files that a writer, and a write by Ray, lock in their folder
 _LOCK = re.compile(r"\..+\.lock|\.ray-[0-9a-f]{8}\.writing", re.DOTALL).fullmatch
 _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an instant
+
+
+def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
+    """Call `take` until it does not return False, but at most for so many seconds; return its last result."""
+    until, pause_s = time.monotonic() + wait_s, 0.0002
+    while (is_taken := take()) is False and time.monotonic() < until:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
+    return is_taken
 
 
 class OwnedFile:
@@ -60,11 +69,7 @@ class Flock(OwnedFile):
 
     def __init__(self, path: str, flags: int = os.O_RDONLY, wait_s: float = 0.0) -> None:
         super().__init__(path, flags)
-        until, pause_s = time.monotonic() + wait_s, 0.0005
-        while (is_locked := _flock(self.fd, fcntl.LOCK_EX)) is False and time.monotonic() < until:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
-        self.is_locked = is_locked
+        self.is_locked = wait_for(lambda: _flock(self.fd, fcntl.LOCK_EX), wait_s)
 
     def close(self) -> None:
         """Release the lock, if taken, and close the file or folder."""

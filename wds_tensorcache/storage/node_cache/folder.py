@@ -7,11 +7,11 @@ import errno
 import os
 import re
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from math import inf
 
+from wds_tensorcache.storage.locks import wait_for
 from wds_tensorcache.storage.node_cache.block_file import (
     BLOCK,
     OTHERS_MAY_WRITE,
@@ -56,12 +56,8 @@ def lock_within(locks: RangeLocks, begin: int, length: int, timeout_s: float, *,
     Raises:
         Bypass: It was not free within the time. A process that was stopped may hold it forever.
     """
-    deadline, pause_s = time.monotonic() + timeout_s, 0.0002
-    while not locks.lock(begin, length, shared=shared):
-        if time.monotonic() > deadline:
-            raise Bypass(f"{locks.path} was locked for {timeout_s:.0f} s; a process was stopped", rest_s=60.0)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.01)
+    if not wait_for(lambda: locks.lock(begin, length, shared=shared), timeout_s):
+        raise Bypass(f"{locks.path} was locked for {timeout_s:.0f} s; a process was stopped", rest_s=60.0)
 
 
 def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFolder:
