@@ -134,7 +134,7 @@ def test_the_remote_scenario_runs(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_states_are_compared(tmp_path: Path) -> None:
     """This one with itself; each row checks the values that it reads."""
-    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "*1 threads*")
+    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "*1 thread*")
     rows = [line.split(" | ") for line in _run(sys.executable, "-m", "benchmarks.core", *chosen).splitlines()[2:]]
     assert len(rows) == 8
     for _, base, now, ratio, beside in rows:
