@@ -131,10 +131,8 @@ class _Cases:
             for is_loader, name in enumerate(("read_batch", "Loader")):
                 title = f"open and first epoch, cold, {store[:6]} x {size}, {name}"
                 add(title, partial(self._epochs, store, size, 1, bool(is_loader)), plain)
-        title, plain = (
-            f"450 KB x 32, two epochs, {LIMIT_NBYTES >> 20} MB of memory",
-            {"plain reads": partial(self._plain_epochs, cold, 2)},
-        )
+        title = f"450 KB x 32, two epochs, {LIMIT_NBYTES >> 20} MB of memory"
+        plain = {"plain reads": partial(self._plain_epochs, cold, 2)}
         add(title, partial(self._epochs, cold, 32, 2, False), plain, is_limited=True)
         alone = {"one process, 1 thread": read(warm, 32, 1)}
         add("450 KB x 32, two processes, default threads", read(warm, 32, None), alone, is_pair=True)
