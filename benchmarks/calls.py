@@ -1,10 +1,9 @@
 """Count the Python calls that each operation makes when warm: `python -m benchmarks.calls`.
 
 It prints a markdown table with a row for each operation: writing a sample, reading a batch, a batch by DALI, decoding a
-sample. The columns count calls, functions and files of `wds_tensorcache` and `dali_plugin`, and the calls and functions
-before the first read: `os.preadv`, or `gather` of `storage/gather.py`. Times depend on the machine and its load; these counts
-depend on the code alone. Only the calling thread is traced. A comprehension counts as a function up to Python 3.11. A
-generator counts as a function, and each resumption as a call.
+sample. The columns count calls, functions and files of `wds_tensorcache` and `dali_plugin`. Times depend on the machine and
+its load; these counts depend on the code alone. Only the calling thread is traced. A comprehension counts as a function up
+to Python 3.11. A generator counts as a function, and each resumption as a call.
 
 `python -m benchmarks.calls --functions read_batch` lists the functions of an operation in the order of their first calls.
 """
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.storage.gather import gather
+from benchmarks.report import markdown
 
 BATCH_SIZE = 32
 _COUNT = 256
@@ -35,21 +34,16 @@ _PACKAGES = tuple(str(_ROOT / name) + os.sep for name in ("wds_tensorcache", "da
 
 
 class Trace:
-    """Calls of our packages' functions, and how many of them came before the first read.
+    """Calls of our packages' functions.
 
     Attributes:
         calls: How often each function was called, in the order of their first calls.
-        before: The same before the first read; None if there was none.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
-        self.before: Counter[CodeType] | None = None
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        is_read = frame.f_code is gather.__code__ if event == "call" else event == "c_call" and arg is os.preadv
-        if is_read and self.before is None:
-            self.before = self.calls.copy()
         if event == "call" and frame.f_code.co_filename.startswith(_PACKAGES):
             self.calls[frame.f_code] += 1
 
@@ -57,15 +51,12 @@ class Trace:
         """Yield a line for each function, in the order of their first calls."""
         for number, (code, count) in enumerate(self.calls.items(), start=1):
             place = Path(code.co_filename).relative_to(_ROOT)
-            early = "before the first read" if self.before and code in self.before else ""
             name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one alone
-            yield f"{number:4} {count:5} {name:44} {place}:{code.co_firstlineno} {early}".rstrip()
+            yield f"{number:4} {count:5} {name:44} {place}:{code.co_firstlineno}"
 
-    def cells(self) -> list[str]:
-        """Return the cells of a row of the table."""
-        found = [self.calls.total(), len(self.calls), len({code.co_filename for code in self.calls})]
-        found += [self.before.total(), len(self.before)] if self.before is not None else []
-        return [*map(str, found), *["-"] * (5 - len(found))]
+    def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of calls, functions and files."""
+        return self.calls.total(), len(self.calls), len({code.co_filename for code in self.calls})
 
 
 def traced(act: Callable[[], Any]) -> Trace:
@@ -135,19 +126,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__)
     parser.add_argument("--functions", metavar="ACT", help="list the functions of one act instead")
     options = parser.parse_args()
-    rows = []
     with tempfile.TemporaryDirectory(prefix="calls-") as folder, acts(Path(folder)) as found:
-        if options.functions is not None:
-            if options.functions not in found:
-                parser.error(f"no act {options.functions!r}, expected one of {', '.join(found)}")
+        if options.functions is None:
+            rows = [[name, *map(str, traced(act).counts())] for name, act in found.items()]
+            print(markdown([["", "calls", "functions", "files"], *rows]))
+        elif options.functions in found:
             print(*traced(found[options.functions]).functions(), sep="\n")
-            return
-        for name, act in found.items():
-            rows.append([name, *traced(act).cells()])
-    print("| | calls | functions | files | calls before the read | functions before the read |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+        else:
+            parser.error(f"no act {options.functions!r}, expected one of {', '.join(found)}")
 
 
 if __name__ == "__main__":

@@ -109,11 +109,12 @@ class _Cases:
         for fill in FILLS:
             for n in (1, 2):
                 beside = {"bare copy": partial(self._bare, fill, n), "tensordict, tuned": partial(self._tuned, n)}
-                add(f"450 KB x 32, {fill}, {n} threads", read(fill, 32, n), beside)
-                add(f"450 KB x 32, {fill}, {n} threads, small values read", read(fill, 32, n, True), beside)
+                title = f"450 KB x 32, {fill}, {n} thread{'s' * (n > 1)}"
+                add(title, read(fill, 32, n), beside)
+                add(f"{title}, small values read", read(fill, 32, n, True), beside)
         for size in (32, 256):
             for n in (1, 2, 8):
-                add(f"padded x {size}, {n} threads", read("ragged", size, n))
+                add(f"padded x {size}, {n} thread{'s' * (n > 1)}", read("ragged", size, n))
         for n in (300, 2000):
             add(f"450 KB x 32, {n} shards", read(f"450 KB, {n} shards", 32, 1))
             add(f"1.5 KB x 256, {n} shards", read(f"1.5 KB, {n} shards", 256, 1))
@@ -130,10 +131,8 @@ class _Cases:
             for is_loader, name in enumerate(("read_batch", "Loader")):
                 title = f"open and first epoch, cold, {store[:6]} x {size}, {name}"
                 add(title, partial(self._epochs, store, size, 1, bool(is_loader)), plain)
-        title, plain = (
-            f"450 KB x 32, two epochs, {LIMIT_NBYTES >> 20} MB of memory",
-            {"plain reads": partial(self._plain_epochs, cold, 2)},
-        )
+        title = f"450 KB x 32, two epochs, {LIMIT_NBYTES >> 20} MB of memory"
+        plain = {"plain reads": partial(self._plain_epochs, cold, 2)}
         add(title, partial(self._epochs, cold, 32, 2, False), plain, is_limited=True)
         alone = {"one process, 1 thread": read(warm, 32, 1)}
         add("450 KB x 32, two processes, default threads", read(warm, 32, None), alone, is_pair=True)

@@ -88,16 +88,11 @@ def test_the_tables_of_a_run() -> None:
     ]
 
 
-def test_calls_are_counted_until_the_first_read_of_a_batch(tmp_path: Path) -> None:
+def test_the_way_of_a_batch_is_short(tmp_path: Path) -> None:
     with acts(tmp_path) as found:
-        read, get = traced(found["read_batch"]), traced(found["get"])
-    assert read.before is not None
-    assert read.before <= read.calls
-    assert next(iter(read.functions())).split()[:3] == ["1", "1", "Cache.read_batch"]
-    assert get.before is None
-    assert get.cells()[3:] == ["-", "-"]
-    assert read.calls.total() <= 150  # the way of a batch is short
-    assert len(read.before) <= 20
+        trace = traced(found["read_batch"])
+    assert next(iter(trace.functions())).split()[:3] == ["1", "1", "Cache.read_batch"]
+    assert trace.calls.total() <= 60
 
 
 @pytest.mark.long
@@ -134,7 +129,7 @@ def test_the_remote_scenario_runs(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_states_are_compared(tmp_path: Path) -> None:
     """This one with itself; each row checks the values that it reads."""
-    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "*1 threads*")
+    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "*1 thread*")
     rows = [line.split(" | ") for line in _run(sys.executable, "-m", "benchmarks.core", *chosen).splitlines()[2:]]
     assert len(rows) == 8
     for _, base, now, ratio, beside in rows:

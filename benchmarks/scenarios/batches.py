@@ -31,6 +31,7 @@ def batch_cold(context: Context) -> Rounds:
     count = context.workload.timed
     with context.readers(_has_batches) as readers:
         checked = _checked(context, readers)
+    readers.clear()  # what they have mapped could not be dropped
     opened: list[Reader] = []
 
     def prepare(store: Path, peer: Peer | None = None) -> None:

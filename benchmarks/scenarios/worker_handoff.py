@@ -35,10 +35,13 @@ class _Each(Dataset[Any]):
 
 def worker_handoff(context: Context) -> Rounds:
     """Measure batches in random order. The main process uses one byte of each page of every tensor; workers stay alive."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each tensor of a sample crosses as a file descriptor
-    with tc.open(context.ours) as cache:
-        return _compared(context, cache)
+    try:
+        with tc.open(context.ours) as cache:
+            return _compared(context, cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _compared(context: Context, cache: Any) -> Rounds:
