@@ -104,7 +104,7 @@ def test_each_error(cache: Any, call: Any, error: type[Exception], message: str)
 
 @pytest.mark.parametrize("wrong", ["dir/photo (1).jpg", "./dir/photo (1)", "/data/dir/photo (1).latent.npy"])
 def test_names_of_files(tmp_path: Path, wrong: str) -> None:
-    """A key is found from the path of the file that it was made from; `drop` suggests the same."""
+    """A key is found from the path of the file that it was made from."""
     with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
         for name in [*map(str, range(20)), "dir/photo (1)", *map(str, range(20, 40))]:
             sink.write(tc.safe_key(name), {"x": torch.zeros(1)})
@@ -113,8 +113,6 @@ def test_names_of_files(tmp_path: Path, wrong: str) -> None:
         for each in (cache, tc.join([cache])):
             with pytest.raises(KeyError, match=message):
                 each[wrong]
-    with pytest.raises(KeyError, match=message):
-        tc.drop(tmp_path / "cache", tmp_path / "out", [wrong])
 
 
 def test_near_keys_of_many(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_samples_are_not_looked_at_once_for_each_shard_or_key(cache: Any, use: A
         (lambda cache: cache[::-2][5:][::3], 10_000),
         (lambda cache: cache[sparse.key_of(COUNT - 1)], 64 << 10),
         (lambda cache: sparse.key_of(COUNT) in cache, 64 << 10),
-        (lambda cache: tc.join([cache[::2], cache[::2]]), 10_000),
+        (lambda cache: tc.join({"a": cache[::2], "b": cache[::2]}), 10_000),
         (lambda cache: sum(map(len, cache[::-1].keys())), 4 * COUNT),
     ],
     ids=["schema", "members", "slice", "slices", "key", "no key", "join", "keys back"],
@@ -224,7 +224,7 @@ def test_a_join_of_other_shards_with_the_same_keys_holds_no_keys(cache: Any, man
         assert other.members == {}
         tracemalloc.start()
         try:
-            tc.join([cache, other])
+            tc.join({"a": cache, "b": other})
             assert tracemalloc.get_traced_memory()[1] < 4 * COUNT
         finally:
             tracemalloc.stop()

@@ -15,7 +15,7 @@ import numpy as np
 from wds_tensorcache.errors import InvalidKeyError, StaleCacheError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
-from wds_tensorcache.shards.fingerprint import SOURCE, check_same
+from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import Files
@@ -147,14 +147,14 @@ def _unite_sources(shards: list[OldShard]) -> None:
 
 def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     """Raise StaleCacheError if a shard has a fingerprint that the first cache does not have."""
-    texts = set(map(_text, parts[0]))
+    texts, first = set(map(_text, parts[0])), parts[0][0] if parts[0] else None
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
-            try:
-                check_same(shard.path, shard.fingerprint, parts[0][0].fingerprint)
-            except StaleCacheError as exc:
-                remedy = "merge them with --mixed (mixed=True) if they belong together"
-                raise StaleCacheError(f"{exc}; {remedy}") from exc
+            own, other = dict(shard.fingerprint or {}), dict((first and first.fingerprint) or {})
+            names = [name for name in own | other if own.get(name) != other.get(name)]
+            made, expected = ({name: fields.get(name) for name in names} for fields in (own, other))
+            problem = f"{shard.path} was made with {made!r:.300}, but {first and first.path} with {expected!r:.300}"
+            raise StaleCacheError(f"{problem}; merge them with --mixed (mixed=True) if they belong together")
 
 
 def _check_keys(shards: list[OldShard]) -> None:
