@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import repeat
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -47,11 +46,8 @@ if _CAN_MAP:
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    _libc.preadv2.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_int]
-    _libc.preadv2.restype = ctypes.c_ssize_t
+    _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _MAP_FAILED = (1 << 64) - 1
-_PROBED = ctypes.create_string_buffer(1)
-_PROBE = (ctypes.c_size_t * 2)(ctypes.addressof(_PROBED), 1)  # a buffer for preadv2
 
 
 def _identity(status: os.stat_result) -> Identity:
@@ -94,25 +90,25 @@ def _unmap(address: int, nbytes: int) -> None:
     _Map.total_nbytes -= nbytes
 
 
-def are_resident(files: Sequence[ShardFile], offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return whether the byte at an offset of each mapped file is in memory, bool `[n]`.
-
-    False for a file without a descriptor, since opening it takes longer than `announce`; or if the system cannot tell.
-    """
-    held = list(map(attrgetter("_descriptor"), files))  # they stay open
-    numbers = [-1 if descriptor is None else descriptor.fd for descriptor in held]
-    # one system call each; -1 for an error
-    counts = map(_libc.preadv2, numbers, repeat(_PROBE), repeat(1), offsets.tolist(), repeat(_NOWAIT))
-    is_there: np.ndarray[Any, Any] = np.fromiter(counts, np.int64, len(numbers)) == 1
-    is_there |= np.fromiter(map(attrgetter("is_in_memory"), files), np.bool_, len(numbers))
-    return is_there
+def are_resident(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return whether all pages of ranges of maps are in memory, bool `[n]`; the files must be `shows_pages`."""
+    begins, sizes = _pages(addresses, nbytes)
+    pages = np.zeros((len(begins), int(sizes.max(initial=0)) // mmap.PAGESIZE + 1), np.uint8)
+    deque(map(_libc.mincore, begins.tolist(), sizes.tolist(), range(pages.ctypes.data, 1 << 63, pages.shape[1])), 0)
+    is_resident: np.ndarray[Any, Any] = (pages & 1).sum(1) == -(-sizes // mmap.PAGESIZE)
+    return is_resident
 
 
 def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> None:
     """Ask the system to read ranges of maps into memory in the background; this needs no descriptors."""
+    begins, sizes = _pages(addresses, nbytes)
+    deque(map(_libc.madvise, begins.tolist(), sizes.tolist(), repeat(mmap.MADV_WILLNEED)), 0)
+
+
+def _pages(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+    """Return ranges that begin with a page."""
     begins = addresses & -mmap.PAGESIZE
-    ranges = begins.tolist(), (addresses + nbytes - begins).tolist()
-    deque(map(_libc.madvise, *ranges, repeat(mmap.MADV_WILLNEED)), 0)
+    return begins, addresses + nbytes - begins
 
 
 class ShardFile:
@@ -152,7 +148,8 @@ class ShardFile:
         self._descriptor: Descriptor | None = None
         self._may_map = may_map and _CAN_MAP
         self._map: _Map | None = None
-        self.is_in_memory = False  # known once it is mapped
+        # The system tells only the owner of a file, and who may write to it, which pages are in memory.
+        self.shows_pages = status.st_uid == os.geteuid() or os.access(path, os.W_OK)
 
     def _open(self) -> tuple[Descriptor, os.stat_result]:
         try:
@@ -260,8 +257,8 @@ class ShardFile:
             if self._map is None:
                 if _Map.count >= _MAX_MAPS or _Map.total_nbytes + self.nbytes > _MAX_MAPPED_NBYTES:
                     return 0
-                kind, is_network = device_kind(self._device, self.path)
-                self._may_map, self.is_in_memory = not is_network, kind in MEMORY
+                _, is_network = device_kind(self._device, self.path)
+                self._may_map = not is_network
                 with suppress(OSError):  # a file system without maps, or no memory for one
                     self._map = _Map(descriptor.fd, self.nbytes) if self._may_map else None
                 self._may_map = self._map is not None

@@ -45,6 +45,8 @@ class RangeFile(Protocol):
     def is_resident(self, begin: int, /) -> bool: ...
     def will_need(self, begin: int, end: int, /) -> None: ...
     def check_unchanged(self) -> None: ...
+    @property
+    def shows_pages(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def _copy(
     base = bases[ranges.file]
     source = ranges.begin + base
     target, nbytes = ranges.target, ranges.nbytes
-    cold = _find_cold(files, ranges, are_resident)
+    cold = _find_cold(files, ranges, base)
     if not len(cold) and len(ranges.file) >= _FEW:
         # numpy keeps the GIL during some of these copies. They are short, since the bytes are in memory.
         first = int(source.min())
@@ -162,20 +164,22 @@ def _windows(array: Array, width: int) -> Array:
     return windows
 
 
-def _find_cold(
-    files: Mapping[int, RangeFile], ranges: Ranges, are_resident: Callable[[Sequence[Any], Array], Array]
-) -> Array:
-    """Return the numbers of the samples to announce, ascending: if samples are large, those whose last byte is not in memory.
+def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | None) -> Array:
+    """Return the numbers of the samples to announce, ascending: if samples are large, those that are not in memory.
 
-    If they are small, a few are probed, for which closed files are opened again; all are announced if one is not in memory.
+    If they are small, a few are probed, and all are announced if one is not in memory. `base` has the addresses of maps.
     """
     count = len(ranges.file)
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
     probed = np.arange(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
-    last = (ranges.begin[:, probed] + ranges.nbytes[:, probed]).max(0) - 1
-    if not is_large:
-        are_resident = _are_resident
-    cold = probed[~are_resident(list(map(files.__getitem__, ranges.file[probed].tolist())), last)]
+    samples, first, last = _extents(ranges, probed)
+    if base is not None and all(file.shows_pages for file in files.values()):
+        # A fault on one page that is missing may read megabytes, so each page of a sample is looked at.
+        is_resident = are_resident(base[samples] + first, last - first)
+    else:
+        sources = [files[number] for number in ranges.file[samples].tolist()]  # closed files are opened again
+        is_resident = np.array([file.is_resident(at) for file, at in zip(sources, (last - 1).tolist(), strict=True)])
+    cold = np.unique(samples[~is_resident])
     return cold if is_large or not len(cold) else np.arange(count)
 
 
@@ -198,7 +202,7 @@ def _read(
 ) -> None:
     """Read ranges: one system call for each sample and each run of tensors with small gaps between them."""
     ranges = ranges.select(np.lexsort((ranges.begin[0], ranges.file)))  # in the order in which a disk has them
-    cold, numbers = _find_cold(files, ranges, _are_resident), ranges.file.tolist()
+    cold, numbers = _find_cold(files, ranges, None), ranges.file.tolist()
 
     def read(first: int, last: int) -> None:
         step = _IN_FLIGHT if len(cold) else max(1, last - first)
@@ -212,11 +216,6 @@ def _read(
                 files[number].read_into(buffers, begin)
 
     _run(read, ranges, num_threads, executor)
-
-
-def _are_resident(files: Sequence[RangeFile], offsets: Array) -> Array:
-    """Return whether the byte at an offset of each file is in memory."""
-    return np.array([file.is_resident(at) for file, at in zip(files, offsets.tolist(), strict=True)], np.bool_)
 
 
 def runs(ranges: Ranges, memory: Array, gap_nbytes: int = 0) -> Iterator[tuple[int, int, list[memoryview]]]:
