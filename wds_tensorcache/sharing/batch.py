@@ -97,6 +97,8 @@ class _BatchAsFile:
     def __init__(self, parsed: Sequence[ParsedSample], bits: int) -> None:
         self._parsed, self._bits = parsed, bits
 
+    shows_pages = True
+
     def address(self) -> int:
         """Return 0: the members of a batch are in several places, and are read."""
         return 0

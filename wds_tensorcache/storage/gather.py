@@ -171,16 +171,15 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
     """
     count = len(ranges.file)
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
-    probed = np.arange(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
-    samples, first, last = _extents(ranges, probed)
-    if base is not None and all(file.shows_pages for file in files.values()):
+    if is_large and base is not None and all(file.shows_pages for file in files.values()):
         # A fault on one page that is missing may read megabytes, so each page of a sample is looked at.
-        is_resident = are_resident(base[samples] + first, last - first)
-    else:
-        sources = [files[number] for number in ranges.file[samples].tolist()]  # closed files are opened again
-        is_resident = np.array([file.is_resident(at) for file, at in zip(sources, (last - 1).tolist(), strict=True)])
-    cold = np.unique(samples[~is_resident])
-    return cold if is_large or not len(cold) else np.arange(count)
+        samples, first, last = _extents(ranges, np.arange(count))
+        return np.unique(samples[~are_resident(base[samples] + first, last - first)])
+    probed = range(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
+    last = (ranges.begin[:, probed] + ranges.nbytes[:, probed]).max(0) - 1
+    sources = [files[number] for number in ranges.file[probed].tolist()]  # closed files are opened again
+    cold = [i for i, file, at in zip(probed, sources, last.tolist(), strict=True) if not file.is_resident(at)]
+    return np.array(cold, np.int64) if is_large or not cold else np.arange(count)
 
 
 def _extents(ranges: Ranges, samples: Array) -> tuple[Array, Array, Array]:
