@@ -47,12 +47,8 @@ if _CAN_MAP:
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    _libc.preadv2.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_int]
-    _libc.preadv2.restype = ctypes.c_ssize_t
     _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _MAP_FAILED = (1 << 64) - 1
-_PROBED = ctypes.create_string_buffer(1)
-_PROBE = (ctypes.c_size_t * 2)(ctypes.addressof(_PROBED), 1)  # a buffer for preadv2
 
 
 def _identity(status: os.stat_result) -> Identity:
@@ -95,27 +91,15 @@ def _unmap(address: int, nbytes: int) -> None:
     _Map.total_nbytes -= nbytes
 
 
-def are_resident(files: Sequence[ShardFile], offsets: Array) -> Array:
-    """Return whether the byte at an offset of each mapped file is in memory, bool `[n]`.
-
-    False for a file without a descriptor, since opening it takes longer than `announce`; or if the system cannot tell.
-    """
-    held = [file._descriptor for file in files]  # they stay open
-    numbers = [-1 if descriptor is None else descriptor.fd for descriptor in held]
-    # one system call each; -1 for an error
-    counts = map(_libc.preadv2, numbers, repeat(_PROBE), repeat(1), offsets.tolist(), repeat(_NOWAIT))
-    is_there: Array = np.fromiter(counts, np.int64, len(numbers)) == 1
-    return is_there
-
-
-def has_pages(addresses: Array, nbytes: Array) -> Array:
+def are_resident(addresses: Array, nbytes: Array | int) -> Array:
     """Return whether all pages of ranges of maps are in memory, bool `[n]`; the files must be `shows_pages`."""
     begins = addresses & -mmap.PAGESIZE
     sizes = addresses - begins + nbytes
     pages = np.zeros((len(begins), int(sizes.max()) // mmap.PAGESIZE + 1), np.uint8)
-    deque(map(_libc.mincore, begins.tolist(), sizes.tolist(), range(pages.ctypes.data, 1 << 63, pages.shape[1])), 0)
-    is_there: Array = (pages & 1).sum(1) == -(-sizes // mmap.PAGESIZE)
-    return is_there
+    places = range(pages.ctypes.data, 1 << 63, pages.shape[1])
+    deque(map(_libc.mincore, begins.tolist(), sizes.tolist(), places), 0)
+    is_resident: Array = (pages & 1).sum(1) == -(-sizes // mmap.PAGESIZE)
+    return is_resident
 
 
 def announce(addresses: Array, nbytes: Array) -> None:
@@ -278,7 +262,7 @@ class ShardFile:
                 self._may_map = self._map is not None
             return self._map.address if self._map is not None else 0
 
-    def view(self, begin: int, end: int) -> Array | None:
+    def view(self, begin: int, end: int) -> np.ndarray[Any, Any] | None:
         """Return the bytes `[begin, end)` of the map; None without a map.
 
         Memory: keeps the map; the array is marked writable, to avoid torch's warning, but must never be written to.
