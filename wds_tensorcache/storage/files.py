@@ -27,7 +27,6 @@ from wds_tensorcache.storage.urls import is_url
 if TYPE_CHECKING:
     from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
 
-Array = np.ndarray[Any, Any]
 Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
 _COPIED_NBYTES = 1 << 16  # from this size on, a copy out of a map takes as little as half the time of a read
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
@@ -91,22 +90,25 @@ def _unmap(address: int, nbytes: int) -> None:
     _Map.total_nbytes -= nbytes
 
 
-def are_resident(addresses: Array, nbytes: Array | int) -> Array:
+def are_resident(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return whether all pages of ranges of maps are in memory, bool `[n]`; the files must be `shows_pages`."""
-    begins = addresses & -mmap.PAGESIZE
-    sizes = addresses - begins + nbytes
-    pages = np.zeros((len(begins), int(sizes.max()) // mmap.PAGESIZE + 1), np.uint8)
-    places = range(pages.ctypes.data, 1 << 63, pages.shape[1])
-    deque(map(_libc.mincore, begins.tolist(), sizes.tolist(), places), 0)
-    is_resident: Array = (pages & 1).sum(1) == -(-sizes // mmap.PAGESIZE)
+    begins, sizes = _pages(addresses, nbytes)
+    pages = np.zeros((len(begins), int(sizes.max(initial=0)) // mmap.PAGESIZE + 1), np.uint8)
+    deque(map(_libc.mincore, begins.tolist(), sizes.tolist(), range(pages.ctypes.data, 1 << 63, pages.shape[1])), 0)
+    is_resident: np.ndarray[Any, Any] = (pages & 1).sum(1) == -(-sizes // mmap.PAGESIZE)
     return is_resident
 
 
-def announce(addresses: Array, nbytes: Array) -> None:
+def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> None:
     """Ask the system to read ranges of maps into memory in the background; this needs no descriptors."""
-    begins = addresses & -mmap.PAGESIZE
-    sizes = addresses - begins + nbytes
+    begins, sizes = _pages(addresses, nbytes)
     deque(map(_libc.madvise, begins.tolist(), sizes.tolist(), repeat(mmap.MADV_WILLNEED)), 0)
+
+
+def _pages(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+    """Return ranges that begin with a page."""
+    begins = addresses & -mmap.PAGESIZE
+    return begins, addresses + nbytes - begins
 
 
 class ShardFile:

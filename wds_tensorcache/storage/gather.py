@@ -172,10 +172,7 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
     count = len(ranges.file)
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
     if is_large and base is not None and all(file.shows_pages for file in files.values()):
-        ends = np.concatenate([ranges.begin.min(0), (ranges.begin + ranges.nbytes).max(0) - 1])
-        if are_resident(np.tile(base, 2) + ends, 1).all():  # the first and the last page of each sample
-            return np.empty(0, np.int64)
-        # A fault on one page that is missing may read megabytes, so all pages are looked at.
+        # A fault on one page that is missing may read megabytes, so each page of a sample is looked at.
         samples, first, last = _extents(ranges, np.arange(count))
         return np.unique(samples[~are_resident(base[samples] + first, last - first)])
     probed = range(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
