@@ -187,8 +187,8 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
     probed = range(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
     last = (ranges.begin[:, probed] + ranges.nbytes[:, probed]).max(0) - 1
     sources = [files[number] for number in ranges.file[probed].tolist()]  # closed files are opened again
-    cold = [i for i, file, at in zip(probed, sources, last.tolist(), strict=True) if not file.is_resident(at)]
-    return np.array(cold, np.int64) if is_large or not cold else np.arange(count)
+    missing = [i for i, file, at in zip(probed, sources, last.tolist(), strict=True) if not file.is_resident(at)]
+    return np.array(missing, np.int64) if is_large or not missing else np.arange(count)
 
 
 def _find_incomplete(ranges: Ranges, base: Array, samples: Array) -> Array:
