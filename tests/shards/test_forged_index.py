@@ -103,11 +103,13 @@ def test_impossible_arrays_are_refused_at_once(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("changes", [
-    {"caches": 5}, {"caches": "x"}, {"caches": [[]]}, {"caches": ["Ä"]}, {"caches": ["", ""]}, {"caches": ["", "a"]}, {"caches": None},
+    {"caches": 5}, {"caches": "x"}, {"caches": [[]]}, {"caches": ["Ä"]}, {"caches": ["", ""]}, {"caches": ["", "a"]},
+    {"caches": None},
     {"members": [5]}, {"members": ["txt", "gif"]}, {"members": ["TXT"]}, {"members": ["\ud800"]},
     {"forms": 5}, {"forms": []}, {"forms": [5]}, {"forms": [[["x", "U8"]]]}, {"forms": [[["x", [], 2]]]},
     {"forms": [[["x", "U9", 2]]]}, {"forms": [[["x", "U8", True]]]}, {"forms": [[["x", "U8", 65]]]},
-    {"forms": [[["x", "U8", -1]]]}, {"forms": [[[5, "U8", 2]]]}, {"forms": [[["x", "U8", 1]] * 2], "references": [["tensor:x"] * 2]},
+    {"forms": [[["x", "U8", -1]]]}, {"forms": [[[5, "U8", 2]]]},
+    {"forms": [[["x", "U8", 1]] * 2], "references": [["tensor:x"] * 2]},
     {"references": []}, {"references": [["tenxor:x"]]}, {"references": [["tensor:x?x=1"]]}, {"references": [["tensor:y"]]},
     {"further": []}, {"further": [[["x", "x"]]]}, {"further": [[["y", "z"]]]}, {"further": [[[1, "x"]]]},
     {"further": [[["y", "x"], ["y", "x"]]]}, {"fingerprint": 5},
