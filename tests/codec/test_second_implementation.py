@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import struct
@@ -192,18 +193,34 @@ def test_hand_made_bodies(case: str) -> None:
     assert (decode_both(b"\x80\x05" + body, tensors) is not None or body == b"N.") == is_accepted
 
 
-def test_arguments_may_cost_ten_for_each_byte_of_the_body() -> None:
-    outcomes = set()
-    for length in range(9_000, 10_000):
-        call = name("decimal", "Decimal") + b"\x94X" + struct.pack("<I", length) + b"1" * length + b"\x94\x85R"
-        count = (1_000_000 + 10 * len(b"](" + call + b"e.")) // (length + 1 - 10 * 6)
-        for calls in (count, count + 1):
-            body = b"](" + call + b"h\0h\1\x85R" * (calls - 1) + b"e."
-            excess = (length + 1) * calls - 1_000_000 - 10 * len(body)
-            if -500 < excess <= 10:
-                assert (decode_both(b"\x80\x05" + body, NONE) is not None) == (excess <= 0)
-                outcomes.add(excess <= 0)
-    assert outcomes == {True, False}
+# a callable; its argument, which costs `number`, or one less for an int; and the end of a call
+ARGUMENTS: dict[str, tuple[bytes, Callable[[int], bytes], bytes]] = {
+    "a text": (name("decimal", "Decimal"), lambda number: b"X" + struct.pack("<I", number) + b"1" * number, b"\x85R"),
+    "bytes": (name("builtins", "bytearray"), lambda number: b"B" + struct.pack("<I", number) + bytes(number), b"\x85R"),
+    "a tuple": (name("torch", "Size"), lambda number: b"(" + b"K\1" * number + b"t", b"\x85R"),
+    "an int": (
+        name("fractions", "Fraction"),
+        lambda number: b"\x8b" + struct.pack("<I", number) + b"\1" * number,
+        b"K\1\x86R",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_may_cost_ten_for_each_byte_of_the_body(kind: str) -> None:
+    fetched, argument, call = ARGUMENTS[kind]
+    again, bodies = b"h\0h\1" + call, dict[int, tuple[bytes, int]]()  # by what they cost beyond the limit
+    least = 400 if kind == "an int" else 9_000
+    for number in range(least, least + 100):
+        first = b"](" + fetched + b"\x94" + argument(number) + b"\x94" + call
+        count = (1_000_000 + 10 * len(first)) // (number + 1 - 10 * len(again))
+        for more in (count - 1, count):
+            bodies[(number + 1) * (more + 1) - 1_000_000 - 10 * (len(first) + more * len(again) + 2)] = first, more
+    for excess in (max(excess for excess in bodies if excess <= 0), min(excess for excess in bodies if excess > 0)):
+        first, more = bodies[excess]
+        assert abs(excess) < 200
+        with contextlib.nullcontext() if excess <= 0 else pytest.raises(tc.FormatError, match="copy too much"):
+            tc.decode_sample(b"\x80\x05" + first + more * again + b"e.", NONE)
 
 
 KEYS: dict[str, Any] = {

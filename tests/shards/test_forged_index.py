@@ -69,6 +69,7 @@ REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "no such layout": (put("cache.0.layout", 3, 99), "layout that does not exist"),
     "no such form": (replace(layouts__form=np.full(2, 7, U8)), "form that does not exist"),
     "more shapes": (replace(layouts__dims=np.ones(9, U8)), "dimensions do not match their forms"),
+    "more beginnings": (replace(layouts__data_begin=np.full(3, 512, np.uint16)), "dimensions do not match their forms"),
     "fewer digests": (replace(cache__0__digest=np.ones(2, U64)), "unequal lengths"),
     "rows that fall": (replace(cache__0__rows=np.array([0, 2, 1, 3], U8)), "impossible rows"),
     "a row twice": (replace(cache__0__rows=np.array([0, 1, 1, 3], U8)), "impossible rows"),
