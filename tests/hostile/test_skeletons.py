@@ -88,7 +88,7 @@ def test_references(body: bytes, message: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    b"|0|1|t|e|a|N\x86|\x94|h\x00|R|NR|NNa|NNNs|(NNu|](NNu|}(Nu|(|NN|(N|NNR|N)R|\x91|(\x90|](N\x90|(]\x91|}]Ns|)Na|(\x91(K\x01\x90|(0N|\x80\x05N|G\x00|J\x00|M|K"
+    b"|0|1|t|e|a|N\x86|\x94|h\x00|R|NR|NNa|NNNs|(NNu|](NNu|}(Nu|(|NN|(N|NNR|N)R|\x91|(\x90|](N\x90|(]\x91|}]Ns|)Na|(\x91(K\x01\x90|(0N|\x80\x05N|NQ|P1\n|G\x00|J\x00|M|K"
     b"|\x8c\x02\xff\xfe".split(b"|"),
     ids=repr,
 )
