@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import struct
@@ -140,9 +141,12 @@ BODIES: dict[str, tuple[bytes, bool, bytes]] = {
     "a path of 256 parts": (name("pathlib", "PurePosixPath") + b"(" + text("a") * 256 + b"tR.", False, NONE),
     "pathlib._local": (name("pathlib._local", "PurePosixPath") + text("a") + b"\x85R.", True, NONE),
     "deque((), None)": (name("collections", "deque") + b")N\x86R.", False, NONE),
+    "deque([], 1)": (name("collections", "deque") + b"]K\1\x86R.", False, NONE),
     "deque(())": (name("collections", "deque") + b")\x85R.", False, NONE),
     "deque((), -1)": (name("collections", "deque") + b")J\xff\xff\xff\xff\x86R.", False, NONE),
     "time(bytes, None)": (name("datetime", "time") + b"C\x06" + bytes(6) + b"N\x86R.", False, NONE),
+    "a 13th month": (name("datetime", "date") + b"C\x04\x07\xd0\x0d\x01\x85R.", False, NONE),
+    "a timedelta of 86,400 seconds": (name("datetime", "timedelta") + b"K\0J\x80\x51\x01\0K\0\x87R.", False, NONE),
     "a timedelta of negative seconds": (name("datetime", "timedelta") + b"K\0J\xff\xff\xff\xffK\0\x87R.", False, NONE),
     "numpy.bool_": (name("numpy", "bool_") + b"\x88\x85R.", True, NONE),
     "numpy.bool": (name("numpy", "bool") + b"\x88\x85R.", False, NONE),
@@ -153,6 +157,12 @@ BODIES: dict[str, tuple[bytes, bool, bytes]] = {
     "numpy.dtype('float32')": (name("numpy", "dtype") + text("float32") + b"\x85R.", False, NONE),
     "numpy.dtype('f4')": (name("numpy", "dtype") + text("f4") + b"\x85R.", True, NONE),
     "a device that torch does not know": (name("torch", "device") + text("foo") + b"\x85R.", False, NONE),
+    "a factory as a value": (name("builtins", "list") + b".", False, NONE),
+    "a factory that is fetched and dropped": (
+        name("collections", "defaultdict") + name("builtins", "list") + b"\x85\x94Rh\0\x860N.",
+        False,
+        NONE,
+    ),
     "a device with its index in the text": (name("torch", "device") + text("cuda:1") + b"\x85R.", False, NONE),
     "a device of index 128": (name("torch", "device") + text("cpu") + b"K\x80\x86R.", False, NONE),
     "torch.half": (name("torch", "half") + b".", True, NONE),
@@ -181,6 +191,36 @@ BODIES: dict[str, tuple[bytes, bool, bytes]] = {
 def test_hand_made_bodies(case: str) -> None:
     body, is_accepted, tensors = BODIES[case]
     assert (decode_both(b"\x80\x05" + body, tensors) is not None or body == b"N.") == is_accepted
+
+
+# a callable; its argument, which costs `number`, or one less for an int; and the end of a call
+ARGUMENTS: dict[str, tuple[bytes, Callable[[int], bytes], bytes]] = {
+    "a text": (name("decimal", "Decimal"), lambda number: b"X" + struct.pack("<I", number) + b"1" * number, b"\x85R"),
+    "bytes": (name("builtins", "bytearray"), lambda number: b"B" + struct.pack("<I", number) + bytes(number), b"\x85R"),
+    "a tuple": (name("torch", "Size"), lambda number: b"(" + b"K\1" * number + b"t", b"\x85R"),
+    "an int": (
+        name("fractions", "Fraction"),
+        lambda number: b"\x8b" + struct.pack("<I", number) + b"\1" * number,
+        b"K\1\x86R",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_may_cost_ten_for_each_byte_of_the_body(kind: str) -> None:
+    fetched, argument, call = ARGUMENTS[kind]
+    again, bodies = b"h\0h\1" + call, dict[int, tuple[bytes, int]]()  # by what they cost beyond the limit
+    least = 400 if kind == "an int" else 9_000
+    for number in range(least, least + 100):
+        first = b"](" + fetched + b"\x94" + argument(number) + b"\x94" + call
+        count = (1_000_000 + 10 * len(first)) // (number + 1 - 10 * len(again))
+        for more in (count - 1, count):
+            bodies[(number + 1) * (more + 1) - 1_000_000 - 10 * (len(first) + more * len(again) + 2)] = first, more
+    for excess in (max(excess for excess in bodies if excess <= 0), min(excess for excess in bodies if excess > 0)):
+        first, more = bodies[excess]
+        assert abs(excess) < 200
+        with contextlib.nullcontext() if excess <= 0 else pytest.raises(tc.FormatError, match="copy too much"):
+            tc.decode_sample(b"\x80\x05" + first + more * again + b"e.", NONE)
 
 
 KEYS: dict[str, Any] = {
@@ -341,17 +381,19 @@ READ_MANIFESTS = [
 ]
 REFUSED_MANIFESTS = [
     ('"version": 1,', '"version": 2,'),
+    ('"version": 1,', '"version": true,'),
     ('"version": 1', '"version": 1, "version": 1'),
     ('{"url"', '{"url": "a.tar", "url"'),
     ('"version": 1', '"version": 1, "new": NaN'),
     ('"nsamples": 1', '"nsamples": -0'),
     ('"nsamples": 1', '"nsamples": 1.0'),
     ('"version": 1', '"version": 1e0'),
+    ('"wids_version": 1', '"wids_version": 1.0'),
     ('{"": 1}', '{"": 0}'),
+    ('{"": 1}', '{"": 1.0}'),
     ('{"": 1}', '{"": 9223372036854775808}'),
     ('{"": 1}', "[1]"),
     ('"url": "a.tar"', '"url": "x/../a.tar"'),
-    ('"index": "', '"index": "ABCDEFABCDEFABCD", "x": "'),
     ('"caches"', '"fingerprints": {"a.tar": "m"}, "caches"'),
 ]
 
@@ -395,6 +437,7 @@ PLACES = [  # data_offsets, length of the data, whether it is accepted
     ([], 0, True),
     ([(0, 0), (0, 8), (8, 8), (8, 12), (12, 12), (12, 12)], 12, True),
     ([(8, 12), (12, 12), (0, 8), (8, 8)], 12, True),
+    ([(0, 4), (6, 6), (8, 12)], 12, False),
     ([(0, 8), (2, 2)], 8, False),
     ([(0, 8), (9, 9)], 8, False),
     ([(1, 1)], 0, False),
@@ -454,6 +497,13 @@ REFUSED_INDEXES: list[Callable[[dict[str, Any], dict[str, Any]], Any]] = [
     lambda arrays, names: (names["forms"].append({}), names["references"].append(None)),
     lambda arrays, names: names.update(members={}),
     lambda arrays, names: names.update(caches={"": 1, "vae-b_1": 2}),
+    lambda arrays, names: names["caches"].__setitem__(1, ""),
+    lambda arrays, names: names["caches"].__setitem__(1, "VAE"),
+    lambda arrays, names: names["members"].__setitem__(1, names["members"][0]),
+    lambda arrays, names: names["members"].__setitem__(0, "Seg.png"),
+    lambda arrays, names: names["references"][0].pop(),
+    lambda arrays, names: names["references"][0].reverse(),
+    lambda arrays, names: names.update(fingerprint={"1": 1, 1: 2}),
     lambda arrays, names: names.update(new=float("nan")),
     lambda arrays, names: json.dumps(names | {"new": 7}).replace("7", "-0").encode(),
     lambda arrays, names: json.dumps(names | {"new": "?"}).encode().replace(b"?", b"\xff"),

@@ -249,6 +249,8 @@ REFUSED = [
     (lambda: np.matrix([[1]]), "subclass matrix.*asarray"),
     (lambda: np.zeros(2, np.longdouble), "astype"),
     (lambda: np.zeros(2, "M8"), "astype"),
+    (lambda: torch.empty((0, 1 << 59), dtype=torch.uint8), "multiply to"),
+    (lambda: np.empty((0, 1 << 58), np.complex128), "multiply to"),  # stored with one dimension more
 ]
 
 

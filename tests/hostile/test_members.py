@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,23 @@ def test_costs_grow_with_the_bytes(what: str) -> None:
     if what == "long extensions":  # webdataset looks for dots in all of it, again from each byte
         sample = {"x" * 15_000 + str(i): b"" for i in range(1_000)}
     assert run_in_child(lambda: tc.decode("pil")({"__key__": "k", **sample}), kill_after_s=90) == 0  # else minutes
+
+
+def count_checksums(expand: Callable[[], bytes]) -> int:
+    """Return how many pieces of what `expand` returns are added to a checksum."""
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, argument: calls.append(argument.__name__) if event == "c_call" else None)
+    try:
+        expand()
+    finally:
+        sys.setprofile(None)
+    return calls.count("crc32")
+
+
+def test_a_gzip_is_expanded_once() -> None:
+    raw = gzip.compress(b"text" * 9) * 3000
+    assert decoded("bin.gz", raw) == b"text" * 9 * 3000
+    assert count_checksums(lambda: decoded("bin.gz", raw)) <= count_checksums(gzip.open(io.BytesIO(raw)).read) + 1
 
 
 def test_no_program_runs_for_a_picture(tmp_path: Path) -> None:

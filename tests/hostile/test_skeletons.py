@@ -29,6 +29,8 @@ def test_old_protocols(protocol: int) -> None:
 DECIMAL, LIST, FORMAT = fetch("decimal", "Decimal"), fetch("builtins", "list"), fetch("builtins", "format")
 DEFAULTDICT, COMPLEX = fetch("collections", "defaultdict"), fetch("builtins", "complex")
 NEVER_CALLED = {
+    "alone": FORMAT,
+    "an argument": call("builtins", "format", FORMAT + b"\x85"),
     "popped": DECIMAL + b"0N",
     "popped with a mark": b"(" + DECIMAL + b"1N",
     "overwritten": b"}" + text("a") + DECIMAL + b"s" + text("a") + b"Ns",
@@ -86,7 +88,7 @@ def test_references(body: bytes, message: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    b"|0|1|t|e|a|N\x86|\x94|h\x00|R|NR|NNa|NNNs|(NNu|](NNu|}(Nu|(|NN|(N|NNR|N)R|\x91|(\x90|](N\x90|(]\x91|}]Ns|G\x00|J\x00|M|K"
+    b"|0|1|t|e|a|N\x86|\x94|h\x00|R|NR|NNa|NNNs|(NNu|](NNu|}(Nu|(|NN|(N|NNR|N)R|\x91|(\x90|](N\x90|(]\x91|}]Ns|)Na|(\x91(K\x01\x90|(0N|\x80\x05N|NQ|P1\n|G\x00|J\x00|M|K"
     b"|\x8c\x02\xff\xfe".split(b"|"),
     ids=repr,
 )

@@ -63,14 +63,18 @@ def replace(**changes: Any) -> Callable[[Arrays], None]:
 
 REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "tensors outside": (put("cache.0.tensors_begin", 3, 1 << 40), "outside the archive"),
-    "tensors before the first header": (put("cache.0.tensors_begin", 0, 0), "outside the archive"),
+    "tensors before the first header": (put("cache.0.tensors_begin", 0, 511), "outside the archive"),
+    "a member that ends outside": (put("member.0.nbytes", 3, 5000), "beyond the archive"),
     "a member outside": (put("member.0.nbytes", 3, 1 << 40), "outside the archive"),
     "no such layout": (put("cache.0.layout", 3, 99), "layout that does not exist"),
     "no such form": (replace(layouts__form=np.full(2, 7, U8)), "form that does not exist"),
     "more shapes": (replace(layouts__dims=np.ones(9, U8)), "dimensions do not match their forms"),
+    "more beginnings": (replace(layouts__data_begin=np.full(3, 512, np.uint16)), "dimensions do not match their forms"),
     "fewer digests": (replace(cache__0__digest=np.ones(2, U64)), "unequal lengths"),
     "rows that fall": (replace(cache__0__rows=np.array([0, 2, 1, 3], U8)), "impossible rows"),
+    "a row twice": (replace(cache__0__rows=np.array([0, 1, 1, 3], U8)), "impossible rows"),
     "a row outside": (replace(cache__0__rows=np.array([0, 1, 2, 4], U8)), "impossible rows"),
+    "keys that end too soon": (replace(keys__text=np.full(9, 65, U8)), "keys that overlap"),
     "keys outside": (replace(keys__ends=np.array([2, 4, 6, 99], U8)), "keys that overlap"),
     "empty keys": (replace(keys__ends=np.array([0, 2, 4, 8], U8)), "empty keys"),
     "an array is missing": (lambda arrays: arrays.pop("cache.0.digest"), "incomplete"),
@@ -102,11 +106,13 @@ def test_impossible_arrays_are_refused_at_once(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("changes", [
-    {"caches": 5}, {"caches": [[]]}, {"caches": ["Ä"]}, {"caches": ["", ""]}, {"caches": ["", "a"]}, {"caches": None},
+    {"caches": 5}, {"caches": "x"}, {"caches": [[]]}, {"caches": ["Ä"]}, {"caches": ["", ""]}, {"caches": ["", "a"]},
+    {"caches": None},
     {"members": [5]}, {"members": ["txt", "gif"]}, {"members": ["TXT"]}, {"members": ["\ud800"]},
     {"forms": 5}, {"forms": []}, {"forms": [5]}, {"forms": [[["x", "U8"]]]}, {"forms": [[["x", [], 2]]]},
     {"forms": [[["x", "U9", 2]]]}, {"forms": [[["x", "U8", True]]]}, {"forms": [[["x", "U8", 65]]]},
-    {"forms": [[["x", "U8", -1]]]}, {"forms": [[[5, "U8", 2]]]}, {"forms": [[["x", "U8", 1], ["x", "U8", 1]]]},
+    {"forms": [[["x", "U8", -1]]]}, {"forms": [[[5, "U8", 2]]]},
+    {"forms": [[["x", "U8", 1]] * 2], "references": [["tensor:x"] * 2]},
     {"references": []}, {"references": [["tenxor:x"]]}, {"references": [["tensor:x?x=1"]]}, {"references": [["tensor:y"]]},
     {"further": []}, {"further": [[["x", "x"]]]}, {"further": [[["y", "z"]]]}, {"further": [[[1, "x"]]]},
     {"further": [[["y", "x"], ["y", "x"]]]}, {"fingerprint": 5},
@@ -145,3 +151,15 @@ def test_no_samples(tmp_path: Path) -> None:
     forge_names(path, caches=[""])
     with tc.open(path) as cache:
         assert (len(cache), list(cache), cache.schema) == (0, [], {})
+    content = path.read_bytes()
+    forge(path, replace(keys__text=np.full(1, 65, U8)))
+    with pytest.raises(tc.FormatError, match="keys that overlap"):
+        tc.open(path)
+    for ndim in (64, 65, -1, True):  # without samples, no dimensions contradict it
+        path.write_bytes(content)
+        forge_names(path, forms=[[["x", "U8", ndim]]], references=[["tensor:x"]])
+        if ndim == 64:
+            tc.open(path).close()
+        else:
+            with pytest.raises(tc.FormatError, match="impossible value for form"):
+                tc.open(path)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
+from tests.shards.damage import flip
 from tests.shards.footers import body_of, put_footer
 from tests.shards.tars import BLOCK, build
 
@@ -244,6 +245,17 @@ def test_truncated_shards(shard: Path) -> None:
         else:
             with pytest.raises(tc.FormatError):
                 contents(shard)
+
+
+def test_a_damaged_footer_is_ignored(shard: Path) -> None:
+    expected, content = contents(shard), shard.read_bytes()
+    for at in [*range(len(content) - 40, len(content)), len(content) - 1000]:
+        flip(shard, at)
+        assert_same(contents(shard), expected)
+        flip(shard, at)
+    for tail in (b"x", bytes(512), content[-40:], content[-3000:]):
+        shard.write_bytes(content + tail)
+        assert_same(contents(shard), expected)
 
 
 def test_a_stale_or_damaged_sidecar_is_ignored(shard: Path) -> None:

@@ -68,6 +68,7 @@ INVALID = {
     "a bool": (shardlist(nsamples=True), r"shardlist\[1\]: nsamples is True, expected a non-negative integer"),
     "a float": (shardlist(filesize=1.5), r"shardlist\[1\]: filesize is 1.5, expected a non-negative integer"),
     "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
+    "digest in capitals": (shardlist(index="ABCDEFABCDEFABCD"), r"shardlist\[1\]: index is 'ABCD.*', expected 16"),
     "absolute url": (shardlist(url="/y"), r"lists '/y', which is outside the manifest's folder; .*tc.open"),
     "empty": ("", f"{NOT_JSON}Expecting value"),
     "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),

@@ -207,9 +207,10 @@ U8 = np.uint8
 FORGED: dict[str, dict[str, Any]] = {
     "row beyond the samples": {"originals.rows": np.array([1, 2, 4, 6], U8)},
     "row twice": {"originals.rows": np.array([1, 2, 2, 5], U8)},
-    "ends that descend": {"originals.ends": np.array([30, 20, 90, 255], U8)},
+    "ends that descend": {"originals.ends": np.array([30, 20, 90, 255], U8), "originals.text": np.full(255, 65, U8)},
     "text that is too long": {"originals.text": np.zeros(10_000, U8)},
     "fewer ends than rows": {"originals.ends": np.array([1, 2], U8)},
+    "no rows": {"originals.rows": np.empty(0, U8)},
     "too few digests": {"items.digest": np.ones(3, np.uint64)},
     "huge end": {"originals.ends": np.array([1, 2, 3, 1 << 63], np.uint64)},
     "digests of another width": {"items.digest": np.ones(6, np.uint32)},

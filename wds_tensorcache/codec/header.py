@@ -85,7 +85,7 @@ class Layout:
         named: Tensors by all of their names.
         references: References by their strings; filled by `resolve`.
         resolved: A template; its references, in the order of the template; and the strings of these references, in the order of
-            the tensors. Set by `resolve_template`.
+            the tensors. Set in `sample.py`.
     """
 
     tensors: dict[str, StoredTensor]

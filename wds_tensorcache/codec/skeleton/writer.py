@@ -59,7 +59,7 @@ class SkeletonWriter:
         self.needs_allow = False  # whether a reader must allow classes
         self._allow = allow
         self._classes = {cls: key for key, cls in allow.items()}
-        self._parts: list[bytes] = []  # opcodes; empty where `_join` may put a MEMOIZE or a GET
+        self._parts: list[bytes] = []  # opcodes; empty where `body` may put a MEMOIZE or a GET
         self._gets: dict[int, int] = {}  # index of a GET in `_parts` -> index of its MEMOIZE
         self._slots: dict[int, tuple[int, object]] = {}  # id -> (index of its MEMOIZE, object, kept for its id)
         self._names: dict[int, str] = {}  # id -> name of a tensor
