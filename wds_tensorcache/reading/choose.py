@@ -610,12 +610,12 @@ def _find_values(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[An
 
 
 def _values(sample: Any, patterns: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return names and values of the alternatives of a sample that are not tensors: tensors here are not selected."""
+    """Return names and values of a sample's alternatives, without None and without tensors, which are not selected here."""
     values: list[tuple[str, Any]] = []
     for place, key, name, is_list in _find_values(sample, patterns):
         value = place[key]
         if not is_list:
-            values.append((name, value))
+            values += [(name, value)] if value is not None else []
         elif isinstance(value, (dict, list, tuple)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             values += ((f"{name}.{step}", item) for step, item in items)
