@@ -489,6 +489,25 @@ def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwar
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("wanted", ["captions.*", "mask"])
+def test_a_tensor_that_is_not_selected_is_no_alternative(tmp_path: Path, wanted: str) -> None:
+    with tc.ShardWriter(tmp_path / "%06d.tar") as sink:
+        sink.write("000", {"x": torch.ones(2), "mask": torch.ones(1), "captions": [torch.ones(3), torch.ones(3)]})
+    with tc.open(tmp_path) as cache, pytest.raises(tc.BatchError, match="none of the alternatives of 'chosen'"):
+        cache.select("x").read_batch([0], choose={"chosen": wanted})
+
+
+def test_none_is_no_alternative(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%06d.tar") as sink:
+        sink.write("000", {"x": torch.ones(2), "mask": torch.ones(1), "short": "a", "long": "b"})
+        sink.write("001", {"x": torch.ones(2), "mask": None, "short": None, "long": "b"})
+    with tc.open(tmp_path) as cache:
+        assert list(cache.read_batch([1], choose={"text": ["short", "long"]})["text"]) == ["b"]
+        for name in ("mask", "short"):
+            with pytest.raises(tc.BatchError, match="sample '001' has none of the alternatives of 'chosen'"):
+                cache.read_batch([1], choose={"chosen": name})
+
+
 def test_a_misspelled_alternative(tmp_path: Path) -> None:
     folder = write(tmp_path, [{"latent": torch.zeros(2), "flip": torch.ones(2)}] * 4)
     with tc.open(folder) as cache:

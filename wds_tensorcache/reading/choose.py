@@ -19,6 +19,7 @@ import numpy as np
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.tree import Wanted, flatten, project
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
@@ -396,7 +397,8 @@ class ChosenRequest(Request):
             others = self.counts.setdefault(group, counts)
             for i in np.flatnonzero((counts == 0) | (counts != others))[:1].tolist():
                 if counts[i] == 0:
-                    raise _lacks_all(self.key(i), name, patterns, samples[i] if isinstance(samples[i], dict) else ())
+                    rest = self.structures.selected(self.structures.whole(samples[i]))
+                    raise _lacks_all(self.key(i), name, patterns, rest if isinstance(rest, dict) else ())
                 raise _unequal(self.key(i), {name: counts[i], group.names[0]: others[i]})
             if group not in self.choices:
                 self.choices[group] = self.chooser(group, counts)
@@ -608,15 +610,15 @@ def _find_values(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[An
 
 
 def _values(sample: Any, patterns: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return names and values of the alternatives of a sample that are not tensors."""
+    """Return names and values of a sample's alternatives, without None and without tensors, which are not selected here."""
     values: list[tuple[str, Any]] = []
     for place, key, name, is_list in _find_values(sample, patterns):
         value = place[key]
         if not is_list:
-            values.append((name, value))
+            values += [(name, value)] if value is not None else []
         elif isinstance(value, (dict, list, tuple)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             values += ((f"{name}.{step}", item) for step, item in items)
         else:
             raise BatchError(f"a sample has a {type(value).__name__} at {name!r}, expected a list of alternatives")
-    return values
+    return [(name, value) for name, value in values if not isinstance(value, (LazyTensor, LazyArray))]
