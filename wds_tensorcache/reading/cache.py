@@ -188,7 +188,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
         Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all of
-        its tensors, also one that all samples of the batch lack. Other tensors, and None in their places, are removed from
+        its tensors, also a tensor that all samples of the batch lack. Other tensors, and None in their places, are removed
+        from
         dicts, and replaced by None in lists, tuples and deques; they are not read. Small values remain, in the same places of
         samples and batches. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
 

@@ -183,7 +183,7 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
 
 
 def _extents(ranges: Ranges, samples: Array) -> tuple[Array, Array, Array]:
-    """Return what to announce of some samples: numbers of samples, and begins and ends of byte ranges."""
+    """Return the byte ranges to announce for samples: numbers of samples, begins and ends, one of each for a range."""
     begins = ranges.begin[:, samples]
     ends = begins + ranges.nbytes[:, samples]
     first, last = begins.min(0), ends.max(0)

@@ -87,7 +87,7 @@ def index_shard(
     if not folder.is_remote:
         check_replaceable(*map(folder.locate, written))
         # left by a killed call; one that runs now writes its file again
-        for stray in (stray for each in written for stray in find_temporary(folder.path, re.escape(each))):
+        for stray in find_temporary(folder.path, "|".join(map(re.escape, written))):
             remove_stray(stray)
     manifest, url, is_added = Manifest(), None, False
     with contextlib.suppress(FormatError):  # a damaged manifest stays as it is

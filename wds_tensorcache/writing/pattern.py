@@ -23,7 +23,8 @@ _RANK = re.compile(r"r([0-9]+)of([0-9]+)-(?=%(?:0\d+)?d)")  # before the number,
 class ShardPattern:
     """Names of the shards of one writer.
 
-    A build on several ranks has a pattern for each rank. That of rank 3 of 8 is `r3of8-%06d.tar`, where `%06d.tar`, their
+    A build on several ranks has a pattern for each rank. The pattern of rank 3 of 8 is `r3of8-%06d.tar`, where `%06d.tar`,
+    their
     `base`, is the pattern of a build on one process.
 
     Args:
@@ -138,7 +139,7 @@ class ShardPattern:
     def shards_by_age(self) -> list[tuple[int, str]]:
         """Return number and path of the existing shards of the same build, ascending by number.
 
-        In a folder where each call begins with the next number of all, later shards of a key are newer.
+        If each call begins with the next number of the folder, shards with higher numbers have the newer samples of a key.
         """
         places = {name: self._parse(name) for name in folder_of(self.folder).names()}
         return sorted((place[2], self.locate(name)) for name, place in places.items() if place is not None)

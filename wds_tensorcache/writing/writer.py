@@ -62,12 +62,12 @@ _NOTHING: Any = _Nothing()
 
 
 class _UnfinishedShard:
-    """A shard that is being written; its file gets the shard's name by `finish`.
+    """A shard that is being written; `finish` gives its file the shard's name.
 
     Attributes:
         path: Path or url that the shard will have.
         name: Its name in its folder.
-        num_samples, nbytes: Samples so far, and the length of their members.
+        num_samples, nbytes: Number of samples so far, and the length of their members.
     """
 
     def __init__(self, path: str, name: str, output: Output) -> None:
@@ -387,7 +387,7 @@ class ShardWriter:
             self._finisher.shutdown(cancel_futures=True)
             raise
         finally:
-            failures = (CancelledError() if each.cancelled() else each.exception() for each in self._finishing)
+            failures = (CancelledError() if job.cancelled() else job.exception() for job in self._finishing)
             failure = next(filter(None, failures), None)
             if failure not in (None, error):
                 add_note(error, f"a shard could not be stored: {failure}")
@@ -471,7 +471,7 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
 def _encode_others(
     key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, bytes]:
-    """Encode a sample's other members, and check what the encoder returned."""
+    """Encode a sample's other members, and check the result of the encoder."""
     try:
         plain = encoder(others)
     except TensorCacheError as exc:

@@ -59,7 +59,7 @@ class SkeletonWriter:
         self.needs_allow = False  # whether a reader must allow classes
         self._allow = allow
         self._classes = {cls: key for key, cls in allow.items()}
-        self._parts: list[bytes] = []  # opcodes; empty where `_join` may put a MEMOIZE or a GET
+        self._parts: list[bytes] = []  # opcodes; empty where `body` may put a MEMOIZE or a GET
         self._gets: dict[int, int] = {}  # index of a GET in `_parts` -> index of its MEMOIZE
         self._slots: dict[int, tuple[int, object]] = {}  # id -> (index of its MEMOIZE, object, kept for its id)
         self._names: dict[int, str] = {}  # id -> name of a tensor
@@ -144,7 +144,7 @@ class SkeletonWriter:
     _describe = staticmethod(describe_tensor)
 
     def _save_container(self, value: Any, path: str, opaque: Iterator[int] | None, depth: int) -> None:
-        """Write an object of a type with an empty form or a call; a container may contain itself, so its contents follow."""
+        """Write an empty container or a call, and then the contents of a container, which may contain itself."""
         cls = type(value)
         if cls in _EMPTY:
             self._parts.append(_EMPTY[cls])
@@ -376,14 +376,5 @@ _CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Iterator[int] | None
     frozenset: SkeletonWriter._save_frozenset,
     bytearray: SkeletonWriter._save_bytearray,
 }
-_NESTED = {
-    list,
-    dict,
-    set,
-    defaultdict,
-    OrderedDict,
-    deque,
-    tuple,
-    frozenset,
-    torch.Size,
-}  # each is one level of nesting
+# each is one level of nesting
+_NESTED = {list, dict, set, defaultdict, OrderedDict, deque, tuple, frozenset, torch.Size}

@@ -95,7 +95,7 @@ class CancelledError(Exception):
 
 
 class Cancel:
-    """A flag that the callers of a group of requests set to end them."""
+    """Set this to cancel a group of requests."""
 
     __slots__ = ("is_set",)
 
@@ -168,12 +168,12 @@ class Attempts:
         self._num_all = 0
 
     def allow(self, nbytes: int) -> None:
-        """Extend the time limit to what `nbytes` bytes take at 64 KiB/s."""
+        """Extend the time limit to the time that `nbytes` bytes take at 64 KiB/s."""
         self.limit_s = max(self.limit_s, nbytes / _SLOWEST)
         self.deadline = self._begun + self.limit_s
 
     def allow_after(self, nbytes: int) -> None:
-        """Extend the time limit by what the `nbytes` bytes that have arrived take at 64 KiB/s.
+        """Extend the time limit by the time that `nbytes` bytes, which have arrived, take at 64 KiB/s.
 
         Announced bytes may never arrive, and a length of gigabytes would allow hours of attempts.
         """
@@ -189,7 +189,8 @@ class Attempts:
         self._num_failed = 0
 
     def pause(self, fault: TransientError) -> None:
-        """Wait before the next attempt: a random part of a time that doubles (full jitter), or what the server asks for.
+        """Wait before the next attempt: a random part of a time that doubles (full jitter), or the pause that the server asks
+        for.
 
         Raises:
             RemoteError: No time remains for another attempt.
@@ -221,7 +222,7 @@ def warn(target: Target, problem: str) -> None:
 
 
 def warn_of_delay(target: Target, begun_s: float, problem: str) -> None:
-    """Log a warning if a request takes long that began at time `begun_s` of `time.monotonic`."""
+    """Log a warning if a request that began at `begun_s` of `time.monotonic` takes long."""
     global _warned_s
     now = time.monotonic()
     if now - begun_s >= _LATE_S and now - _warned_s >= _QUIET_S:
@@ -230,7 +231,7 @@ def warn_of_delay(target: Target, begun_s: float, problem: str) -> None:
 
 
 def parse_retry_after(text: str | None) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if there are none."""
+    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if it has neither."""
     if text is None:
         return None
     text = text.strip()
