@@ -413,7 +413,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Args:
             indices: Indices or keys, or a request of another view of the same cache.
-            collate: As in `read_batch`. The batch has all tensors that it pads or lists, also if all samples lack one.
+            collate: As in `read_batch`. The batch has all tensors that it pads or lists, also a tensor that all samples lack.
         """
 
     def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
@@ -477,7 +477,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the member `KEY.suffix` of each sample in `wanted` that has one. Samples are positions in the batch."""
+        """Return the member `KEY.suffix` of each sample in `wanted` that has such a member. Samples are positions in the
+        batch."""
 
     @property
     def _left_out(self) -> str | None:

@@ -555,7 +555,7 @@ class _Rest(Structures):
         """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.
 
         Raises:
-            BatchError: Another tensor has the name of a chosen one.
+            BatchError: Another tensor has the name of a chosen tensor.
         """
         key = id(layout.form), layout.texts, layout.further
         kept = self._contents.get(key)

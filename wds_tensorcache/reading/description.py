@@ -248,7 +248,6 @@ class Contents:
     def description(
         self, num_samples: int, num_shards: int, members: dict[str, int], fingerprint: dict[str, object]
     ) -> Description:
-        """Return the description of the cache."""
         tensors = {}
         for name, schema in self._schemas.items():
             properties = {field.name: getattr(schema, field.name) for field in fields(schema)} | {"name": name}

@@ -122,7 +122,7 @@ def _key_of(part: str) -> str:
 def value_at(sample: Any, path: Path) -> Any:
     """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample.
 
-    Returns None in place of a tensor, and if the sample lacks the container of the value, or has a shorter one.
+    Returns None in place of a tensor, and if the sample lacks the container of the value, or has a shorter container.
     """
     for step in path:
         if type(sample) in DICTS:

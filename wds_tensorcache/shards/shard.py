@@ -193,11 +193,9 @@ class Shard:
         return row if rows is None else rows.item(row)
 
     def key(self, row: int) -> str:
-        """Return the key of a sample."""
         return self.index.key(self.sample_row(row))
 
     def layout(self, row: int) -> Layout:
-        """Return the layout of a sample."""
         number = self.columns.layout.item(row)
         layout = self._layouts.get(number)
         if layout is None:

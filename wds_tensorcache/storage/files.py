@@ -387,7 +387,6 @@ class Files:
             raise _missing_file(path, manifest) from exc
 
     def manifest_of(self, path: str) -> str | None:
-        """Return the manifest that lists the file at a path or url."""
         return self._manifests.get(path)
 
     def close(self) -> None:

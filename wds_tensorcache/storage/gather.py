@@ -65,7 +65,6 @@ class Ranges:
     target: Array
 
     def select(self, samples: Array | slice) -> Ranges:
-        """Return the ranges of some samples."""
         return Ranges(self.file[samples], *(part[:, samples] for part in (self.begin, self.nbytes, self.target)))
 
 

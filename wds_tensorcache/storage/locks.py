@@ -50,7 +50,6 @@ class OwnedFile:
         _OPEN.add(self)
 
     def close(self) -> None:
-        """Close the file."""
         self.fd = -1
         self._closing()
 

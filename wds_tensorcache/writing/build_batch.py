@@ -228,5 +228,4 @@ class SampleProgress(Progress):
         self.show_count()
 
     def show_count(self) -> None:
-        """Show the samples counted so far."""
         self.show(self.num_old + self.num_new, self.num_old)

@@ -122,7 +122,6 @@ class Items(Dataset[Item]):
             yield batch
 
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
-        """Yield the items with these numbers."""
         num_workers = min(len(numbers), self._num_workers) if num_workers is None else num_workers
         for batch in DataLoader(
             self, batch_size=self.batch_size, sampler=numbers, num_workers=num_workers, collate_fn=list

@@ -70,15 +70,12 @@ class ShardPattern:
         return self._pattern
 
     def of_rank(self, rank: int, world_size: int) -> ShardPattern:
-        """Return the pattern of one rank of a build."""
         return ShardPattern(self.locate(_with_rank(self._base, rank, world_size)))
 
     def shard_name(self, number: int) -> str:
-        """Return the name of a shard."""
         return self.name % number if self.is_numbered else self.name
 
     def path(self, number: int) -> str:
-        """Return the path of a shard."""
         return self.locate(self.shard_name(number))
 
     def locate(self, name: str) -> str:

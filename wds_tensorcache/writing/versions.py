@@ -1,4 +1,4 @@
-"""Versions of a cache: new folders that reuse the shards and samples of an old one."""
+"""Versions of a cache: new folders that reuse the shards and samples of an old cache."""
 
 from __future__ import annotations
 

@@ -78,7 +78,6 @@ class _UnfinishedShard:
         self.num_samples = self.nbytes = 0
 
     def write(self, sample: PackedSample) -> None:
-        """Append a sample."""
         key = sample.key
         if key in self._keys:
             raise InvalidKeyError(f"key {key!r} is already in {self.path}; use another key, or resume=True to skip it")
@@ -436,7 +435,7 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
 
 
 def _drop_forgotten(pattern: ShardPattern, unfinished: list[_UnfinishedShard], pid: int) -> None:
-    """Delete the unfinished shards of a writer that was not closed, and log what is lost."""
+    """Delete the unfinished shards of a writer that was not closed, and log the loss."""
     if pid != os.getpid() or not unfinished:  # in a forked child, the shards are still the parent's
         return
     count = format_count(sum(shard.num_samples for shard in unfinished), "sample")

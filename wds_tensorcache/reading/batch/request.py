@@ -239,8 +239,8 @@ class Request:
     """The samples of a batch, and the known structures of the cache.
 
     Attributes:
-        fixed: Names of tensors whose places every batch has, also if all samples lack one; those that are not selected are left
-            out, as in samples.
+        fixed: Names of tensors whose places every batch has, also a tensor that all samples lack; names that are not selected
+            are left out, as in samples.
     """
 
     store: Store

@@ -1,7 +1,7 @@
 """The policy of all requests: faults to retry, pauses, time limits, and cancellation by the caller.
 
 The time limit of a request, with all its retries, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
-another one. A request of more than 4 MiB has the time that it takes at 64 KiB/s, if that is longer.
+another limit. A request of more than 4 MiB has the time that it takes at 64 KiB/s, if that is longer.
 
 A request that fails for 5 s logs a warning; a process logs at most one in 30 s. The logger is `wds_tensorcache`, whose warnings
 Python prints on stderr by default.
@@ -72,7 +72,7 @@ class Target:
             raise self.changed(f"its tag was {expected.tag:.80}, now {state.tag:.80}")
 
     def changed(self, change: str) -> FormatError:
-        """Return the error for an object that is not the one that was opened."""
+        """Return the error for an object that has changed since it was opened."""
         return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
 
@@ -217,7 +217,6 @@ class Attempts:
 
 
 def warn(target: Target, problem: str) -> None:
-    """Log a warning about a request."""
     _log.warning("%s", target.error(problem))
 
 
