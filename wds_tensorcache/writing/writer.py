@@ -311,6 +311,10 @@ class ShardWriter:
         self._shard.write(packed)
 
     def _new_shard(self) -> _UnfinishedShard:
+        if self._has_gap and not self._finishing:  # else `_wait` raises the error of the upload
+            raise ValueError(
+                f"{self._pattern}: a shard could not be finished; continue with a new writer and resume=True"
+            )
         folder, name = self._folder, self._pattern.shard_name(self._number)
         path = folder.locate(name)
         if self._number and not self._pattern.is_numbered:
@@ -345,9 +349,10 @@ class ShardWriter:
 
         After a kill between two of these steps, `take_over` makes up for the rest.
         """
-        if self._has_gap:
-            raise CancelledError(f"{shard.path} is not finished, because an earlier shard failed")
         try:
+            if self._has_gap:
+                shard.drop()
+                raise CancelledError(f"{shard.path} is not finished, because an earlier shard failed")
             entry, index = shard.finish(self._footer, self._fingerprint)
             if self._dali_index:
                 write_dali_index(self._folder, shard.name, index)
@@ -356,7 +361,8 @@ class ShardWriter:
         except BaseException:
             self._has_gap = True
             raise
-        self._unfinished.remove(shard)
+        finally:  # if this fails, the shard has deleted its file
+            self._unfinished.remove(shard)
         self.num_finished += entry.num_samples
 
     def close(self) -> None:
