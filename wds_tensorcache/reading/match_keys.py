@@ -13,7 +13,7 @@ from wds_tensorcache.shards.key_table import Keys
 
 Array = np.ndarray[Any, Any]
 _PIECE = 1 << 16
-_COMPARED = 1 << 11  # keys of each cache to hold in memory while keys are compared in order
+_COMPARED = 1 << 10  # keys of each cache to hold in memory while keys are compared in order
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 
 
