@@ -189,9 +189,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all of
         its tensors, also a tensor that all samples of the batch lack. Other tensors, and None in their places, are removed
-        from
-        dicts, and replaced by None in lists, tuples and deques; they are not read. Small values remain, in the same places of
-        samples and batches. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
+        from dicts, and replaced by None in lists, tuples and deques; they are not read. Small values remain, in the same
+        places of samples and batches. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
 
         Raises:
             KeyError: A pattern matches no tensor's name.

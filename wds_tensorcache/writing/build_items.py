@@ -47,7 +47,7 @@ class Items(Dataset[Item]):
 
     Attributes:
         num_items: Number of items of this rank; None if unknown.
-        num_all: Number of items of all ranks; for an iterable, of those found so far.
+        num_all: Number of items of all ranks; for an iterable, of the items found so far.
         is_map: True for a map-style dataset, False for an iterable.
         are_numbered: True if the keys of items are their numbers. If the items of the source have a `__key__`, it becomes
             False when the first of them is read.

@@ -24,8 +24,7 @@ class ShardPattern:
     """Names of the shards of one writer.
 
     A build on several ranks has a pattern for each rank. The pattern of rank 3 of 8 is `r3of8-%06d.tar`, where `%06d.tar`,
-    their
-    `base`, is the pattern of a build on one process.
+    their `base`, is the pattern of a build on one process.
 
     Args:
         pattern: As for `ShardWriter`. A path without a number that does not end in `.tar`, or that of an existing folder, means

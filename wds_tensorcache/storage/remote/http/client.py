@@ -36,8 +36,8 @@ class HttpClient:
     """Reads objects of one web server; see `Client`.
 
     A server may send a strong ETag, a weak ETag, a date of modification, or nothing of that kind. A strong ETag is sent with
-    every read
-    (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with the known ones.
+    every read (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with the known
+    ones.
 
     With a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
     equivalent, may look unchanged. Without any of them, only its length is compared.
