@@ -56,9 +56,9 @@ def match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
 
 def _are_equal(first: Any, other: Any) -> bool:
     """Return whether two caches have the same keys in the same order. No key is read for equal views of one cache."""
-    ours, theirs = first._where, other._where
-    if first._store is other._store and type(ours) is type(theirs):
-        if ours == theirs if isinstance(ours, range) else np.array_equal(ours, theirs):
+    where, other_where = first._where, other._where
+    if first._store is other._store and type(where) is type(other_where):
+        if where == other_where if isinstance(where, range) else np.array_equal(where, other_where):
             return True
     if len(first) != len(other):
         return False
@@ -107,8 +107,8 @@ def _match_hashes(first: Keys, other: Keys) -> tuple[Array, list[str]] | None:
     rows = order[np.minimum(np.searchsorted(ascending, hashes), len(order) - 1)]
     (matched,) = np.nonzero(others[rows] == hashes)
     (begins, lengths), (other_begins, other_lengths) = first.extents(matched), other.extents(rows[matched])
-    ours, theirs = _gather(first.text, begins, lengths), _gather(other.text, other_begins, other_lengths)
-    if not (np.array_equal(lengths, other_lengths) and np.array_equal(ours, theirs)):
+    text, other_text = _gather(first.text, begins, lengths), _gather(other.text, other_begins, other_lengths)
+    if not (np.array_equal(lengths, other_lengths) and np.array_equal(text, other_text)):
         return None
     result = np.full(len(first), -1, np.int64)
     result[matched] = rows[matched]

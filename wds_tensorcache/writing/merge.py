@@ -150,10 +150,10 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     texts, first = set(map(_text, parts[0])), parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
-            made, expected = dict(shard.fingerprint or {}), dict(first.fingerprint or {})
-            names = [name for name in made | expected if made.get(name) != expected.get(name)]
-            made, expected = ({name: fields.get(name) for name in names} for fields in (made, expected))
-            problem = f"{shard.path} was made with {made!r:.300}, but {first.path} with {expected!r:.300}"
+            actual, expected = dict(shard.fingerprint or {}), dict(first.fingerprint or {})
+            names = [name for name in actual | expected if actual.get(name) != expected.get(name)]
+            actual, expected = ({name: fields.get(name) for name in names} for fields in (actual, expected))
+            problem = f"{shard.path} was made with {actual!r:.300}, but {first.path} with {expected!r:.300}"
             raise StaleCacheError(f"{problem}; merge them with --mixed (mixed=True) if they belong together")
 
 
