@@ -412,7 +412,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Args:
             indices: Indices or keys, or a request of another view of the same cache.
-            collate: As in `read_batch`. The batch has all tensors that it pads or lists, also a tensor that all samples lack.
+            collate: As in `read_batch`. The batch has all tensors that it pads or lists, even if all samples lack them.
         """
 
     def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:

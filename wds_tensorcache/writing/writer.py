@@ -339,7 +339,7 @@ class ShardWriter:
             self._commit(shard)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most `most` shards are being uploaded; raise the error of the first one that failed."""
+        """Wait until at most `most` shards are being uploaded; raise the error of the first upload that failed."""
         while self._finishing and (len(self._finishing) > most or self._finishing[0].done()):
             self._finishing[0].result()
             self._finishing.popleft()

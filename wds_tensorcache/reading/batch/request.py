@@ -239,7 +239,7 @@ class Request:
     """The samples of a batch, and the known structures of the cache.
 
     Attributes:
-        fixed: Names of tensors whose places every batch has, also a tensor that all samples lack; names that are not selected
+        fixed: Names of tensors whose places every batch has, even if all samples lack the tensor; names that are not selected
             are left out, as in samples.
     """
 
