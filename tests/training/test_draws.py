@@ -88,6 +88,21 @@ def test_a_failing_transform_names_the_step(cache: Any, num_workers: int) -> Non
             tc.Loader(cache, 4, transform=wrong)
 
 
+class _Unprintable:
+    """A transform whose repr would cost as much as that of a model, or wait for a GPU."""
+
+    def __call__(self, batch: Any, info: tc.BatchInfo) -> Any:
+        return batch
+
+    def __repr__(self) -> str:
+        raise AssertionError("a transform that has not failed is shown")
+
+
+def test_a_transform_that_has_not_failed_is_not_shown(cache: Any) -> None:
+    for kind in (tc.Loader, tc.torch_loader):
+        assert len(list(kind(cache.select("latent"), 4, transform=_Unprintable()))) == len(kind(cache, 4))
+
+
 def _fails_at_8(batch: Any, info: tc.BatchInfo) -> Any:
     if "008" in info.keys:
         raise ZeroDivisionError

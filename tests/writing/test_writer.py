@@ -97,18 +97,16 @@ def test_shards_that_are_there(tmp_path: Path) -> None:
     assert not [name for name in names(tmp_path) if name.startswith(("a-002", "a-003"))]
 
 
-def test_a_shard_that_appears_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_shard_that_appears_meanwhile(tmp_path: Path, at: int) -> None:
     sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=1)
     sink.write("0", 0)
-    (tmp_path / "0.tar").write_bytes(b"mine")
-    with pytest.raises(FileExistsError, match=r"0\.tar was created after this writer started"):
-        sink.write("1", 1)
-    (tmp_path / "1.tar").write_bytes(b"mine")
-    with pytest.raises(FileExistsError, match=r"1\.tar was created after this writer started"):
+    (tmp_path / f"{at}.tar").write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match=rf"{at}\.tar was created after this writer started"):
         sink.write("1", 1)
     sink.close()
-    assert names(tmp_path) == ["0.tar", "1.tar"]
-    assert (tmp_path / "0.tar").read_bytes() == b"mine"
+    assert {"0.tar", f"{at}.tar"} == {name for name in names(tmp_path) if name.endswith(".tar")}
+    assert (tmp_path / f"{at}.tar").read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("pattern", ["%d-%d.tar", "a%d/%d.tar", "x-%s.tar", "100%.tar", "%5d.tar", "%%.tar"])
@@ -318,6 +316,26 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: in
     assert {str(exc) for exc in failed} == {str(closing.value)}
     assert names(tmp_path) == ["0.idx", "0.tar", "manifest.json"]
     assert len(tc.open(tmp_path)) == 24
+
+
+def test_after_a_shard_that_could_not_be_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A writer whose caller ignores the error takes no sample that it could not store, and leaves no file behind."""
+    with tc.ShardWriter(tmp_path, max_samples=1) as writer:
+        writer.write("a", [torch.zeros(2)])
+        (tmp_path / "manifest.json").write_text("damaged")
+        with pytest.raises(tc.FormatError, match="manifest"):
+            writer.write("b", [torch.zeros(2)])
+        with pytest.raises(ValueError, match="could not be finished"):
+            writer.write("b", [torch.zeros(2)])
+    del writer
+    gc.collect()
+    assert sorted(os.listdir(tmp_path)) == ["000000.idx", "000000.tar", "manifest.json"]
+    assert not caplog.records
+    (tmp_path / "manifest.json").unlink()
+    with tc.ShardWriter(tmp_path, max_samples=1, resume=True) as writer:
+        for key in "ab":
+            writer.write(key, [torch.zeros(2)])
+    assert list(tc.open(tmp_path).keys()) == ["a", "b"]
 
 
 def test_a_closed_writer_writes_no_more(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ Preamble = tuple[int, int | None, int | None, int | None]
 
 
 def tensors_digest(member: bytes | memoryview) -> int:
-    """Return the XXH3-64 of what follows the 16 stored digits of a `.safetensors` member."""
+    """Return the XXH3-64 of the bytes after the 16 stored digits of a `.safetensors` member."""
     return xxhash.xxh3_64_intdigest(memoryview(member)[DIGITS_END:])
 
 

@@ -1,7 +1,7 @@
 """The header of a `.safetensors` member, the tar entry with a sample's tensors: parsed, built, and shared (FORMAT.md 3.1).
 
-A *layout* is a parsed header: the names, dtypes, shapes and byte ranges of the tensors in a member. A *form* is what remains of
-a layout without its shapes: names, dtypes and numbers of dimensions. The samples of a cache share a few forms and layouts, so
+A *layout* is a parsed header: the names, dtypes, shapes and byte ranges of the tensors in a member. A *form* is a layout
+without its shapes: names, dtypes and numbers of dimensions. The samples of a cache share a few forms and layouts, so
 both are kept in tables. Parsing validates everything, so later code only slices.
 """
 
@@ -85,7 +85,7 @@ class Layout:
         named: Tensors by all of their names.
         references: References by their strings; filled by `resolve`.
         resolved: A template; its references, in the order of the template; and the strings of these references, in the order of
-            the tensors. Set in `sample.py`.
+            the tensors. Set by `sample.py`.
     """
 
     tensors: dict[str, StoredTensor]

@@ -146,9 +146,8 @@ class PendingLoads:
     __slots__ = ("_reads", "_unchecked")
 
     def __init__(self) -> None:
-        self._reads: list[
-            tuple[int, int, int, ByteSource, Any]
-        ] = []  # id of the source, offset, number, source, buffer
+        # id of the source, offset, number of the read (so that sources are not compared), source, buffer
+        self._reads: list[tuple[int, int, int, ByteSource, Any]] = []
         self._unchecked: list[tuple[Callable[[Any], Any], Any]] = []
 
     def add(self, lazy: Lazy) -> Any:

@@ -70,7 +70,7 @@ def rebuild(obj: Any, replace: Callable[[Any], Any], leaves: Any = _LEAVES) -> A
 
     Args:
         obj: Any nesting of containers.
-        replace: Function of a leaf that returns what takes its place.
+        replace: Function of a leaf that returns its replacement.
         leaves: Type or types of the leaves; by default, tensors, arrays (lazy or not) and bytearrays.
     """
     return _rebuild(obj, replace, leaves, {})
@@ -115,7 +115,8 @@ def _rebuild(value: Any, replace: Callable[[Any], Any], leaves: Any, done: dict[
 
 
 class Holding:
-    """A predicate: True for a lazy tensor, and for a dict, list, tuple or deque with one in it. Visits each container once."""
+    """A predicate: True for a lazy tensor, and for a dict, list, tuple or deque that contains one. Visits each container
+    once."""
 
     def __init__(self) -> None:
         self._results: dict[int, bool] = {}
@@ -140,8 +141,8 @@ class _Copier:
 
     Args:
         tensor: Function of a lazy tensor and its place. Dicts lose a tensor for which it returns `_DROPPED`.
-        leaf: Function of a path that returns what takes the place of any other value there, of a dropped tensor in a sequence,
-            and of a sequence without lazy tensors. None keeps other values.
+        leaf: Function of a path that returns the replacement of any other value there, of a dropped tensor in a sequence, and
+            of a sequence without lazy tensors. None keeps other values.
     """
 
     def __init__(self, tensor: Callable[[Lazy, _Place], Any], leaf: Callable[[Path], Any] | None = None) -> None:
@@ -296,7 +297,8 @@ def _name_of_lazy(value: Any) -> str | None:
 def _find_places(
     sample: Any, name_of: Callable[[Any], str | None] = _name_of_lazy
 ) -> tuple[list[tuple[_Place, Any, _Link]], dict[_Place, tuple[str, str]]]:
-    """Return the places of a sample's tensors, and (further name, name) of the tensor at each place that gives it another."""
+    """Return the places of a sample's tensors, and (further name, name) for each place that gives its tensor a further
+    name."""
     places: list[tuple[_Place, Any, _Link]] = []
     containers = {id(sample)}
 
@@ -374,7 +376,7 @@ def children(value: Any) -> Iterable[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a plain value, or the type of any other."""
+    """Return the repr of a plain value, or the type of any other value."""
     # The repr of a hostile container may never end.
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 

@@ -76,7 +76,7 @@ class BatchInfo:
         """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors that have one number of dimensions in the batch.
 
         The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out. After
-        `tc.drop_text` and `tc.sample_moments`, the shapes are those of what the batch holds.
+        `tc.drop_text` and `tc.sample_moments`, the shapes are those of the tensors in the batch.
         """
         return self._held()[0]
 

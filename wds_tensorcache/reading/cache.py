@@ -188,9 +188,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
         Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all of
-        its tensors, also one that all samples of the batch lack. Other tensors, and None in their places, are removed from
-        dicts, and replaced by None in lists, tuples and deques; they are not read. Small values remain, in the same places of
-        samples and batches. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
+        its tensors, also a tensor that all samples of the batch lack. Other tensors, and None in their places, are removed
+        from dicts, and replaced by None in lists, tuples and deques; they are not read. Small values remain, in the same
+        places of samples and batches. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -412,7 +412,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Args:
             indices: Indices or keys, or a request of another view of the same cache.
-            collate: As in `read_batch`. The batch has all tensors that it pads or lists, also if all samples lack one.
+            collate: As in `read_batch`. The batch has all tensors that it pads or lists, even if all samples lack them.
         """
 
     def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
@@ -476,7 +476,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the member `KEY.suffix` of each sample in `wanted` that has one. Samples are positions in the batch."""
+        """Return the member `KEY.suffix` of each sample in `wanted` that has such a member. Samples are positions in the
+        batch."""
 
     @property
     def _left_out(self) -> str | None:

@@ -50,7 +50,7 @@ class Group:
     Attributes:
         names: Names in the batch.
         patterns: For each name, the names or patterns of its alternatives in a sample.
-        prefix: In one of several joined caches, the prefix that all of these have in the joined cache.
+        prefix: In a part of a joined cache, the prefix of all these names in the joined cache.
     """
 
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ class Group:
         return Group(names, tuple(patterns), self.prefix + prefix)
 
     def is_in(self, cache: Any) -> bool:
-        """Return whether a cache has tensors among the alternatives, or else its first sample has values."""
+        """Return whether a cache has tensors among the alternatives, or values in its first sample."""
         patterns = [pattern for row in self.patterns for pattern in row]
         return bool(_expand(patterns, cache._batch_names())) or bool(
             len(cache) and any(_find_values(cache._sample(0), patterns))
@@ -186,7 +186,7 @@ class Alternatives:
                     )
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns that select what a batch with only the tensors `names` needs."""
+        """Return patterns for the stored tensors of a batch with only the tensors `names`."""
         return [pattern for name in names for pattern in self.patterns.get(name, (glob.escape(name),))]
 
     def schema_of(self, schema: Mapping[str, TensorSchema]) -> dict[str, TensorSchema]:
@@ -289,7 +289,8 @@ class Randomness:
         return sample_seeds(self.seed, self.epochs, indices)
 
     def chooser(self, indices: Array) -> Chooser:
-        """Return the function that chooses for the samples at `indices`: each alternative with equal probability, or as given.
+        """Return the function that chooses for the samples at `indices`: by `choices`, or each alternative with equal
+        probability.
 
         A random choice depends only on the seed of the sample, its number of alternatives and the names of the group.
 
@@ -383,7 +384,7 @@ class ChosenRequest(Request):
         """Return the name and the value of each sample's chosen alternative that is not a tensor, by name in the batch.
 
         Raises:
-            BatchError: A sample has none of the alternatives, or other numbers of those that are chosen together.
+            BatchError: A sample has none of the alternatives, or different numbers of alternatives that are chosen together.
         """
         if not self.of_values or self.known_values:
             return self.known_values
@@ -556,7 +557,7 @@ class _Rest(Structures):
         """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.
 
         Raises:
-            BatchError: Another tensor has the name of a chosen one.
+            BatchError: Another tensor has the name of a chosen tensor.
         """
         key = id(layout.form), layout.texts, layout.further
         kept = self._contents.get(key)

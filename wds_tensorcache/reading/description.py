@@ -53,7 +53,7 @@ class ValueDescription:
     Attributes:
         name: Path of the value in the samples, like the name of a tensor: `cond.0.1.prompt`.
         types: Number of examined samples of each type. Types are in words: `"str"`, `"tuple of 2 int"`, `"list of 3..7 str"`.
-        example: Value of the first of these samples in which it is neither None nor empty, or else of the last one.
+        example: Value of the first of these samples in which it is neither None nor empty, or else of the last sample.
         num_samples: Number of examined samples that have the value.
     """
 
@@ -224,7 +224,7 @@ class Contents:
         self._nbytes = 0
 
     def add_tensors(self, prefix: str, tensors: Iterable[Tensor]) -> None:
-        """Add tensors; `prefix` is that of their names in a joined cache."""
+        """Add tensors; `prefix` precedes their names in a joined cache."""
         for tensor in tensors:
             name, reference, shapes, counts = tensor
             whole, schema = prefix + name, merge_shapes([tensor])[name]
@@ -233,7 +233,7 @@ class Contents:
             self._shapes.setdefault(whole, _ShapeCounts()).add(shapes, counts)
 
     def add_values(self, prefix: str, samples: Iterable[Any]) -> None:
-        """Add the values of samples; `prefix` is the path of the samples in those of a joined cache."""
+        """Add the values of samples; `prefix` is their path in the samples of a joined cache."""
         count = 0
         for count, sample in enumerate(samples, 1):  # noqa: B007
             paths: deque[Path] = deque()
@@ -248,7 +248,6 @@ class Contents:
     def description(
         self, num_samples: int, num_shards: int, members: dict[str, int], fingerprint: dict[str, object]
     ) -> Description:
-        """Return the description of the cache."""
         tensors = {}
         for name, schema in self._schemas.items():
             properties = {field.name: getattr(schema, field.name) for field in fields(schema)} | {"name": name}

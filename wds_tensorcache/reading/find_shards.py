@@ -27,7 +27,7 @@ _IS_TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)", re.IGNORECASE | r
 
 
 class Found(NamedTuple):
-    """The shards of a source, and a message about those that are left out; None if none is."""
+    """The shards of a source, and a message about those that are left out; None if all are there."""
 
     shards: list[FoundShard]
     left_out: str | None

@@ -126,7 +126,7 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
 
 
 def _with_keys(cache: Any) -> Any:
-    """Return the cache that determines the keys: the first one of a joined cache, else `cache` itself."""
+    """Return the cache that determines the keys: the first cache of a joined cache, else `cache` itself."""
     while isinstance(cache, JoinedCache):
         cache = cache._caches[0]
     return cache
@@ -225,7 +225,6 @@ class JoinedCache(Cache[_Sample]):
         return self._merge(parts)
 
     def close(self) -> None:
-        """Close all caches."""
         for cache in self._caches:
             cache.close()
 
@@ -326,7 +325,7 @@ class JoinedCache(Cache[_Sample]):
         return result
 
     def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the member `KEY.suffix` of each sample in `wanted` that has one, from the first cache that has it."""
+        """Return the member `KEY.suffix` of each sample in `wanted`, from the first cache that has it."""
         members: dict[int, bytes] = {}
         for cache, part in zip(self._caches, request.parts, strict=True):
             members |= cache._find_members(part, suffix, [i for i in wanted if i not in members])

@@ -13,6 +13,7 @@ from wds_tensorcache.shards.key_table import Keys
 
 Array = np.ndarray[Any, Any]
 _PIECE = 1 << 16
+_COMPARED = 1 << 10  # keys of each cache to hold in memory while keys are compared in order
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 
 
@@ -30,12 +31,14 @@ def match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
         KeyError: A key occurs twice in `other`.
     """
     if key_map is None and isinstance(first, TensorCache) and isinstance(other, TensorCache):
-        ours, theirs = first._where, other._where
-        if first._store is other._store and type(ours) is type(theirs):
-            if ours == theirs if isinstance(ours, range) else np.array_equal(ours, theirs):
-                return None, []
-        matched = _match_hashes(_keys_of(first), _keys_of(other)) if len(first) and len(other) else None
-        if matched is not None:
+        if _are_equal(first, other):
+            return None, []
+        all_keys = slice(None)
+        if (
+            len(first)
+            and len(other)
+            and (matched := _match_hashes(_keys_of(first, all_keys), _keys_of(other, all_keys)))
+        ):
             return matched
     places = {key: at for at, key in enumerate(other.keys())}
     if len(places) != len(other):
@@ -51,10 +54,25 @@ def match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
     return rows, [] if key_map is not None else [key for key, done in zip(places, is_matched, strict=True) if not done]
 
 
-def _keys_of(cache: Any) -> Keys:
-    """Return the keys of a cache in the order of its samples."""
+def _are_equal(first: Any, other: Any) -> bool:
+    """Return whether two caches have the same keys in the same order. No key is read for equal views of one cache."""
+    where, other_where = first._where, other._where
+    if first._store is other._store and type(where) is type(other_where):
+        if where == other_where if isinstance(where, range) else np.array_equal(where, other_where):
+            return True
+    if len(first) != len(other):
+        return False
+    for begin in range(0, len(first), _COMPARED):
+        keys, others = (_keys_of(cache, slice(begin, begin + _COMPARED)) for cache in (first, other))
+        if not (np.array_equal(keys.ends, others.ends) and np.array_equal(keys.text, others.text)):
+            return False
+    return True
+
+
+def _keys_of(cache: Any, which: slice) -> Keys:
+    """Return the keys of samples in the order of the cache."""
     texts, lengths = list[Any](), list[Any]()
-    for shard, rows in in_order(cache._store, cache._where):
+    for shard, rows in in_order(cache._store, cache._where[which]):
         keys, samples = shard.index.keys, shard.columns.rows
         rows = rows if samples is None else samples[rows].astype(np.int64)
         first, last = rows.item(0), rows.item(-1)
@@ -79,10 +97,8 @@ def _gather(text: Array, begins: Array, lengths: Array) -> Array:
     return np.concatenate(parts)
 
 
-def _match_hashes(first: Keys, other: Keys) -> tuple[Array | None, list[str]] | None:
+def _match_hashes(first: Keys, other: Keys) -> tuple[Array, list[str]] | None:
     """Return the result of `match_keys`; None if two keys have one hash, usually because a key occurs twice."""
-    if np.array_equal(first.ends, other.ends) and np.array_equal(first.text, other.text):
-        return None, []
     hashes, others = first.hashes(), other.hashes()
     order = np.argsort(others)
     ascending = others[order]
@@ -91,8 +107,8 @@ def _match_hashes(first: Keys, other: Keys) -> tuple[Array | None, list[str]] | 
     rows = order[np.minimum(np.searchsorted(ascending, hashes), len(order) - 1)]
     (matched,) = np.nonzero(others[rows] == hashes)
     (begins, lengths), (other_begins, other_lengths) = first.extents(matched), other.extents(rows[matched])
-    ours, theirs = _gather(first.text, begins, lengths), _gather(other.text, other_begins, other_lengths)
-    if not (np.array_equal(lengths, other_lengths) and np.array_equal(ours, theirs)):
+    text, other_text = _gather(first.text, begins, lengths), _gather(other.text, other_begins, other_lengths)
+    if not (np.array_equal(lengths, other_lengths) and np.array_equal(text, other_text)):
         return None
     result = np.full(len(first), -1, np.int64)
     result[matched] = rows[matched]

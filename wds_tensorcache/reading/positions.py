@@ -132,7 +132,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return `range(count)`, or `most` of its numbers at equal distances, with the first one."""
+    """Return `range(count)`, or `most` of its numbers at equal distances, with the first number."""
     most = min(count, most)
     return [count * number // most for number in range(most)]
 
@@ -194,7 +194,7 @@ class KeysView(Sequence[str]):
 def respell(key: str, width: int) -> list[str]:
     """Return other spellings of an unknown key: without spaces, leading folders and suffixes, each also as a safe key.
 
-    If the name without suffixes is a number, it also has `width` digits.
+    If the name without suffixes is a number, another spelling has `width` digits.
     """
     *folders, name = key.strip().split("/")
     stem = name.partition(".")[0]

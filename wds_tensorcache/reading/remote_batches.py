@@ -47,7 +47,7 @@ def read_remote_rows(
 
 
 def _find_copies(store: Store, numbers: Sequence[int]) -> dict[int, BlockFile] | None:
-    """Return the local files of remote shards, by shard number; None if one of them has none."""
+    """Return the local files of remote shards, by shard number; None if a shard has no local file."""
     copies, now_s = dict[int, BlockFile](), time.monotonic()
     for number in numbers:
         whole = store.whole_copies.get(number)

@@ -75,7 +75,6 @@ class Entry:
 
 
 def make_entry(key: str, nbytes: int, shapes: dict[str, tuple[int, ...]]) -> Entry:
-    """Return the entry of a sample from the shapes of its tensors."""
     shapes = _Shapes(shapes)
     shapes.key = key
     return Entry(key, nbytes, shapes)
@@ -117,7 +116,6 @@ def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
 
 
 def merge_shapes(tensors: Iterable[Tensor]) -> dict[str, TensorSchema]:
-    """Return the schema of tensors."""
     schema: dict[str, TensorSchema] = {}
     for name, reference, shapes, counts in tensors:
         low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
@@ -265,6 +263,6 @@ def find_unknown(patterns: Iterable[str], names: Collection[str]) -> str | None:
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether a tensor's name matches one of the `fnmatch` patterns."""
+    """Return a function that returns whether a tensor's name matches one of the `fnmatch` patterns."""
     match = re.compile("|".join(f"(?:{fnmatch.translate(pattern)})" for pattern in patterns) or r"(?!)").match
     return lambda name: match(name) is not None

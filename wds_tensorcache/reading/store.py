@@ -111,7 +111,7 @@ class Store:
             self._unloaded.difference_update(wanted)
 
     def find_names(self, numbers: Iterable[int] | None = None) -> bool:
-        """Look for further names that old indexes of these shards lack, by default of all; return whether there were any.
+        """Look for further names that the old indexes of shards, by default of all, lack; return whether there are such names.
 
         The shards then have other indexes. Cost: one skeleton of each form, and all skeletons of the shards in which such a
         sample has further names. A shard is examined only once.
@@ -140,7 +140,6 @@ class Store:
         return self.shards[number], position - self._starts[number]
 
     def shard_number(self, position: int) -> int:
-        """Return the number of the shard that contains the sample at `position`."""
         return bisect_right(self._starts, position) - 1
 
     def shard_numbers(self, positions: Array) -> Array:
@@ -149,7 +148,6 @@ class Store:
         return numbers - np.ones((), self.number_dtype)
 
     def key(self, position: int) -> str:
-        """Return the key of the sample at `position`."""
         shard, row = self.locate(position)
         return shard.key(row)
 

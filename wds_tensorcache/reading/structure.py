@@ -41,8 +41,8 @@ def insert(sample: Any, name: str) -> Any:
     """Return a sample with a placeholder of a tensor at the path `name`, in place of None or of nothing.
 
     Raises:
-        ValueError: The sample has another value there, or in place of a container of the tensor; or the name does not tell the
-            type of a container that the sample lacks.
+        ValueError: The sample has another value there, or in place of a container of the tensor; or the type of a container
+        that the sample lacks does not follow from the name.
     """
     lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
     return _insert(sample, name.split("."), lazy)
@@ -122,7 +122,7 @@ def _key_of(part: str) -> str:
 def value_at(sample: Any, path: Path) -> Any:
     """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample.
 
-    Returns None in place of a tensor, and if the sample lacks the container of the value, or has a shorter one.
+    Returns None in place of a tensor, and if the sample lacks the container of the value, or has a shorter container.
     """
     for step in path:
         if type(sample) in DICTS:
@@ -197,7 +197,7 @@ class _Difference:
         return cls if cls in DICTS or (cls in SEQUENCES and self._holds(value)) else None
 
     def _is_lacking(self, first: Any, other: Any) -> bool:
-        """Return whether `other` is what a sample that lacks the tensors in `first` has in their place."""
+        """Return whether `other` may take the place of `first` in a sample that lacks its tensors."""
         if (other is not None and other is not _NOTHING) or not self._holds(first):
             return False
         names = flatten(first).keys() & flatten(self._other).keys()

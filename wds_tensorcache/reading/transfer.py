@@ -102,7 +102,8 @@ def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers and objects; in place of a tensor without a storage, such as a sparse one, its parts."""
+    """Yield the tensors in containers and objects; in place of a tensor without a storage, such as a sparse tensor, its
+    parts."""
     seen: dict[int, Any] = {}  # the objects are kept so that their ids are not reused
     todo = [value]
     while todo:

@@ -61,7 +61,7 @@ def load_whole(path: str) -> ShardIndex:
 
 
 def check_end(file: ShardFile, end: int, num_samples: int) -> None:
-    """Raise TarFormatError if there are more members than a scan found: `num_samples`, and the marker of the end at `end`."""
+    """Raise TarFormatError if a shard has more members than a scan found; `end` and `num_samples` are its results."""
 
     def refuse(problem: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
         raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind=kind).at(file.path)

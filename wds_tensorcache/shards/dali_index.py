@@ -76,7 +76,7 @@ def split_line(line: str, width: int) -> list[list[str]]:
 
 
 def seems_current(path: str, index: ShardIndex, name: str) -> bool:
-    """Return whether an index matches a shard in the number of samples and in up to 128 tensor members of cache `name`."""
+    """Return whether an index has the number of samples of a shard, and up to 128 of its tensor members of cache `name`."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:

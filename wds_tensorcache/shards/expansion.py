@@ -1,4 +1,4 @@
-"""Limits for what few bytes may become: compressed streams and members, and objects of pickles."""
+"""Limits on expansion: of compressed streams and members, and of pickles into objects."""
 
 from __future__ import annotations
 

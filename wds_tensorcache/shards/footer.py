@@ -35,7 +35,8 @@ _ORIGINALS = ("rows", "text", "ends")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
-    """Return the sidecar of a shard of `shard_nbytes` bytes; if that is None, the footer to put right after the marker."""
+    """Return the sidecar of a shard of `shard_nbytes` bytes, or with None the footer, which follows the end-of-archive
+    marker."""
     named: dict[str, np.ndarray[Any, Any] | None] = {"keys.text": index.keys.text, "keys.ends": index.keys.ends}
     layouts = index.layouts
     named |= {"layouts.form": layouts.form, "layouts.data_begin": layouts.data_begin, "layouts.dims": layouts.dims}
@@ -88,7 +89,7 @@ class Trailer(NamedTuple):
 def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> Trailer | None:
     """Return the trailer at the end of a shard or sidecar of `nbytes` bytes, whose index may be stale or damaged.
 
-    It is None if the last bytes are not a trailer, or declare a shard of another length than `shard_nbytes`, if given.
+    None if the last bytes are not a trailer, or if it declares another length of the shard than `shard_nbytes`.
     """
     tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
@@ -101,7 +102,7 @@ def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
 
 
 def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: bytes | None = None) -> ShardIndex | None:
-    """Return the index at the end of a shard; None if there is none, or a stale or damaged one.
+    """Return the index at the end of a shard; None if it is missing, stale or damaged.
 
     `tail` has the last bytes of the shard, if they were read already. Raises FormatError as `parse_index` does.
     """

@@ -42,7 +42,7 @@ class MemberColumns:
     nbytes: Array
 
     def find(self, rows: Array) -> Array:
-        """Return the position in these columns of the member of each sample; -1 for a sample without one."""
+        """Return the position in these columns of the member of each sample; -1 for a sample without such a member."""
         if self.rows is None:
             return rows.astype(np.int64)
         if not len(self.rows):
@@ -140,7 +140,7 @@ class Origins:
 
     @classmethod
     def of(cls, samples: Iterable[tuple[int, str | None]]) -> Origins | None:
-        """Return the origins of samples, each as of `ShardIndex.origin`; None if all are unknown."""
+        """Return the origins of samples, each as `ShardIndex.origin` returns it; None if all are unknown."""
         digests, rows, ends, text = array("Q"), array("Q"), array("Q"), bytearray()
         for row, (digest, name) in enumerate(samples):
             digests.append(digest)
@@ -253,7 +253,9 @@ class ShardIndex:
             skeletons, tensors = member_suffix(name, SKELETON), member_suffix(name, TENSORS)
             columns.append((skeletons, cache, cache.rows, cache.skeleton_begin, cache.skeleton_nbytes))
             columns.append((tensors, cache, cache.rows, cache.tensors_begin, self.layouts.nbytes[cache.layout]))
-        return columns + [(suffix, None, of.rows, of.begin, of.nbytes) for suffix, of in self.members.items()]
+        return columns + [
+            (name, None, member.rows, member.begin, member.nbytes) for name, member in self.members.items()
+        ]
 
     def members_in_order(self) -> MemberTable:
         """Return all members, also those of caches."""

@@ -46,9 +46,9 @@ def default_folder() -> str | None:
 
 
 class KeptIndexes:
-    """Indexes of remote shards in a folder, which several processes may use; without it, there are only further requests.
+    """Indexes of remote shards in a folder for any number of processes. If it cannot be used, indexes are requested again.
 
-    The least recently used ones are removed above a total of `max_nbytes`.
+    Above a total of `max_nbytes`, the least recently used indexes are removed.
     """
 
     def __init__(self, folder: str, max_nbytes: int = _MAX_NBYTES) -> None:
@@ -64,7 +64,7 @@ class KeptIndexes:
         return os.path.join(self.folder, digest[:40] + _SUFFIX)
 
     def has(self, url: str) -> bool:
-        """Return whether there is an index of a shard, perhaps a stale one."""
+        """Return whether there is an index of a shard, which may be stale."""
         return os.path.exists(self._path(url))
 
     def read(self, url: str, info: ObjectInfo) -> ShardIndex | None:
@@ -85,7 +85,7 @@ class KeptIndexes:
         return index
 
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:
-        """Keep an index as the bytes of a sidecar, which may differ from those with the given `digest`, at the shard."""
+        """Keep an index as the bytes of a sidecar; `digest` is that of the index at the shard, whose bytes may differ."""
         line = json.dumps(_head(url, info, digest)).encode("ascii") + b"\n"
         is_long = len(line) > _MAX_LINE_NBYTES or len(line) + len(footer) > self.max_nbytes // _MIN_FILES
         if info.tag is None or is_long:
@@ -98,7 +98,7 @@ class KeptIndexes:
                 self._prune()
 
     def _prune(self) -> None:
-        """Remove the files that were not used for longest, until the rest has at most nine tenths of `max_nbytes`."""
+        """Remove the least recently used files until at most nine tenths of `max_nbytes` remain."""
         for stray in find_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}"):
             remove_stray(stray)
         kept = []

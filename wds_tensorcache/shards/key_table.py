@@ -1,4 +1,4 @@
-"""Store the keys of a shard as arrays, and look up keys in many shards by their hashes, without a Python object per key."""
+"""Store the keys of a shard as arrays, and look up keys in many shards, without a Python object per key."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Keys:
         return (begins, lengths) if rows is None else (begins[rows], lengths[rows])
 
     def hashes(self, rows: Array | None = None) -> Array:
-        """Return `_hash` of each key, at least one, uint64."""
+        """Return `_hash` of each key, uint64; there must be at least one key."""
         begins, lengths = self.extents(rows)
         words, firsts = _words(_windows(self.text), begins, lengths)
         factors = _factors(int(lengths.max()) // _WORD_NBYTES + 2)
@@ -142,7 +142,7 @@ class KeyTable:
     def find(self, key: str) -> list[int]:
         """Return the positions of the key, ascending: at most one, unless several shards contain the key.
 
-        A key is also found under the one that an earlier version of `safe_key` made of the same name.
+        A key is also found under the key that an earlier version of `safe_key` made of the same name.
         """
         positions = self._find(key)
         older = None if positions else older_key(key)

@@ -75,7 +75,7 @@ def _read_sidecar(path: str) -> bytes | None:
 def parse_both(
     file: ShardFile, parse: Callable[[ShardFile], _Parsed | None], *, lenient: bool = False
 ) -> Iterator[_Parsed]:
-    """Yield what `parse` returns for a shard and for its sidecar, except None, FormatError and, if `lenient`, OSError."""
+    """Yield the results of `parse` for a shard and its sidecar; skip None, FormatError and, if `lenient`, OSError."""
     for is_sidecar in (False, True):
         parsed = None
         with contextlib.suppress(FormatError, *[OSError] * lenient):
@@ -88,7 +88,7 @@ def parse_both(
 def check_sidecar(index: ShardIndex, file: File) -> None:
     """Raise FormatError unless the tar headers of the first, middle and last sample match a sidecar.
 
-    A shard may have been replaced by one of the same length, next to which the old sidecar remains.
+    Hazard: another shard of the same length may have replaced the shard, but not its sidecar.
     """
     columns = index.columns()
     if not columns:

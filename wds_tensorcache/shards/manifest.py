@@ -53,7 +53,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A shard that was found: by its own name, in a folder, or in a manifest. What does not apply is None."""
+    """A shard that was found: by its own name, in a folder, or in a manifest. Fields that do not apply are None."""
 
     path: str  # path or url
     entry: ShardEntry | None = None  # in the manifest
@@ -211,9 +211,9 @@ def stored_digest(path: str) -> str | None:
 def check_listed(
     path: str, entry: ShardEntry, manifest: str | None, *, num_samples: int | None = None, digest: str | None = None
 ) -> None:
-    """Raise FormatError if a shard has another number of samples, or another digest of its index, than its entry in a manifest.
+    """Raise FormatError if the number of samples of a shard, or the digest of its index, differs from its entry in a manifest.
 
-    Each is None if unknown.
+    `num_samples` and `digest` are None if they are unknown.
     """
     if num_samples not in (None, entry.num_samples):
         raise other_count(path, f"{num_samples} samples in all", entry.num_samples)

@@ -232,7 +232,7 @@ def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool]
     """Return the half of a cache that a member of a sample is; None if it belongs to no cache.
 
     Args:
-        suffix: Suffix of the member, in lowercase, as all `members` of the sample.
+        suffix, members: Suffix of the member, and suffixes of all members of its sample, in lowercase.
         is_bound: Function that returns whether the member, a safetensors file, declares that it belongs to a skeleton.
         hint: Text at the end of the error message.
 

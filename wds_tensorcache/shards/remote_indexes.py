@@ -34,9 +34,9 @@ class RemoteIndexes:
     kept: KeptIndexes | None = None  # from earlier runs
 
     def load(self, file: File, num_samples: int | None = None, *, may_scan: bool = True) -> ShardIndex | None:
-        """Return the index of a shard; without `may_scan`, return None for a shard without one, which must be read as a whole.
+        """Return the index of a shard; without `may_scan`, None if only a scan of the whole shard would give it.
 
-        Cost: in most cases one request, of the shard's end, whose length is guessed by `num_samples`, or of its state.
+        Cost: in most cases one request: for the shard's end, whose length is guessed from `num_samples`, or for its state.
 
         Raises:
             MissingShardError: The shard does not exist.

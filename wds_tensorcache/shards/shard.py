@@ -99,7 +99,7 @@ class Shard:
         return self._count
 
     def forms(self) -> list[tuple[Form, int]]:
-        """Return each form of the samples, with the row of one of them."""
+        """Return each form of the samples, with the row of a sample that has it."""
         numbers, rows = np.unique(self.index.layouts.form[self.columns.layout], return_index=True)
         return [(self.index.layouts.forms[at], row) for at, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
 
@@ -193,11 +193,9 @@ class Shard:
         return row if rows is None else rows.item(row)
 
     def key(self, row: int) -> str:
-        """Return the key of a sample."""
         return self.index.key(self.sample_row(row))
 
     def layout(self, row: int) -> Layout:
-        """Return the layout of a sample."""
         number = self.columns.layout.item(row)
         layout = self._layouts.get(number)
         if layout is None:
@@ -304,7 +302,8 @@ class Shard:
         return content
 
     def skeletons(self, rows: Array, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
-        """Return `skeleton` of many samples; `fetched` has the bytes at each `skeleton_extent`, if they were read already."""
+        """Return the skeleton members of samples, and the offsets of their bodies; `fetched` has the bytes, if they were read
+        already."""
         file = self.file
         if fetched is None:
             fetched = file.read_many(*(ends.tolist() for ends in self.skeleton_extents(rows)))
@@ -369,7 +368,7 @@ class FileRange:
 
 
 class _UnpickledFile:
-    """The file of unpickled lazy tensors, which belong to no open cache. It must be the one that they were pickled with."""
+    """The file of unpickled lazy tensors, which belong to no open cache. It must be the file with which they were pickled."""
 
     __slots__ = ("_identity", "path")
     pool = Pool(1 << 28)

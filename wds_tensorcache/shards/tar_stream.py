@@ -36,7 +36,7 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
 
 
 class TarStream:
-    """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz, as of `Scanner`. Iterate once.
+    """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz, by the rules of `Scanner`. Iterate once.
 
     Iterating yields the name of each file, and a function that returns its content until the next file is requested.
 

@@ -94,10 +94,10 @@ class _BatchAsShard:
 class _BatchAsFile:
     """The `.safetensors` members of a batch's samples as a `RangeFile`."""
 
+    shows_pages = True
+
     def __init__(self, parsed: Sequence[ParsedSample], bits: int) -> None:
         self._parsed, self._bits = parsed, bits
-
-    shows_pages = True
 
     def address(self) -> int:
         """Return 0: the members of a batch are in several places, and are read."""

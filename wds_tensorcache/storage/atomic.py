@@ -18,7 +18,7 @@ def temporary_path(path: str) -> str:
 
 def find_temporary(folder: str, names: str) -> list[str]:
     """Return the paths of the temporary files in `folder` whose final names match the regular expression `names`."""
-    matches = re.compile(rf"\.{names}\.[0-9a-f]+\.tmp").fullmatch
+    matches = re.compile(rf"\.(?:{names})\.[0-9a-f]+\.tmp").fullmatch
     return [os.path.join(folder, name) for name in os.listdir(folder or ".") if matches(name)]
 
 

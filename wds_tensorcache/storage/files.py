@@ -91,7 +91,7 @@ def _unmap(address: int, nbytes: int) -> None:
 
 
 def are_resident(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return whether all pages of ranges of maps are in memory, bool `[n]`; the files must be `shows_pages`."""
+    """Return whether all pages of ranges of maps are in memory, bool `[n]`. Of each file, `shows_pages` must be True."""
     begins, sizes = _pages(addresses, nbytes)
     pages = np.zeros((len(begins), int(sizes.max(initial=0)) // mmap.PAGESIZE + 1), np.uint8)
     deque(map(_libc.mincore, begins.tolist(), sizes.tolist(), range(pages.ctypes.data, 1 << 63, pages.shape[1])), 0)
@@ -106,7 +106,7 @@ def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> N
 
 
 def _pages(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> tuple[Any, Any]:
-    """Return ranges that begin with a page."""
+    """Return the begins and sizes of ranges after extending them to the beginning of a page."""
     begins = addresses & -mmap.PAGESIZE
     return begins, addresses + nbytes - begins
 
@@ -114,8 +114,8 @@ def _pages(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> tup
 class ShardFile:
     """A file. Reads do not use the file position, so any number of threads and forked processes may read at once.
 
-    All files of a process share one limit on descriptors: beyond it, the one that was opened longest ago is closed, and opened
-    again when a read needs it. Maps stay without it.
+    All files of a process share one limit on descriptors: beyond it, the oldest descriptor is closed, and opened again when a
+    read needs it. Maps stay without it.
 
     Args:
         path: Path of the file.
@@ -148,7 +148,7 @@ class ShardFile:
         self._descriptor: Descriptor | None = None
         self._may_map = may_map and _CAN_MAP
         self._map: _Map | None = None
-        # The system tells only the owner of a file, and who may write to it, which pages are in memory.
+        # Hazard: for users who neither own a file nor may write to it, `mincore` reports every page as in memory.
         self.shows_pages = status.st_uid == os.geteuid() or os.access(path, os.W_OK)
 
     def _open(self) -> tuple[Descriptor, os.stat_result]:
@@ -304,7 +304,8 @@ File: TypeAlias = "ShardFile | RemoteFile"  # the reads of a `RemoteFile` are re
 
 
 class Files:
-    """The files of an open cache, by path or url. No file may change: `get` refuses one that differs from the expected one.
+    """The files of an open cache, by path or url. No file may change: `get` refuses a file that differs from the expected
+    file.
 
     Args:
         may_map: False if batches must not be copied out of memory maps.
@@ -386,7 +387,6 @@ class Files:
             raise _missing_file(path, manifest) from exc
 
     def manifest_of(self, path: str) -> str | None:
-        """Return the manifest that lists the file at a path or url."""
         return self._manifests.get(path)
 
     def close(self) -> None:

@@ -40,14 +40,15 @@ def folder_of(path: str, fsync: bool = True) -> Folder:
 class LocalFolder:
     """A folder of shards, their indexes and a manifest. A `name` is that of a file directly in the folder.
 
-    `ObjectFolder` is one at a url, with the same methods. Changes of one local file are made under the lock of the folder.
+    `ObjectFolder` is a folder at a url, with the same methods. Changes of one local file are made under the lock of the
+    folder.
 
     Attributes:
         path: Path or url of the folder.
         is_remote: True if `path` is a url.
 
     Raises (all methods):
-        OSError: The system refused it.
+        OSError: The system refused the call.
         RemoteError: A request failed.
         ValueError: The url cannot be written, for methods that change files.
 
@@ -138,4 +139,4 @@ class LocalFolder:
         return Output(path, self._fsync)
 
     def cancel(self) -> None:
-        """End running requests of other threads that change files, and refuse later ones."""
+        """End running requests of other threads that change files, and refuse later requests; a local folder has none."""

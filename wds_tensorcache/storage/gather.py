@@ -70,7 +70,6 @@ class Ranges:
     target: Array
 
     def select(self, samples: Array | slice) -> Ranges:
-        """Return the ranges of some samples."""
         return Ranges(self.file[samples], *(part[:, samples] for part in (self.begin, self.nbytes, self.target)))
 
 
@@ -198,7 +197,7 @@ def _find_incomplete(ranges: Ranges, base: Array, samples: Array) -> Array:
 
 
 def _extents(ranges: Ranges, samples: Array) -> tuple[Array, Array, Array]:
-    """Return what to announce of some samples: numbers of samples, and begins and ends of byte ranges."""
+    """Return the byte ranges to announce for samples: numbers of samples, begins and ends, one of each for a range."""
     begins = ranges.begin[:, samples]
     ends = begins + ranges.nbytes[:, samples]
     first, last = begins.min(0), ends.max(0)

@@ -19,7 +19,7 @@ _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an
 
 
 def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
-    """Call `take` until it does not return False, but at most for so many seconds; return its last result."""
+    """Call `take` until it returns anything but False, for at most `wait_s` seconds; return its last result."""
     until, pause_s = time.monotonic() + wait_s, 0.0002
     while (is_taken := take()) is False and time.monotonic() < until:
         time.sleep(pause_s)
@@ -50,7 +50,6 @@ class OwnedFile:
         _OPEN.add(self)
 
     def close(self) -> None:
-        """Close the file."""
         self.fd = -1
         self._closing()
 

@@ -48,8 +48,9 @@ class ByLength:
 def by_length(name: str, bounds: Sequence[int]) -> ByLength:
     """Return a value for `bucket_by=` that makes buckets by the length of a tensor's first dimension.
 
-    `by_length("text", [64, 128, 256])` makes buckets of up to 64, of 65 to 128 and of 129 to 256 tokens, and one of all longer
-    texts. `info.source` is the bucket's bound: 64, 128, 256, or `math.inf` for the longer texts. To leave out the longer
+    `by_length("text", [64, 128, 256])` makes buckets of up to 64, of 65 to 128 and of 129 to 256 tokens, and a bucket of all
+    longer texts. `info.source` is the bucket's bound: 64, 128, 256, or `math.inf` for the longer texts. To leave out the
+    longer
     texts, filter the cache: `cache.filter(lambda entry: entry.shapes["text"][0] <= 256)`.
 
     Args:

@@ -103,7 +103,8 @@ class BaseLoader(ABC):
         return self._sampler._plan.num_steps(self._sampler._position)
 
     def count_rows(self) -> RowCounts:
-        """Return the number of rows of an epoch over all ranks, and the numbers of padded, repeated and dropped ones."""
+        """Return the number of rows of an epoch over all ranks, and the numbers of padded rows, repeated rows and dropped
+        samples."""
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:
@@ -258,7 +259,7 @@ class Loader(BaseLoader):
         device, pin_memory, collate, pad_value: As in `read_batch`.
         choose: Alternatives as in `read_batch`. One of them is chosen for each sample, with equal probability. The choice is a
             pure function of seed, epoch and sample index, so it does not depend on batch size and ranks, and resumes
-            exactly. `info.choices` says what was chosen.
+            exactly. `info.choices` has the choices.
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The

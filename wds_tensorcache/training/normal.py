@@ -5,7 +5,7 @@ torch's own generators promise neither. Each number comes from 32 bits of SplitM
 of the tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from
 Uniform Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that
 IEEE 754 rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in
-one operation, as in `addcmul`, which is rounded once on some devices, and twice on the rest.
+one operation, as in `addcmul`, which some devices round once, and other devices twice.
 """
 
 from __future__ import annotations

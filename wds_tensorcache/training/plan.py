@@ -247,7 +247,8 @@ class Plan:
         return not any(self.remaining(at))
 
     def remaining(self, at: Position) -> list[int]:
-        """Return the number of samples that remain in each stream, or with weights in all together; 0 if dropped."""
+        """Return the number of samples that remain in each stream, or, with weights, in all streams together; 0 if they are
+        dropped."""
         least = self.step_size if self.last_batch == "drop" else 1
         if self.weights.are_used:
             counts = [sum(self._lengths) - at.used]

@@ -52,7 +52,7 @@ class StepSampler(DistributedSampler[Step]):
         last_batch: Treatment of an epoch's last step, or with `bucket_by` or `mix` of the last step of every bucket and every
             cache, if samples do not fill it; the same on all ranks. `"short"` shortens the step; at most `world_size - 1` of
             its samples, over all ranks, are padding. `"pad"` fills the step with padding. `"wrap"` fills it with the first
-            samples of the epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` tells the cost.
+            samples of the epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` returns the cost.
         weights: One weight for each sample. Samples are drawn with replacement, in proportion to their weights. An epoch
             has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding. With
             `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it. In a `mix` with weights,
@@ -214,14 +214,15 @@ class StepSampler(DistributedSampler[Step]):
         return self._position.epoch
 
     def count_rows(self) -> RowCounts:
-        """Return the number of rows of an epoch over all ranks, and the numbers of padded, repeated and dropped ones."""
+        """Return the number of rows of an epoch over all ranks, and the numbers of padded rows, repeated rows and dropped
+        samples."""
         self._find_rank()
         return self._plan.count_rows()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With weights in `mix`, each cache continues after its last used sample; a loader that has used none warns. If the
+        With weights in `mix`, each cache continues after its last used sample; a loader that has used no sample warns. If the
         sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out, it warns once.
 
         Raises:

@@ -20,9 +20,9 @@ class Timing(NamedTuple):
 
 @dataclass(slots=True)
 class LoaderStats:
-    """Times and bytes of the batches that a loader has returned so far. `later - earlier` gives those in between.
+    """Times and bytes of the batches that a loader has returned so far. `later - earlier` has the times and bytes in between.
 
-    A `tc.torch_loader` knows only the first, third and fourth: the other times stay in worker processes, and are 0.
+    With `tc.torch_loader`, all but `num_batches`, `total_s` and `training_waited_s` are 0: they stay in worker processes.
 
     Attributes:
         num_batches: Number of batches.

@@ -1,4 +1,4 @@
-"""Reading the batch of a step: its samples, what is random about them, its record, and the caller's transforms."""
+"""Read the batch of a step: its samples, their seeds and choices, its record, and the caller's transforms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepReader:
         return [] if self.alternatives is None else self.alternatives.names
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return the patterns for `Cache.select` that select what batches with only the tensors `names` need."""
+        """Return patterns for `Cache.select`: those of the stored tensors of batches with only the tensors `names`."""
         return list(map(glob.escape, names)) if self.alternatives is None else self.alternatives.patterns_for(names)
 
     def schema(self) -> dict[str, TensorSchema]:
@@ -120,12 +120,13 @@ def apply_transforms(batch: Any, info: BatchInfo, transforms: Sequence[Transform
         RuntimeError: A transform raised any other error, which is the cause of this one, or returned None.
     """
     for transform in transforms:
-        name = getattr(transform, "__qualname__", None) or repr(transform)
         try:
             batch = transform(batch, info)
             if batch is None:
                 raise ValueError("it returned None, expected the batch")
         except Exception as exc:
+            # the repr of a transform may be slow: `DropText` has tensors, perhaps on a GPU
+            name = getattr(transform, "__qualname__", None) or repr(transform)
             at = f"step {info.step} of epoch {info.epoch}, with the samples {info.keys!r:.200}"
             place = f"transform {name:.100} failed at {at}"
             if isinstance(exc, TensorCacheError):  # of a damaged sample, for example

@@ -217,10 +217,10 @@ def _check_shared(
     new: Mapping[str, ShardIndex],
     seen: set[str],
 ) -> None:
-    """Raise ValueError if another rank has computed items of this rank: then some items perhaps have no rank.
+    """Raise ValueError if another rank has computed items of this rank: some items may then belong to no rank.
 
     Earlier shards may contain some, if all ranks now have another batch size, or if items with keys have moved. Then the
-    earlier shards of this rank, too, contain samples of other ranks, or samples of all items are there in the end.
+    earlier shards of this rank, too, contain samples of other ranks, or all items have samples in the end.
     """
     remedy = f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
     refuse_shared(new, pattern, seen, remedy)

@@ -24,7 +24,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.build_compare import DIGEST
-from wds_tensorcache.writing.build_items import Item, noting
+from wds_tensorcache.writing.build_items import Item, add_note_of
 from wds_tensorcache.writing.writer import ShardWriter
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
@@ -70,13 +70,13 @@ def compute(
                 kinds.add(index)
             for batch in batches:
                 if any(is_missing for _, is_missing in batch):
-                    with noting(partial(_describe_all, batch)):
+                    with add_note_of(partial(_describe_all, batch)):
                         returned = fn([item.value for item, _ in batch])
                     while len(waiting) >= _MAX_WRITING:
                         waiting.popleft().result()
                     # without the values of items, which may be large
                     missing = [replace(item, value=None) if is_missing else None for item, is_missing in batch]
-                    with noting(partial(_describe_all, batch)):
+                    with add_note_of(partial(_describe_all, batch)):
                         copied = Batch(returned, len(batch), partial(_describe, batch))
                     waiting.append(thread.submit(write, copied, missing))
                 bar.show_count()
@@ -217,8 +217,9 @@ def _rows(value: Any, count: int) -> Any:
 class SampleProgress(Progress):
     """The progress of a build in samples.
 
-    Threads: one thread shows, and counts in `num_old` samples that were finished before this call, and do not change the rate;
-        another one counts the others in `num_new`.
+    `num_old` counts samples that were finished before this call, which do not change the rate; `num_new` counts all others.
+
+    Threads: one thread shows, and counts in `num_old`; another thread counts in `num_new`.
     """
 
     def __init__(self, show: bool | Callable[[int, int | None], object] | None, total: int | None) -> None:
@@ -227,5 +228,4 @@ class SampleProgress(Progress):
         self.show_count()
 
     def show_count(self) -> None:
-        """Show the samples counted so far."""
         self.show(self.num_old + self.num_new, self.num_old)

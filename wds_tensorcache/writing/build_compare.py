@@ -27,7 +27,7 @@ class Comparison:
         folder: Folder of the samples, for messages.
 
     Attributes:
-        changed: Numbers of the items that are not the ones from which their samples were made.
+        changed: Numbers of the items from which other samples were made than those that are stored.
     """
 
     def __init__(self, items: Items, finished: FinishedShards, folder: str) -> None:

@@ -47,7 +47,7 @@ class Items(Dataset[Item]):
 
     Attributes:
         num_items: Number of items of this rank; None if unknown.
-        num_all: Number of items of all ranks; for an iterable, of those found so far.
+        num_all: Number of items of all ranks; for an iterable, of the items found so far.
         is_map: True for a map-style dataset, False for an iterable.
         are_numbered: True if the keys of items are their numbers. If the items of the source have a `__key__`, it becomes
             False when the first of them is read.
@@ -91,7 +91,7 @@ class Items(Dataset[Item]):
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
 
     def is_own(self, number: int) -> bool:
-        """Return whether an item is one of this rank's."""
+        """Return whether an item belongs to this rank."""
         group, place = divmod(number // self.batch_size, self.world_size)
         shift = xxh3_64_intdigest(b"%d %d" % (self.world_size, group)) if self.world_size > 1 else 0
         return (place + shift) % self.world_size == self.rank
@@ -105,9 +105,9 @@ class Items(Dataset[Item]):
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
         """Yield this rank's items in the same batches, whatever `is_done` returns.
 
-        Items of a map-style dataset are not read if all keys of their batch are known without reading, and done. But those to
-        compare are read: with digests of the caller, or of a list or tuple, all of them; else 64 at equal distances and the
-        last one: if an item before it was inserted or removed, it differs.
+        Items of a map-style dataset are not read if all keys of their batch are known without reading, and done. Items to
+        compare are read, too: all items if the caller gives digests, or if the source is a list or tuple; otherwise 64 at
+        equal distances and the last item, which differs if an item before it was inserted or removed.
         """
         items = self._read_batches(is_done) if self.is_map else self._iterate()
         has_key: bool | None = None
@@ -122,7 +122,6 @@ class Items(Dataset[Item]):
             yield batch
 
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
-        """Yield the items with these numbers."""
         num_workers = min(len(numbers), self._num_workers) if num_workers is None else num_workers
         for batch in DataLoader(
             self, batch_size=self.batch_size, sampler=numbers, num_workers=num_workers, collate_fn=list
@@ -159,7 +158,7 @@ class Items(Dataset[Item]):
         """Yield the items of an iterable; items of other ranks are skipped."""
         values = iter(self._items)
         for number in itertools.count():
-            with _noting_item(number):
+            with _add_note_of_item(number):
                 try:
                     value = next(values)
                 except StopIteration:
@@ -169,12 +168,12 @@ class Items(Dataset[Item]):
                 yield self._item(number, value)
 
     def __getitem__(self, number: int) -> Item:  # for worker processes
-        with _noting_item(number):
+        with _add_note_of_item(number):
             value = self._items[number]
         return self._item(number, value)
 
     def _item(self, number: int, value: Any) -> Item:
-        with _noting_item(number):
+        with _add_note_of_item(number):
             if callable(self._keys):
                 key = self._keys(value)
             elif self._keys is not None:
@@ -206,7 +205,7 @@ def _repeated_key(key: str) -> ValueError:
 
 
 @contextlib.contextmanager
-def noting(describe: Callable[[], str]) -> Iterator[None]:
+def add_note_of(describe: Callable[[], str]) -> Iterator[None]:
     """Add a note to an exception, unless it is an InvalidKeyError, whose message names the item."""
     try:
         yield
@@ -217,8 +216,8 @@ def noting(describe: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def _noting_item(number: int) -> contextlib.AbstractContextManager[None]:
-    return noting(lambda: f"this is item {number} of the source")
+def _add_note_of_item(number: int) -> contextlib.AbstractContextManager[None]:
+    return add_note_of(lambda: f"this is item {number} of the source")
 
 
 def _check_keys(keys: list[Any], count: int | None) -> list[str]:

@@ -154,7 +154,6 @@ class NewShard:
 
     @property
     def fingerprint(self) -> Mapping[str, Any] | None:
-        """The fingerprint of the samples."""
         return self.runs[0][0].fingerprint
 
     def origins(self) -> Iterator[tuple[int, str | None]]:

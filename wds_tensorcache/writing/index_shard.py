@@ -87,7 +87,7 @@ def index_shard(
     if not folder.is_remote:
         check_replaceable(*map(folder.locate, written))
         # left by a killed call; one that runs now writes its file again
-        for stray in (stray for each in written for stray in find_temporary(folder.path, re.escape(each))):
+        for stray in find_temporary(folder.path, "|".join(map(re.escape, written))):
             remove_stray(stray)
     manifest, url, is_added = Manifest(), None, False
     with contextlib.suppress(FormatError):  # a damaged manifest stays as it is
@@ -136,7 +136,7 @@ def _place_of(path: str, index_folder: str | None) -> tuple[Folder, str]:
 
 
 def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardIndex | None:
-    """Return the index of a shard: the one at its end if it has a fingerprint, or else the one in its sidecar."""
+    """Return the index at the end of a shard if it has a fingerprint, or else the index in its sidecar."""
 
     def parse(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
         with contextlib.suppress(FormatError):
@@ -150,7 +150,8 @@ def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardI
 
 
 def _with_older(index: ShardIndex, older: ShardIndex | None, fingerprint: Any) -> ShardIndex:
-    """Return an index with the origins in an older one, and its fingerprint, or else that in the manifest, if it is valid."""
+    """Return an index with the origins and the fingerprint of an older index, or else with a valid fingerprint of the
+    manifest."""
     if older is not None and older.fingerprint is not None:
         fingerprint = older.fingerprint
     elif not isinstance(fingerprint, dict):

@@ -147,13 +147,13 @@ def _unite_sources(shards: list[OldShard]) -> None:
 
 def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     """Raise StaleCacheError if a shard has a fingerprint that the first cache does not have."""
-    texts, first = set(map(_text, parts[0])), parts[0][0] if parts[0] else None
+    texts, first = set(map(_text, parts[0])), parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
-            own, other = dict(shard.fingerprint or {}), dict((first and first.fingerprint) or {})
-            names = [name for name in own | other if own.get(name) != other.get(name)]
-            made, expected = ({name: fields.get(name) for name in names} for fields in (own, other))
-            problem = f"{shard.path} was made with {made!r:.300}, but {first and first.path} with {expected!r:.300}"
+            actual, expected = dict(shard.fingerprint or {}), dict(first.fingerprint or {})
+            names = [name for name in actual | expected if actual.get(name) != expected.get(name)]
+            actual, expected = ({name: fields.get(name) for name in names} for fields in (actual, expected))
+            problem = f"{shard.path} was made with {actual!r:.300}, but {first.path} with {expected!r:.300}"
             raise StaleCacheError(f"{problem}; merge them with --mixed (mixed=True) if they belong together")
 
 

@@ -55,8 +55,9 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
     Args:
         out: A path that `check_new` returned.
         fsync: Wait for the disk.
-        token: Hexadecimal digits that tell what the block writes. The folder of a killed or interrupted block with the same
-            token is then yielded again with its files. An interruption or an error of the system does not delete it.
+        token: Hexadecimal digits that stand for the content that the block writes. The folder of a killed or interrupted block
+            with the same token is then yielded again with its files. An interruption or an error of the system does not delete
+            it.
 
     Raises:
         FileExistsError: `out` is no longer empty; or another process writes the folder of this token.

@@ -23,8 +23,8 @@ _RANK = re.compile(r"r([0-9]+)of([0-9]+)-(?=%(?:0\d+)?d)")  # before the number,
 class ShardPattern:
     """Names of the shards of one writer.
 
-    A build on several ranks has a pattern for each rank. That of rank 3 of 8 is `r3of8-%06d.tar`, where `%06d.tar`, their
-    `base`, is the pattern of a build on one process.
+    A build on several ranks has a pattern for each rank. The pattern of rank 3 of 8 is `r3of8-%06d.tar`, where `%06d.tar`,
+    their `base`, is the pattern of a build on one process.
 
     Args:
         pattern: As for `ShardWriter`. A path without a number that does not end in `.tar`, or that of an existing folder, means
@@ -69,15 +69,12 @@ class ShardPattern:
         return self._pattern
 
     def of_rank(self, rank: int, world_size: int) -> ShardPattern:
-        """Return the pattern of one rank of a build."""
         return ShardPattern(self.locate(_with_rank(self._base, rank, world_size)))
 
     def shard_name(self, number: int) -> str:
-        """Return the name of a shard."""
         return self.name % number if self.is_numbered else self.name
 
     def path(self, number: int) -> str:
-        """Return the path of a shard."""
         return self.locate(self.shard_name(number))
 
     def locate(self, name: str) -> str:
@@ -138,7 +135,7 @@ class ShardPattern:
     def shards_by_age(self) -> list[tuple[int, str]]:
         """Return number and path of the existing shards of the same build, ascending by number.
 
-        In a folder where each call begins with the next number of all, later shards of a key are newer.
+        If each call begins with the next number of the folder, shards with higher numbers have the newer samples of a key.
         """
         places = {name: self._parse(name) for name in folder_of(self.folder).names()}
         return sorted((place[2], self.locate(name)) for name, place in places.items() if place is not None)

@@ -17,9 +17,9 @@ _WAIT_S = 0.2  # a process that looks whether the file is locked holds it for an
 class WriterLock:
     """The exclusive right of this process to write the shards of a pattern, until `close`.
 
-    It is a lock on the file `.PATTERN.lock` in the folder, which is made if it is missing. Writers of other patterns may
-    produce the same names all the same: a shard never replaces another one. A read-only folder, and a file system without
-    locks, is not locked.
+    It is a lock on the file `.PATTERN.lock` in the folder, which is made if it is missing. Different patterns may still
+    produce the same names; a shard never replaces another one. A read-only folder, and a file system without locks, is not
+    locked.
 
     Attributes:
         is_locked: True if no other process can have the lock; False without locks.

@@ -65,7 +65,7 @@ class FinishedShards:
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
     def stored_key(self, key: str) -> str:
-        """Return the key, or the one that an earlier version of `safe_key` made of the same name if a sample has it."""
+        """Return the key, or the key that an earlier version of `safe_key` made of the same name, if a sample has that."""
         older = older_key(key)
         return key if older is None or older not in self else older
 
@@ -106,10 +106,11 @@ class FinishedShards:
 def load_finished(
     shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
-    """Load the indexes of finished shards; raise FormatError for one that is damaged, or not the one that a manifest lists.
+    """Load the indexes of finished shards; raise FormatError for a shard that is damaged, or differs from its entry in the
+    manifest.
 
     Args:
-        shards: By path or url, what a manifest lists, and the fingerprint for an index that has none.
+        shards: By path or url, the entry in a manifest, and the fingerprint for an index that has none.
         files: The opened shards.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()

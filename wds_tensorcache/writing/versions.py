@@ -1,4 +1,4 @@
-"""Versions of a cache: new folders that reuse the shards and samples of an old one."""
+"""Versions of a cache: new folders that reuse the shards and samples of an old cache."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def build_version(
 
 
 def remove_abandoned(out: str) -> None:
-    """Delete the samples that were computed for a version, now that `out` is a cache, unless a call still computes some."""
+    """Delete the samples that were computed for a version, now that `out` is a cache, unless another call still computes
+    samples."""
     folder = _hidden(os.path.realpath(out))
     if os.path.isdir(folder) and not is_being_written(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -153,7 +154,7 @@ def _compute(
     keys: set[str],
     options: dict[str, Any],
 ) -> _Changes:
-    """Compute this rank's samples that can neither be reused nor are computed already; add the keys of its items to `keys`."""
+    """Compute the samples of this rank that are neither reusable nor computed already; add the keys of its items to `keys`."""
     changes: _Changes = {}
     sink = ShardWriter(str(pattern), resume=True, **options)
     finished, ages = sink.finished, pattern.shards_by_age()
@@ -181,7 +182,7 @@ def _stale(
 ) -> Iterator[list[Target]]:
     """Yield batches of items that cannot reuse a sample, each item with whether it is not computed yet.
 
-    Batches are the same ones after an interruption, because they include the items that this rank has computed. The items
+    Batches are the same after an interruption, because they include the items that this rank has computed. The items
     that ranks of another world size have computed are left out. Add the keys of all items to `keys`.
     """
     todo: list[Target] = []
@@ -251,7 +252,7 @@ def _write_version(
 
 
 def _add(plan: list[NewShard], url: str | Iterator[str], old: OldShard, changes: Mapping[int, Run | None]) -> None:
-    """Plan a shard with the samples of an old one, but without or with others for some rows, unless no sample remains."""
+    """Plan a copy of an old shard in which rows are left out or replaced, unless no sample remains."""
     runs, begin, count = list[Run](), 0, len(old.index.keys)
     for row, replacement in sorted(changes.items()):
         runs += [(old, begin, row)] * (begin < row)

@@ -62,12 +62,12 @@ _NOTHING: Any = _Nothing()
 
 
 class _UnfinishedShard:
-    """A shard that is being written; its file gets the shard's name by `finish`.
+    """A shard that is being written; `finish` gives its file the shard's name.
 
     Attributes:
         path: Path or url that the shard will have.
         name: Its name in its folder.
-        num_samples, nbytes: Samples so far, and the length of their members.
+        num_samples, nbytes: Number of samples so far, and the length of their members.
     """
 
     def __init__(self, path: str, name: str, output: Output) -> None:
@@ -78,7 +78,6 @@ class _UnfinishedShard:
         self.num_samples = self.nbytes = 0
 
     def write(self, sample: PackedSample) -> None:
-        """Append a sample."""
         key = sample.key
         if key in self._keys:
             raise InvalidKeyError(f"key {key!r} is already in {self.path}; use another key, or resume=True to skip it")
@@ -312,6 +311,10 @@ class ShardWriter:
         self._shard.write(packed)
 
     def _new_shard(self) -> _UnfinishedShard:
+        if self._has_gap and not self._finishing:  # else `_wait` raises the error of the upload
+            raise ValueError(
+                f"{self._pattern}: a shard could not be finished; continue with a new writer and resume=True"
+            )
         folder, name = self._folder, self._pattern.shard_name(self._number)
         path = folder.locate(name)
         if self._number and not self._pattern.is_numbered:
@@ -336,7 +339,7 @@ class ShardWriter:
             self._commit(shard)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most `most` shards are being uploaded; raise the error of the first one that failed."""
+        """Wait until at most `most` shards are being uploaded; raise the error of the first upload that failed."""
         while self._finishing and (len(self._finishing) > most or self._finishing[0].done()):
             self._finishing[0].result()
             self._finishing.popleft()
@@ -346,9 +349,10 @@ class ShardWriter:
 
         After a kill between two of these steps, `take_over` makes up for the rest.
         """
-        if self._has_gap:
-            raise CancelledError(f"{shard.path} is not finished, because an earlier shard failed")
         try:
+            if self._has_gap:
+                shard.drop()
+                raise CancelledError(f"{shard.path} is not finished, because an earlier shard failed")
             entry, index = shard.finish(self._footer, self._fingerprint)
             if self._dali_index:
                 write_dali_index(self._folder, shard.name, index)
@@ -357,7 +361,8 @@ class ShardWriter:
         except BaseException:
             self._has_gap = True
             raise
-        self._unfinished.remove(shard)
+        finally:  # if this fails, the shard has deleted its file
+            self._unfinished.remove(shard)
         self.num_finished += entry.num_samples
 
     def close(self) -> None:
@@ -387,7 +392,7 @@ class ShardWriter:
             self._finisher.shutdown(cancel_futures=True)
             raise
         finally:
-            failures = (CancelledError() if each.cancelled() else each.exception() for each in self._finishing)
+            failures = (CancelledError() if job.cancelled() else job.exception() for job in self._finishing)
             failure = next(filter(None, failures), None)
             if failure not in (None, error):
                 add_note(error, f"a shard could not be stored: {failure}")
@@ -436,7 +441,7 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
 
 
 def _drop_forgotten(pattern: ShardPattern, unfinished: list[_UnfinishedShard], pid: int) -> None:
-    """Delete the unfinished shards of a writer that was not closed, and log what is lost."""
+    """Delete the unfinished shards of a writer that was not closed, and log the loss."""
     if pid != os.getpid() or not unfinished:  # in a forked child, the shards are still the parent's
         return
     count = format_count(sum(shard.num_samples for shard in unfinished), "sample")
@@ -471,7 +476,7 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
 def _encode_others(
     key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, bytes]:
-    """Encode a sample's other members, and check what the encoder returned."""
+    """Encode a sample's other members, and check the result of the encoder."""
     try:
         plain = encoder(others)
     except TensorCacheError as exc:

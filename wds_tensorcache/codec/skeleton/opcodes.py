@@ -30,7 +30,7 @@ FIXED_NBYTES = {BININT1: 1, BININT2: 2, BININT: 4, BINFLOAT: 8, NONE: 0, NEWTRUE
 
 
 def read_text(raw: bytes) -> str:
-    """Return UTF-8 as a string; surrogates are each encoded as 3 bytes."""
+    """Decode UTF-8, in which a surrogate takes 3 bytes."""
     return str(raw, "utf-8", "surrogatepass")
 
 

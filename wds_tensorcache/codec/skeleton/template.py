@@ -223,7 +223,7 @@ def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
 
 
 class _MarkingWriter(SkeletonWriter):
-    """A writer that notes where it writes plain values, and does not read the bytes of tensors."""
+    """A writer that records the positions of plain values, and does not read the bytes of tensors."""
 
     def __init__(self) -> None:
         super().__init__({})

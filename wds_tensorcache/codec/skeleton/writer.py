@@ -144,7 +144,7 @@ class SkeletonWriter:
     _describe = staticmethod(describe_tensor)
 
     def _save_container(self, value: Any, path: str, opaque: Iterator[int] | None, depth: int) -> None:
-        """Write an object of a type with an empty form or a call; a container may contain itself, so its contents follow."""
+        """Write an empty container or a call, and then the contents of a container, which may contain itself."""
         cls = type(value)
         if cls in _EMPTY:
             self._parts.append(_EMPTY[cls])
@@ -376,14 +376,5 @@ _CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Iterator[int] | None
     frozenset: SkeletonWriter._save_frozenset,
     bytearray: SkeletonWriter._save_bytearray,
 }
-_NESTED = {
-    list,
-    dict,
-    set,
-    defaultdict,
-    OrderedDict,
-    deque,
-    tuple,
-    frozenset,
-    torch.Size,
-}  # each is one level of nesting
+# each is one level of nesting
+_NESTED = {list, dict, set, defaultdict, OrderedDict, deque, tuple, frozenset, torch.Size}

@@ -170,7 +170,7 @@ def _read_rows(
 
 
 def _check_bools(layouts: Layouts, columns: Columns, placement: Placement, memory: Array) -> None:
-    """Raise FormatError for bytes other than 0 and 1: torch and numpy accept any as a bool, and then compute wrong results."""
+    """Raise FormatError for bytes other than 0 and 1: torch and numpy accept any byte as a bool, and compute wrong results."""
     for tensor, layout in columns.bools:
         nbytes, samples = columns.nbytes.item(tensor, layout), np.flatnonzero(layouts.which == layout)
         begins: list[int] = placement.rows[tensor, samples].tolist()

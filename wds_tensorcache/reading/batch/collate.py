@@ -18,7 +18,8 @@ TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Padding of a tensor's rows, one of each sample; made by `tc.pad`, which explains the fields."""
+    """Padding of a tensor's rows; made by `tc.pad`, which explains the fields. A row is one sample's part of a batched
+    tensor."""
 
     to: int | tuple[int, ...] | None = None
     value: complex = 0

@@ -148,7 +148,7 @@ class Columns:
         self.bools = [(t, n) for t, row in enumerate(stored) for n, one in enumerate(row) if one.dtype == "BOOL"]
 
     def resolve(self, layouts: Layouts, schema: Callable[[], Mapping[str, TensorSchema]]) -> None:
-        """Resolve the reference of each tensor in each layout; raise BatchError if the kinds or dtypes of one differ.
+        """Resolve the reference of each tensor in each layout; raise BatchError if its kind or dtype differs between layouts.
 
         `schema` returns descriptions, also of tensors that no layout has.
         """

@@ -103,7 +103,7 @@ class Structures:
         self.num_with_values = _NUM_WITH_VALUES
 
     def selected(self, sample: Any) -> Any:
-        """Return a sample with only its selected tensors, and without None in place of one that is not selected."""
+        """Return a sample with only its selected tensors, and without None in place of other tensors."""
         if self.wanted is None:
             return sample
         sample = project(sample, self.wanted)
@@ -121,7 +121,8 @@ class Structures:
         return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
-        """Return the structure of a batch; raise BatchError if a tensor has no place in it. The batch must have `fixed`."""
+        """Return the structure of a batch; raise BatchError if a tensor has no place in it. The batch must have the names
+        `fixed`."""
         base = self.find_base(layouts) if layouts.is_mixed else 0
         missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
         rows = layouts.rows
@@ -238,8 +239,8 @@ class Request:
     """The samples of a batch, and the known structures of the cache.
 
     Attributes:
-        fixed: Names of tensors whose places every batch has, also if all samples lack one; those that are not selected are left
-            out, as in samples.
+        fixed: Names of tensors whose places every batch has, even if all samples lack the tensor; names that are not selected
+            are left out, as in samples.
     """
 
     store: Store

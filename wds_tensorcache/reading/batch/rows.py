@@ -41,7 +41,6 @@ class Rows:
         return len(self.row)
 
     def key(self, i: int) -> str:
-        """Return the key of sample `i` of the batch."""
         key: str = self.shards[self.number.item(i)].key(self.row.item(i))
         return key
 

@@ -47,7 +47,8 @@ def _number_leaves(template: Template) -> Any:
 
 
 class Decoded:
-    """The skeletons of a batch, read once, by any thread. Of those that match a known template, only values are extracted."""
+    """The skeletons of a batch, read once, by any thread. If a skeleton matches a known template, only its values are
+    extracted."""
 
     def __init__(self, request: Request, layouts: Layouts, structure: Structure) -> None:
         self._request = request
@@ -98,14 +99,14 @@ class Decoded:
                 continue
             other: Template | None = self._layouts.items[which[i]].form.template
             values = MISS if other is None or other is template else other.match(skeleton, begin)
-            others[i] = (None, self._build(i)) if values is MISS else self._checked(i, other, values)
+            others[i] = (None, self._build(i)) if values is MISS else self._compare(i, other, values)
         if not others:
             for number, _, shard_rows in rows.by_shard:
                 rows.shards[number].note_template(shard_rows, template)
         if not self._structure.is_exact:
             for i, values in enumerate(values_by_sample):
                 if values is not None:
-                    others[i] = self._checked(i, template, values)
+                    others[i] = self._compare(i, template, values)
         if not others:
             return [_Group(template, list(range(len(self))), values_by_sample)]
         groups: dict[Template | None, _Group] = {}
@@ -131,7 +132,7 @@ class Decoded:
                 values_by_sample[i] = value
         return values_by_sample
 
-    def _checked(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
+    def _compare(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
         """Return a template and the values of sample `i`, after comparing its structure with that of the batch."""
         # Samples of one template differ only in plain values. All of these are alike, but only None may take the place of a
         # tensor. So one sample is compared for all with None in the same places.

@@ -1,6 +1,6 @@
 """The file of one cached object: its bytes at their own offsets, then a header, then a byte for each block.
 
-The file is sparse. A block is present if its byte in the map is `PRESENT`, which is written after the block. A crash of the
+The file is sparse. A block is present if its byte in the map is 1, which is written after the block. A crash of the
 machine may lose blocks and keep the map, so the header names the boot, and files of an earlier boot are not used.
 The map is the last part of the file, so that a file that was cut short has lost its map, too.
 
@@ -59,7 +59,7 @@ def write_layout(fd: int, digest: bytes, nbytes: int) -> None:
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
-    """Open the file of an object; return None if there is none, or if it is not such a file, or was damaged.
+    """Open the file of an object; return None if it does not exist, is not such a file, or is damaged.
 
     Raises:
         OSError: This process cannot open more files now; the file itself may be good, so do not replace it.
@@ -146,7 +146,7 @@ class BlockFile(ShardFile):
         return absent_runs
 
     def leading_nbytes(self) -> int:
-        """Return the length of the beginning of the file that is known to be present, in blocks without a gap."""
+        """Return the number of bytes before the first block that is not known to be present."""
         first = self.find_absent(0, self._num_leading)  # a block that is known to be present stays so
         self._num_leading = first if first >= 0 else len(self._present)
         return self._num_leading * BLOCK
@@ -170,7 +170,7 @@ class BlockFile(ShardFile):
         self._present[run[0] : run[1]] = marks
 
     def note_use(self, now_s: float) -> None:
-        """Record that the file is in use: as its time of modification, at most once a second."""
+        """Record the use of the file in its time of modification, at most once a second."""
         if now_s - self._used_s >= 1:
             self._used_s = now_s
             os.utime(self.fd)

@@ -126,7 +126,7 @@ def _wait(busy: Sequence[Wanted]) -> None:
 
 
 def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
-    """Fetch and publish blocks, some at a time."""
+    """Fetch and publish blocks in waves, which bound the memory that they take."""
     step = _MAX_REQUEST_NBYTES // BLOCK
     pieces = [
         (entry, (at, min(last, at + step)))

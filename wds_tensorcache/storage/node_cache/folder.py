@@ -179,7 +179,7 @@ class CacheFolder:
         os.pwrite(space, (nbytes + needed).to_bytes(8, "little"), 0)
 
     def _evict(self, needed: int, limit: float, free: int) -> int:
-        """Remove the least recently used files that no process is filling, until `needed` more bytes fit, and some spare.
+        """Remove the least recently used files that no process is filling, until `needed` more bytes fit, and a small reserve.
 
         Returns:
             The number of bytes that the remaining files take on disk.

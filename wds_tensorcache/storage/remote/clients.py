@@ -35,7 +35,7 @@ def forget_clients() -> None:
 def client_for(url: str) -> MeasuredClient:
     """Return the client for an object's bucket, or for its server and the user name and password of the url.
 
-    Do not keep it: a forked child needs another one.
+    Do not keep it: a forked child needs another client.
 
     Raises:
         ValueError: The url has no scheme of `SCHEMES`.

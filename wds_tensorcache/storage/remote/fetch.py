@@ -100,7 +100,6 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
 
 
 def _plan(ranges: Ranges, merges: bool = True) -> list[_Request]:
-    """Return the requests for ranges."""
     wanted = []
     for file, begin, buffers in ranges:
         views = [view for view in map(_bytes, buffers) if len(view)]

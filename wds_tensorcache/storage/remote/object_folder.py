@@ -123,7 +123,7 @@ class _Upload(Output):
         return tempfile.TemporaryFile(buffering=0, dir=self._folder)
 
     def finish(self) -> None:
-        """Create the object by one request; raise FileExistsError if another writer has created one of this name."""
+        """Create the object by one request; raise FileExistsError if another writer has created an object of this name."""
         self.flush()
         # not closed here: a request that was cancelled may still refer to the map
         nbytes = self._position

@@ -308,7 +308,7 @@ def _key(url: str) -> str:
 
 
 def _fault(exc: Exception, target: Target, unsupported: str) -> TransientError:
-    """Return the fault if it may pass; raise the error that it means if it will not.
+    """Return the fault if it may pass; otherwise raise its error.
 
     Error texts of stores contain signed strings, and urls with signatures. So only their status is shown, and the errors of
     obstore are not chained to ours.

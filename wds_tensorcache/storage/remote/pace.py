@@ -12,7 +12,7 @@ _WINDOW_S = 5.0  # of busy time; older bytes fade
 
 
 class Pace:
-    """Running means of what requests to one server took.
+    """Running means of the times of requests to one server.
 
     Attributes:
         latency_s: Seconds from a request to the head of its response.

@@ -78,7 +78,7 @@ class RemoteFile:
 
     @property
     def identity(self) -> RemoteIdentity:
-        """Length and tag, picklable and comparable; None for what no response has reported. No request."""
+        """Length and tag, picklable and comparable; None for a value that no response has reported. No request."""
         state = self._state
         return (None, None) if state is None else (state.nbytes, state.tag)
 
@@ -96,7 +96,7 @@ class RemoteFile:
             self._state = self._state or ObjectInfo(nbytes, None)
 
     def fix(self, reported: ObjectInfo) -> None:
-        """Record the state that a response reports; raise FormatError if it is another than before."""
+        """Record the state that a response reports; raise FormatError if it has changed."""
         with _lock():
             self.is_asked = True
             expected = self._state

@@ -1,7 +1,7 @@
 """The policy of all requests: faults to retry, pauses, time limits, and cancellation by the caller.
 
 The time limit of a request, with all its retries, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
-another one. A request of more than 4 MiB has the time that it takes at 64 KiB/s, if that is longer.
+another limit. A request of more than 4 MiB has the time that it takes at 64 KiB/s, if that is longer.
 
 A request that fails for 5 s logs a warning; a process logs at most one in 30 s. The logger is `wds_tensorcache`, whose warnings
 Python prints on stderr by default.
@@ -72,7 +72,7 @@ class Target:
             raise self.changed(f"its tag was {expected.tag:.80}, now {state.tag:.80}")
 
     def changed(self, change: str) -> FormatError:
-        """Return the error for an object that is not the one that was opened."""
+        """Return the error for an object that has changed since it was opened."""
         return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
 
@@ -95,7 +95,7 @@ class CancelledError(Exception):
 
 
 class Cancel:
-    """A flag that the callers of a group of requests set to end them."""
+    """Set this to cancel a group of requests."""
 
     __slots__ = ("is_set",)
 
@@ -168,12 +168,12 @@ class Attempts:
         self._num_all = 0
 
     def allow(self, nbytes: int) -> None:
-        """Extend the time limit to what `nbytes` bytes take at 64 KiB/s."""
+        """Extend the time limit to the time that `nbytes` bytes take at 64 KiB/s."""
         self.limit_s = max(self.limit_s, nbytes / _SLOWEST)
         self.deadline = self._begun + self.limit_s
 
     def allow_after(self, nbytes: int) -> None:
-        """Extend the time limit by what the `nbytes` bytes that have arrived take at 64 KiB/s.
+        """Extend the time limit by the time that `nbytes` bytes, which have arrived, take at 64 KiB/s.
 
         Announced bytes may never arrive, and a length of gigabytes would allow hours of attempts.
         """
@@ -189,7 +189,8 @@ class Attempts:
         self._num_failed = 0
 
     def pause(self, fault: TransientError) -> None:
-        """Wait before the next attempt: a random part of a time that doubles (full jitter), or what the server asks for.
+        """Wait before the next attempt: a random part of a time that doubles (full jitter), or the pause that the server asks
+        for.
 
         Raises:
             RemoteError: No time remains for another attempt.
@@ -216,12 +217,11 @@ class Attempts:
 
 
 def warn(target: Target, problem: str) -> None:
-    """Log a warning about a request."""
     _log.warning("%s", target.error(problem))
 
 
 def warn_of_delay(target: Target, begun_s: float, problem: str) -> None:
-    """Log a warning if a request takes long that began at time `begun_s` of `time.monotonic`."""
+    """Log a warning if a request that began at `begun_s` of `time.monotonic` takes long."""
     global _warned_s
     now = time.monotonic()
     if now - begun_s >= _LATE_S and now - _warned_s >= _QUIET_S:
@@ -230,7 +230,7 @@ def warn_of_delay(target: Target, begun_s: float, problem: str) -> None:
 
 
 def parse_retry_after(text: str | None) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if there are none."""
+    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if it has neither."""
     if text is None:
         return None
     text = text.strip()

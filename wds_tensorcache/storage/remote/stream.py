@@ -17,7 +17,6 @@ from wds_tensorcache.storage.urls import conceal
 
 _MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each is twice as long as the one before
 _NUM_REQUESTS = 4
-AHEAD_NBYTES = (_NUM_REQUESTS + 1) * _MAX_NBYTES  # the most bytes in memory: those in flight, and the piece being read
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ def _error(head: dict[str, Any], target: Target) -> Exception:
 
 
 def _some(connection: socket.socket, buffer: memoryview) -> int:
-    """Read what has arrived into a buffer; return its length."""
+    """Read the bytes that have arrived into a buffer; return their number."""
     while True:
         check_cancelled()
         try:

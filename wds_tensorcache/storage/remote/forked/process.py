@@ -1,4 +1,4 @@
-"""The process that runs obstore for a forked one; it ends when that one does.
+"""The process that runs obstore for a forked process, and ends with it.
 
     python -m wds_tensorcache.storage.remote.forked.process FD
 

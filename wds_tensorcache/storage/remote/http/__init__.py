@@ -1,1 +1,1 @@
-"""Web servers: requests, ranges of bodies, and what servers get wrong."""
+"""Web servers: requests, ranges of bodies, and faults of servers."""

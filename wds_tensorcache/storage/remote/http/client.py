@@ -1,4 +1,4 @@
-"""Objects of web servers, by ranges: every response is checked against what was asked for and what is known."""
+"""Objects of web servers, by ranges: every response is compared with its request and the known state."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _IGNORED = "the server responds with the whole object instead of the range that 
 class HttpClient:
     """Reads objects of one web server; see `Client`.
 
-    A server may send a strong ETag, a weak one, a date of modification, or none of them. A strong ETag is sent with every read
-    (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with what is known.
+    A server may send a strong ETag, a weak ETag, a date of modification, or nothing of that kind. A strong ETag is sent with
+    every read (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with the known
+    ones.
 
     With a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
     equivalent, may look unchanged. Without any of them, only its length is compared.
@@ -218,7 +219,7 @@ class HttpClient:
         return True
 
     def _fill(self, response: Response, buffers: Sequence[memoryview]) -> tuple[int, TransientError | None]:
-        """Read a body into buffers; return how many bytes arrived, and the fault that ended it early."""
+        """Read a body into buffers; return the number of bytes that arrived, and the fault that ended it early."""
         done, fault = 0, None
         clock = self.pace.begin(response.head_s)
         try:
@@ -308,7 +309,7 @@ def _check_range(response: Response, target: Target, begin: int, end: int, expec
 
     Raises:
         FormatError: The object has changed.
-        RemoteError: The response is not what was asked for.
+        RemoteError: The response does not fit the request.
     """
     if response.status == 206:
         first, last, total = content_range(response, target)
@@ -335,7 +336,7 @@ def _check_range(response: Response, target: Target, begin: int, end: int, expec
 def _check_whole(
     response: Response, target: Target, state: ObjectInfo | None, at: int, max_nbytes: int
 ) -> tuple[ObjectInfo | None, int]:
-    """Return the state of an object, None if only the end of the body will tell it, and the offset of the body in it."""
+    """Return the state of an object, None if it is unknown before the end of the body, and the offset of the body in it."""
     if response.status == 206 and at and state is not None:
         first, last, total = content_range(response, target)
         target.check_same(ObjectInfo(state.nbytes if total is None else total, tag_of(response)), state)

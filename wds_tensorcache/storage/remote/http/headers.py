@@ -1,4 +1,4 @@
-"""Heads of responses: states, ranges and lengths that they report, and what is refused in them."""
+"""Heads of responses: states, ranges and lengths that they report, and reasons to refuse them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _length_of(response: Response) -> int | None:
 
 
 def state_of(response: Response) -> ObjectInfo | None:
-    """Return the state of an object by the response with its whole body; None if the response does not tell the length."""
+    """Return the state of an object by the response with its whole body; None if it does not have the length."""
     length = _length_of(response)
     return None if length is None else ObjectInfo(length, tag_of(response))
 
@@ -53,7 +53,8 @@ def show_range(response: Response) -> str:
 
 
 def content_range(response: Response, target: Target) -> tuple[int, int, int | None]:
-    """Return the range `[begin, end)` of a partial response, and the length of the object in bytes, or None if it is not told.
+    """Return the range `[begin, end)` of a partial response, and the length of the object in bytes, or None if the header
+    lacks it.
 
     Raises:
         RemoteError: The header Content-Range is missing or impossible.
@@ -69,7 +70,7 @@ def content_range(response: Response, target: Target) -> tuple[int, int, int | N
 
 
 def total_of(response: Response) -> int | None:
-    """Return the length of the object in bytes by the Content-Range of a refused range; None if it is not told."""
+    """Return the length of the object in bytes by the Content-Range of a refused range; None if the header lacks it."""
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     return int(match[3]) if match and match[3] != "*" else None
 

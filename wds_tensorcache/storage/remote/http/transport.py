@@ -77,7 +77,7 @@ class _Source(io.RawIOBase):
 
 
 class _Raw(HTTPResponse):
-    """A response that reads through a `_Source`, and fills a caller's buffer with what has arrived."""
+    """A response that reads through a `_Source`, and fills a caller's buffer with the bytes that have arrived."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         self.source = _Source(sock)
@@ -164,7 +164,7 @@ class Response:
         return self._raw.length if self._raw.fp is not None else 0
 
     def read_some(self, buffer: memoryview) -> int:
-        """Read what has arrived into a buffer; return its length, 0 at the end of the body.
+        """Read the bytes that have arrived into a buffer; return their number, 0 at the end of the body.
 
         Raises:
             TransientError: The connection ended or stalled, also before the announced end.

@@ -43,7 +43,7 @@ class _Copy:
 
 
 class WholeCopies:
-    """At most 32 copies of objects; the one that was used longest ago is dropped for another.
+    """At most 32 copies of objects; beyond that, the least recently used copy is dropped.
 
     All readers in this process share a copy. It is on the disk of `TMPDIR`, and freed when the process ends, however it ends.
 

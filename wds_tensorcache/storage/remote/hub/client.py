@@ -142,7 +142,7 @@ class HubClient:
 
 
 def _state(info: dict[str, Any]) -> ObjectInfo:
-    """Return the state of a file by what fsspec tells."""
+    """Return the state of a file from the record that fsspec returns."""
     large = info.get("lfs")
     tag = large.get("sha256") if large else None
     return ObjectInfo(int(info["size"]), tag or info.get("blob_id"))
