@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import struct
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
@@ -254,6 +255,13 @@ def test_parts_of_keys(case: str, make: Any) -> None:
     else:
         assert tc.encode_sample(sample) == members
         assert decode_both(*members) is not None
+
+
+def test_a_defaultdict_without_a_factory() -> None:
+    sample = defaultdict(None, a=1)
+    members = tc.encode_sample(sample)
+    assert second.encode(sample) == members
+    assert decode_both(*members).default_factory is None
 
 
 def test_a_bytearray_is_no_level_of_nesting() -> None:
