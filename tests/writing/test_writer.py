@@ -97,7 +97,7 @@ def test_shards_that_are_there(tmp_path: Path) -> None:
     assert not [name for name in names(tmp_path) if name.startswith(("a-002", "a-003"))]
 
 
-def test_a_shard_that_appears_meanwhile(tmp_path: Path) -> None:
+def test_a_shard_that_appears_meanwhile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=1)
     sink.write("0", 0)
     (tmp_path / "0.tar").write_bytes(b"mine")
@@ -109,6 +109,9 @@ def test_a_shard_that_appears_meanwhile(tmp_path: Path) -> None:
     sink.close()
     assert names(tmp_path) == ["0.tar", "1.tar"]
     assert (tmp_path / "0.tar").read_bytes() == b"mine"
+    del sink
+    gc.collect()
+    assert not caplog.records  # the writer was closed
 
 
 @pytest.mark.parametrize("pattern", ["%d-%d.tar", "a%d/%d.tar", "x-%s.tar", "100%.tar", "%5d.tar", "%%.tar"])
