@@ -98,7 +98,7 @@ def test_shards_that_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_shard_that_appears_meanwhile(tmp_path: Path, at: int) -> None:
+def test_a_shard_that_appears_meanwhile(tmp_path: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
     sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=1)
     sink.write("0", 0)
     (tmp_path / f"{at}.tar").write_bytes(b"mine")
@@ -107,6 +107,9 @@ def test_a_shard_that_appears_meanwhile(tmp_path: Path, at: int) -> None:
     sink.close()
     assert {"0.tar", f"{at}.tar"} == {name for name in names(tmp_path) if name.endswith(".tar")}
     assert (tmp_path / f"{at}.tar").read_bytes() == b"mine"
+    del sink
+    gc.collect()
+    assert not caplog.records  # the writer was closed
 
 
 @pytest.mark.parametrize("pattern", ["%d-%d.tar", "a%d/%d.tar", "x-%s.tar", "100%.tar", "%5d.tar", "%%.tar"])

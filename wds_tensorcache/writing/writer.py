@@ -378,6 +378,9 @@ class ShardWriter:
                 self._folder.cancel()
             self._abandon(exc)
             raise
+        for shard in self._unfinished:  # `write` has raised the error of a shard
+            shard.drop()
+        self._unfinished.clear()
         self._release()
 
     def _abandon(self, error: BaseException) -> None:
