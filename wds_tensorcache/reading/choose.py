@@ -10,20 +10,23 @@ import fnmatch
 import glob
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout
-from wds_tensorcache.codec.tree import Wanted, flatten, project
+from wds_tensorcache.codec.tree import Path, Wanted, flatten, project
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
-from wds_tensorcache.reading.batch.request import Request, Structures, keep_known
+from wds_tensorcache.reading.batch.request import NewNames, Request, Structures, keep_known
+from wds_tensorcache.reading.batch.values import Decoded
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
@@ -364,6 +367,7 @@ class ChosenRequest(Request):
             tensors are missing before `values`.
         of_values: Names whose alternatives are not tensors, each with its group and the patterns.
         known_values: Result of `values`; empty before.
+        decoded: The values of the batch, if it was read.
     """
 
     base: Request
@@ -374,6 +378,7 @@ class ChosenRequest(Request):
     choices: dict[Group, Array]
     of_values: Sequence[tuple[str, Group, tuple[str, ...]]]
     known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
+    decoded: Decoded | None = None
 
     def layouts(self) -> Layouts:
         return self.picked
@@ -387,9 +392,11 @@ class ChosenRequest(Request):
         if not self.of_values or self.known_values:
             return self.known_values
         self.structures.note_values()
-        if self.store.has_remote:
-            self.rows.fetch_skeletons(range(len(self)))
-        samples, chosen = [self.rows.sample(i) for i in range(len(self))], dict[str, list[tuple[str, Any]]]()
+        samples, chosen = list[Any](), dict[str, list[tuple[str, Any]]]()
+        with suppress(BatchError, NewNames):  # no structure is that of all samples
+            decoded = self.decoded or Decoded(self, self.picked, self.structures.structure_for(self.picked, self.fixed))
+            samples = decoded.samples()
+        samples = samples or self.rows.samples()
         for name, group, patterns in self.of_values:
             rows = [_values(sample, patterns) for sample in samples]
             counts = np.array(list(map(len, rows)))
@@ -405,11 +412,16 @@ class ChosenRequest(Request):
         self.known_values.update(chosen)  # at once, for other threads
         return self.known_values
 
-    def place_chosen(self, batch: Any, tensors: Mapping[str, Any]) -> None:
-        values = {
-            name: Leaves(None, tuple(name.split(".")), [value for _, value in pairs])
-            for name, pairs in self.values().items()
-        }
+    def column(self, path: Path) -> list[Any]:
+        """Return the chosen value of each sample, for `Leaves`."""
+        return [value for _, value in self.values()[".".join(path)]]
+
+    def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Decoded) -> None:
+        request = replace(self, decoded=decoded)
+        are_there = all(any(_find_values(batch, patterns)) for *_, patterns in self.of_values)
+        if not are_there or get_worker_info() is not None:
+            request.values()  # an error during pickling of the batch would not reach the caller
+        values = {name: Leaves(request, tuple(name.split("."))) for name, *_ in self.of_values}
         self._place(batch, {name: tensors[name] for name in self.picked.chosen[0]}, values)
 
     def sample(self, i: int) -> Any:

@@ -25,6 +25,7 @@ class _Group:
     template: Template | None
     positions: list[int]
     values: list[Any]
+    built: list[Any] | None = None  # result of `samples`
 
     def column(self, path: Path) -> list[Any]:
         """Return the value at `path` of each sample."""
@@ -35,9 +36,27 @@ class _Group:
                 return [None] * len(self.values)
             if isinstance(slot, int):
                 return list(map(itemgetter(slot), self.values))
+        return [value_at(sample, path) for sample in self.samples()]
+
+    def samples(self) -> list[Any]:
+        """Return the samples; those that match the template have None in place of tensors."""
+        template = self.template
+        if template is None:
+            return self.values
+        if self.built is None:
             blank = [None] * len(template.references)
-            self.template, self.values = None, [template.build([*values, *blank]) for values in self.values]
-        return [value_at(sample, path) for sample in self.values]
+            self.built = [template.build([*values, *blank]) for values in self.values]
+        return self.built
+
+
+def _in_order(groups: list[_Group], columns: list[list[Any]]) -> list[Any]:
+    if len(groups) == 1:
+        return columns[0]
+    column = [None] * sum(map(len, columns))
+    for group, items in zip(groups, columns, strict=True):
+        for i, item in zip(group.positions, items, strict=True):
+            column[i] = item
+    return column
 
 
 @lru_cache(64)
@@ -66,24 +85,26 @@ class Decoded:
                 groups = self._groups = self._groups or self._read()
             except NewNames as exc:
                 raise BatchError("the index lacks names that samples of the batch have; read the batch again") from exc
-            if len(groups) == 1:
-                return groups[0].column(path)
-            column = [None] * len(self)
-            for group in groups:
-                for i, value in zip(group.positions, group.column(path), strict=True):
-                    column[i] = value
-            return column
+            return _in_order(groups, [group.column(path) for group in groups])
+
+    def samples(self) -> list[Any]:
+        """Return the samples, with None in place of tensors; [] if one matches no template."""
+        with self._lock:
+            groups = self._groups = self._groups or self._read(may_build=False)
+            if not groups or any(group.template is None for group in groups):
+                return []
+            return _in_order(groups, [group.samples() for group in groups])
 
     def check(self) -> None:
         """Read the skeletons; raise BatchError unless every sample has the structure of the batch."""
         with self._lock:
             self._groups = self._groups or self._read()
 
-    def _read(self) -> list[_Group]:
+    def _read(self, *, may_build: bool = True) -> list[_Group]:
         self._request.structures.note_values()
         template, rows, store = self._structure.template, self._request.rows, self._request.store
         if template is None:
-            return [_Group(None, list(range(len(self))), list(map(self._build, range(len(self)))))]
+            return [_Group(None, list(range(len(self))), list(map(self._build, range(len(self)))))] if may_build else []
         values_by_sample = self._find_kept(template)
         numbers, row, which = rows.number.tolist(), rows.row.tolist(), self._layouts.which.tolist()
         # by position in the batch; a sample that matches no template stands for its values
@@ -98,6 +119,8 @@ class Decoded:
                 continue
             other: Template | None = self._layouts.items[which[i]].form.template
             values = MISS if other is None or other is template else other.match(skeleton, begin)
+            if values is MISS and not may_build:
+                return []
             others[i] = (None, self._build(i)) if values is MISS else self._checked(i, other, values)
         if not others:
             for number, _, shard_rows in rows.by_shard:
@@ -105,7 +128,7 @@ class Decoded:
         if not self._structure.is_exact:
             for i, values in enumerate(values_by_sample):
                 if values is not None:
-                    others[i] = self._checked(i, template, values)
+                    self._checked(i, template, values)
         if not others:
             return [_Group(template, list(range(len(self))), values_by_sample)]
         groups: dict[Template | None, _Group] = {}
