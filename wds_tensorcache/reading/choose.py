@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -383,8 +383,10 @@ class ChosenRequest(Request):
     def layouts(self) -> Layouts:
         return self.picked
 
-    def values(self) -> Mapping[str, Sequence[tuple[str, Any]]]:
+    def values(self, samples: Sequence[Any] = ()) -> Mapping[str, Sequence[tuple[str, Any]]]:
         """Return the name and the value of each sample's chosen alternative that is not a tensor, by name in the batch.
+
+        `samples` are those of `rows`, if all were decoded before.
 
         Raises:
             BatchError: A sample has none of the alternatives, or other numbers of those that are chosen together.
@@ -392,18 +394,24 @@ class ChosenRequest(Request):
         if not self.of_values or self.known_values:
             return self.known_values
         self.structures.note_values()
-        samples, chosen = list[Any](), dict[str, list[tuple[str, Any]]]()
-        with suppress(BatchError, NewNames):  # no structure is that of all samples
-            decoded = self.decoded or Decoded(self, self.picked, self.structures.structure_for(self.picked, self.fixed))
-            samples = decoded.samples()
-        samples = samples or self.rows.samples()
+        decoded, chosen = self.decoded, dict[str, list[tuple[str, Any]]]()
         for name, group, patterns in self.of_values:
-            rows = [_values(sample, patterns) for sample in samples]
+            find, rows = partial(_values, patterns=patterns), []
+            if not samples:
+                with suppress(BatchError, NewNames):  # no structure is that of all samples, or there is no list
+                    decoded = decoded or Decoded(
+                        self, self.picked, self.structures.structure_for(self.picked, self.fixed)
+                    )
+                    rows = decoded.find(find)
+            if not rows:
+                samples = samples or self.rows.samples()
+                rows = list(map(find, samples))
             counts = np.array(list(map(len, rows)))
             others = self.counts.setdefault(group, counts)
             for i in np.flatnonzero((counts == 0) | (counts != others))[:1].tolist():
                 if counts[i] == 0:
-                    raise _lacks_all(self.key(i), name, patterns, samples[i] if isinstance(samples[i], dict) else ())
+                    sample = self.rows.sample(i)
+                    raise _lacks_all(self.key(i), name, patterns, sample if isinstance(sample, dict) else ())
                 raise _unequal(self.key(i), {name: counts[i], group.names[0]: others[i]})
             if group not in self.choices:
                 self.choices[group] = self.chooser(group, counts)
@@ -425,11 +433,13 @@ class ChosenRequest(Request):
         self._place(batch, {name: tensors[name] for name in self.picked.chosen[0]}, values)
 
     def sample(self, i: int) -> Any:
+        if self.of_values and not self.known_values:
+            self.values(self.rows.samples())
         raw = self.rows.sample(i)
         sample = self.structures.selected(self.structures.whole(raw))
         lazies, stored = flatten(raw), self.picked.chosen[self.picked.which.item(i)]
         tensors = {name: None if one is None else lazies[one]._renamed(name) for name, one in stored.items()}
-        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in self.values().items()})
+        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in self.known_values.items()})
         return sample
 
     def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:

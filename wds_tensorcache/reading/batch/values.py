@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
+
+# Called with a sample; returns names and values in it.
+Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
 
 
 @dataclass(slots=True)
@@ -37,6 +41,13 @@ class _Group:
             if isinstance(slot, int):
                 return list(map(itemgetter(slot), self.values))
         return [value_at(sample, path) for sample in self.samples()]
+
+    def find(self, find: Find) -> list[Any]:
+        """Return the names and values that `find` returns for each sample."""
+        slots = find(_number_leaves(self.template)) if self.template is not None else []
+        if slots and all(type(slot) is int for _, slot in slots):
+            return [[(name, values[slot]) for name, slot in slots] for values in self.values]
+        return list(map(find, self.samples()))
 
     def samples(self) -> list[Any]:
         """Return the samples; those that match the template have None in place of tensors."""
@@ -87,13 +98,13 @@ class Decoded:
                 raise BatchError("the index lacks names that samples of the batch have; read the batch again") from exc
             return _in_order(groups, [group.column(path) for group in groups])
 
-    def samples(self) -> list[Any]:
-        """Return the samples, with None in place of tensors; [] if one matches no template."""
+    def find(self, find: Find) -> list[Any]:
+        """Return the names and values that `find` returns for each sample without tensors; [] if one matches no template."""
         with self._lock:
             groups = self._groups = self._groups or self._read(may_build=False)
             if not groups or any(group.template is None for group in groups):
                 return []
-            return _in_order(groups, [group.samples() for group in groups])
+            return _in_order(groups, [group.find(find) for group in groups])
 
     def check(self) -> None:
         """Read the skeletons; raise BatchError unless every sample has the structure of the batch."""
