@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
 from tests.reading.batches import damage, write
@@ -322,14 +324,32 @@ def test_strings(strings: str) -> None:
             ({"x": "long.*"}, "a sample has a str at 'long', expected a list"),
         ):
             with pytest.raises(tc.BatchError, match=message):
-                cache.read_batch([1], choose=choose)
+                cache.read_batch([1], choose=choose)["x"].tolist()
+
+
+def test_strings_are_chosen_when_they_are_looked_at(strings: str, tmp_path: Path) -> None:
+    """A damaged skeleton is an error where it is decoded; here that is the first look at a caption."""
+    folder = write(tmp_path / "c", [with_strings(i) for i in range(4)])
+    path = next(Path(folder).glob("*.tar"))
+    with tc.open(folder, io="pread") as cache:
+        cache.read_batch([0, 1], choose=STRINGS)  # learns the structure
+        damage(str(path), path.read_bytes().index(b"c3.0"), b"\x00\xff\x00\xff")
+        batch = cache.read_batch([0, 3], choose=STRINGS)
+        assert batch["latent"][:, 0].tolist() == [0, 3]
+        with pytest.raises(tc.FormatError):
+            batch["caption"].tolist()
 
 
 def test_an_empty_list_is_an_error(tmp_path: Path) -> None:
     samples = [{"x": torch.zeros(1), "captions": ["a"] * i} for i in range(2)]
     message = "sample '000' has none of the alternatives of 'caption': 'captions.*'"
-    with tc.open(write(tmp_path / "c", samples)) as cache, pytest.raises(tc.BatchError, match=message):
-        cache.read_batch([1, 0], choose={"caption": "captions.*"})
+    with tc.open(write(tmp_path / "c", samples)) as cache:
+        read = partial(cache.read_batch, choose={"caption": "captions.*"})
+        with pytest.raises(tc.BatchError, match=message):
+            read([1, 0])["caption"].tolist()
+        # in a worker when the batch is read: an error during pickling would not reach the caller
+        with pytest.raises(tc.BatchError, match=message):
+            next(iter(DataLoader([1, 0], batch_size=2, num_workers=1, collate_fn=read, timeout=60)))  # type: ignore[arg-type]
 
 
 # --- samples that lack other tensors ---
@@ -505,7 +525,7 @@ def test_none_is_no_alternative(tmp_path: Path) -> None:
         assert list(cache.read_batch([1], choose={"text": ["short", "long"]})["text"]) == ["b"]
         for name in ("mask", "short"):
             with pytest.raises(tc.BatchError, match="sample '001' has none of the alternatives of 'chosen'"):
-                cache.read_batch([1], choose={"chosen": name})
+                list(cache.read_batch([1], choose={"chosen": name})["chosen"])
 
 
 def test_a_misspelled_alternative(tmp_path: Path) -> None:

@@ -244,8 +244,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
                 alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
-                If no tensor has these names, values do, for example a list of captions as strings; the samples of the batch
-                are decoded for them. Tensors and values can be chosen together:
+                If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
+                chosen on first use. Tensors and values can be chosen together:
                 `{("text", "caption"): ("texts.*", "captions.*")}`. Names and alternatives that belong together are in one
                 of the joined caches.
             choices: Choice of each sample, integers `[B]`, by name in `choose`: the number of one of the alternatives that the

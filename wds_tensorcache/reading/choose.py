@@ -10,21 +10,23 @@ import fnmatch
 import glob
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
-from wds_tensorcache.codec.tree import Wanted, flatten, project
+from wds_tensorcache.codec.tree import Path, Wanted, flatten, project
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
-from wds_tensorcache.reading.batch.request import Request, Structures, keep_known
+from wds_tensorcache.reading.batch.request import NewNames, Request, Structures, keep_known
+from wds_tensorcache.reading.batch.values import Decoded, is_tensor
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
@@ -366,6 +368,7 @@ class ChosenRequest(Request):
             tensors are missing before `values`.
         of_values: Names whose alternatives are not tensors, each with its group and the patterns.
         known_values: Result of `values`; empty before.
+        decoded: The values of the batch, if it was read.
     """
 
     base: Request
@@ -376,12 +379,15 @@ class ChosenRequest(Request):
     choices: dict[Group, Array]
     of_values: Sequence[tuple[str, Group, tuple[str, ...]]]
     known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
+    decoded: Decoded | None = None
 
     def layouts(self) -> Layouts:
         return self.picked
 
-    def values(self) -> Mapping[str, Sequence[tuple[str, Any]]]:
+    def values(self, samples: Sequence[Any] = ()) -> Mapping[str, Sequence[tuple[str, Any]]]:
         """Return the name and the value of each sample's chosen alternative that is not a tensor, by name in the batch.
+
+        `samples` are those of `rows`, if all were decoded before.
 
         Raises:
             BatchError: A sample has none of the alternatives, or different numbers of alternatives that are chosen together.
@@ -389,16 +395,23 @@ class ChosenRequest(Request):
         if not self.of_values or self.known_values:
             return self.known_values
         self.structures.note_values()
-        if self.store.has_remote:
-            self.rows.fetch_skeletons(range(len(self)))
-        samples, chosen = [self.rows.sample(i) for i in range(len(self))], dict[str, list[tuple[str, Any]]]()
+        decoded, chosen = self.decoded, dict[str, list[tuple[str, Any]]]()
         for name, group, patterns in self.of_values:
-            rows = [_values(sample, patterns) for sample in samples]
+            find, rows = partial(_values, patterns=patterns), []
+            if not samples:
+                with suppress(BatchError, NewNames):  # no structure is that of all samples, or there is no list
+                    decoded = decoded or Decoded(
+                        self, self.picked, self.structures.structure_for(self.picked, self.fixed)
+                    )
+                    rows = decoded.find(find)
+            if not rows:
+                samples = samples or self.rows.samples()
+                rows = list(map(find, samples))
             counts = np.array(list(map(len, rows)))
             others = self.counts.setdefault(group, counts)
             for i in np.flatnonzero((counts == 0) | (counts != others))[:1].tolist():
                 if counts[i] == 0:
-                    rest = self.structures.selected(self.structures.whole(samples[i]))
+                    rest = self.structures.selected(self.structures.whole(self.rows.sample(i)))
                     raise _lacks_all(self.key(i), name, patterns, rest if isinstance(rest, dict) else ())
                 raise _unequal(self.key(i), {name: counts[i], group.names[0]: others[i]})
             if group not in self.choices:
@@ -408,19 +421,26 @@ class ChosenRequest(Request):
         self.known_values.update(chosen)  # at once, for other threads
         return self.known_values
 
-    def place_chosen(self, batch: Any, tensors: Mapping[str, Any]) -> None:
-        values = {
-            name: Leaves(None, tuple(name.split(".")), [value for _, value in pairs])
-            for name, pairs in self.values().items()
-        }
+    def column(self, path: Path) -> list[Any]:
+        """Return the chosen value of each sample, for `Leaves`."""
+        return [value for _, value in self.values()[".".join(path)]]
+
+    def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Decoded) -> None:
+        request = replace(self, decoded=decoded)
+        are_there = all(any(_find_values(batch, patterns)) for *_, patterns in self.of_values)
+        if not are_there or get_worker_info() is not None:
+            request.values()  # an error during pickling of the batch would not reach the caller
+        values = {name: Leaves(request, tuple(name.split("."))) for name, *_ in self.of_values}
         self._place(batch, {name: tensors[name] for name in self.picked.chosen[0]}, values)
 
     def sample(self, i: int) -> Any:
+        if self.of_values and not self.known_values:
+            self.values(self.rows.samples())
         raw = self.rows.sample(i)
         sample = self.structures.selected(self.structures.whole(raw))
         lazies, stored = flatten(raw), self.picked.chosen[self.picked.which.item(i)]
         tensors = {name: None if one is None else lazies[one]._renamed(name) for name, one in stored.items()}
-        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in self.values().items()})
+        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in self.known_values.items()})
         return sample
 
     def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -622,4 +642,4 @@ def _values(sample: Any, patterns: Sequence[str]) -> list[tuple[str, Any]]:
             values += ((f"{name}.{step}", item) for step, item in items)
         else:
             raise BatchError(f"a sample has a {type(value).__name__} at {name!r}, expected a list of alternatives")
-    return [(name, value) for name, value in values if not isinstance(value, (LazyTensor, LazyArray))]
+    return [(name, value) for name, value in values if not is_tensor(value)]

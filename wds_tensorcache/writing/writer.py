@@ -361,8 +361,7 @@ class ShardWriter:
         except BaseException:
             self._has_gap = True
             raise
-        finally:  # if this fails, the shard has deleted its file
-            self._unfinished.remove(shard)
+        self._unfinished.remove(shard)
         self.num_finished += entry.num_samples
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any
             structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted
         )
     if layouts.chosen:
-        request.place_chosen(batch, tensors)
+        request.place_chosen(batch, tensors, decoded)
     return batch
 
 

@@ -279,13 +279,13 @@ class Request:
 
     def again(self) -> Request:
         """Return the request of the same samples after the names in an index have changed."""
-        return replace(self, rows=replace(self.rows, known_layouts=[]))
+        return replace(self, rows=replace(self.rows, known_layouts=[], known_samples={}))
 
     def find_names(self) -> bool:
         """Look for further names that old indexes lack; return whether they have new indexes now."""
         return bool(self.store.shards) and self.store.find_names(number for number, *_ in self.rows.by_shard)
 
-    def place_chosen(self, batch: Any, tensors: Mapping[str, Any]) -> None:
+    def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Any) -> None:
         """Put the chosen tensors and values into a batch; see `ChosenRequest`."""
 
     def schema(self) -> Mapping[str, TensorSchema]:

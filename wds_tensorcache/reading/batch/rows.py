@@ -26,6 +26,7 @@ class Rows:
         number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
         by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
         known_layouts: Result of `layouts_of`, for views that read the same samples; empty before.
+        known_samples: Results of `sample`, by position in the batch.
         fetched: Bytes at `Shard.skeleton_extent` of samples of remote shards, by their positions in the batch.
     """
 
@@ -35,6 +36,7 @@ class Rows:
     begin: Array
     by_shard: Sequence[tuple[int, Any, Array]]
     known_layouts: list[Any] = field(default_factory=list)
+    known_samples: dict[int, Any] = field(default_factory=dict)
     fetched: dict[int, bytes] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -46,8 +48,15 @@ class Rows:
 
     def sample(self, i: int) -> Any:
         """Return sample `i` of the batch, with lazy tensors."""
-        shard, row, stored = self.shards[self.number.item(i)], self.row.item(i), self.fetched.get(i)
-        return shard.sample(row) if stored is None else shard.sample(row, stored)
+        if i not in self.known_samples:
+            shard, row, stored = self.shards[self.number.item(i)], self.row.item(i), self.fetched.get(i)
+            self.known_samples[i] = shard.sample(row) if stored is None else shard.sample(row, stored)
+        return self.known_samples[i]
+
+    def samples(self) -> list[Any]:
+        """Return all samples of the batch."""
+        self.fetch_skeletons(range(len(self)))
+        return list(map(self.sample, range(len(self))))
 
     def fetch_skeletons(self, positions: Iterable[int]) -> None:
         """Read the skeletons of samples of remote shards at once, so that later calls have them."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
+
+# Called with a sample; returns names and values in it.
+_TENSOR = object()  # stands for a tensor
+Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
 
 
 @dataclass(slots=True)
@@ -25,25 +31,58 @@ class _Group:
     template: Template | None
     positions: list[int]
     values: list[Any]
+    built: list[Any] | None = None  # result of `samples`
 
     def column(self, path: Path) -> list[Any]:
         """Return the value at `path` of each sample."""
         template = self.template
         if template is not None:
             slot = value_at(_number_leaves(template), path)
-            if slot is None:
+            if slot is None or slot is _TENSOR:
                 return [None] * len(self.values)
             if isinstance(slot, int):
                 return list(map(itemgetter(slot), self.values))
-            blank = [None] * len(template.references)
-            self.template, self.values = None, [template.build([*values, *blank]) for values in self.values]
-        return [value_at(sample, path) for sample in self.values]
+        return [value_at(sample, path) for sample in self.samples()]
+
+    def find(self, find: Find) -> list[Any]:
+        """Return the names and values that `find` returns for each sample."""
+        slots = find(_number_leaves(self.template)) if self.template is not None else []
+        if slots and all(type(slot) is int for _, slot in slots):
+            rows = [[(name, values[slot]) for name, slot in slots] for values in self.values]
+            if not any(value is None for row in rows for _, value in row):  # which may be a missing alternative
+                return rows
+        return list(map(find, self.samples()))
+
+    def samples(self) -> list[Any]:
+        """Return the samples; those that match the template have `_TENSOR` in place of tensors."""
+        template = self.template
+        if template is None:
+            return self.values
+        if self.built is None:
+            blank = [_TENSOR] * len(template.references)
+            self.built = [template.build([*values, *blank]) for values in self.values]
+        return self.built
+
+
+def _in_order(groups: list[_Group], columns: list[list[Any]]) -> list[Any]:
+    if len(groups) == 1:
+        return columns[0]
+    column = [None] * sum(map(len, columns))
+    for group, items in zip(groups, columns, strict=True):
+        for i, item in zip(group.positions, items, strict=True):
+            column[i] = item
+    return column
 
 
 @lru_cache(64)
 def _number_leaves(template: Template) -> Any:
-    """Return a sample with numbers in place of the template's values, and None in place of tensors."""
-    return template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
+    """Return a sample with numbers in place of the template's values, and `_TENSOR` in place of tensors."""
+    return template.build([*range(len(template.segments) - 1), *(_TENSOR for _ in template.references)])
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value in a sample, also in one that `find` gets, is a tensor."""
+    return value is _TENSOR or isinstance(value, (LazyTensor, LazyArray))
 
 
 class Decoded:
@@ -67,24 +106,26 @@ class Decoded:
                 groups = self._groups = self._groups or self._read()
             except NewNames as exc:
                 raise BatchError("the index lacks names that samples of the batch have; read the batch again") from exc
-            if len(groups) == 1:
-                return groups[0].column(path)
-            column = [None] * len(self)
-            for group in groups:
-                for i, value in zip(group.positions, group.column(path), strict=True):
-                    column[i] = value
-            return column
+            return _in_order(groups, [group.column(path) for group in groups])
+
+    def find(self, find: Find) -> list[Any]:
+        """Return the names and values that `find` returns for each sample without tensors; [] if one matches no template."""
+        with self._lock:
+            groups = self._groups = self._groups or self._read(may_build=False)
+            if not groups or any(group.template is None for group in groups):
+                return []
+            return _in_order(groups, [group.find(find) for group in groups])
 
     def check(self) -> None:
         """Read the skeletons; raise BatchError unless every sample has the structure of the batch."""
         with self._lock:
             self._groups = self._groups or self._read()
 
-    def _read(self) -> list[_Group]:
+    def _read(self, *, may_build: bool = True) -> list[_Group]:
         self._request.structures.note_values()
         template, rows, store = self._structure.template, self._request.rows, self._request.store
         if template is None:
-            return [_Group(None, list(range(len(self))), list(map(self._build, range(len(self)))))]
+            return [_Group(None, list(range(len(self))), list(map(self._build, range(len(self)))))] if may_build else []
         values_by_sample = self._find_kept(template)
         numbers, row, which = rows.number.tolist(), rows.row.tolist(), self._layouts.which.tolist()
         # by position in the batch; a sample that matches no template stands for its values
@@ -99,6 +140,8 @@ class Decoded:
                 continue
             other: Template | None = self._layouts.items[which[i]].form.template
             values = MISS if other is None or other is template else other.match(skeleton, begin)
+            if values is MISS and not may_build:
+                return []
             others[i] = (None, self._build(i)) if values is MISS else self._compare(i, other, values)
         if not others:
             for number, _, shard_rows in rows.by_shard:
@@ -106,7 +149,7 @@ class Decoded:
         if not self._structure.is_exact:
             for i, values in enumerate(values_by_sample):
                 if values is not None:
-                    others[i] = self._compare(i, template, values)
+                    self._compare(i, template, values)
         if not others:
             return [_Group(template, list(range(len(self))), values_by_sample)]
         groups: dict[Template | None, _Group] = {}
