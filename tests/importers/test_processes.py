@@ -32,11 +32,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processe
 _PATIENCE_S = 60
 
 
-def write_files(folder: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
-    """Write files of four kinds; those of `bad` are cut short."""
+def write_files(folder: Path, count: int, bad: tuple[int, ...] = (), width: int = 300) -> Path:
+    """Write files of four kinds, of 16 bytes times `width`; those of `bad` are cut short."""
     folder.mkdir()
     for i in range(count):
-        arrays = {"latent": torch.full((4, 300 + i % 7), float(i)), "size": torch.tensor([i, 7])}
+        arrays = {"latent": torch.full((4, width + i % 7), float(i)), "size": torch.tensor([i, 7])}
         path = folder / f"photo {i:04d}.{('npz', 'pt', 'safetensors', 'npy')[i % 4]}"
         if path.suffix == ".npz":
             np.savez(path, **{key: value.numpy() for key, value in arrays.items()})
@@ -132,7 +132,10 @@ def send(number: signal.Signals, *pids: int) -> None:
 
 @contextmanager
 def stopped_import(source: Path, out: Path) -> Iterator[tuple[Process, list[int], Output]]:
-    """Start an import of 200 files, and stop its workers when they have begun to work."""
+    """Start an import of 200 files of 80 KB, and stop its workers when they have begun to work.
+
+    The results of at least 35 files of each worker are still to be sent then, more than its pipe can hold.
+    """
     with ExitStack() as stack:
         null = stack.enter_context(open(os.devnull))
         said, err = stack.enter_context(Output()), stack.enter_context(Output())
@@ -142,7 +145,7 @@ def stopped_import(source: Path, out: Path) -> Iterator[tuple[Process, list[int]
             wait_until(lambda: list(out.glob("*.tar")) or not is_alive(process.pid))  # noqa: B023 called here
             workers = children_of(process.pid)
             send(signal.SIGSTOP, *workers)
-            if len(workers) == 2 and len(list(out.glob("*.tar"))) < 40:
+            if len(workers) == 2 and len(list(out.glob("*.tar"))) < 30:
                 yield process, workers, err
                 return
             send(signal.SIGCONT, *workers)  # this process was not scheduled in time
@@ -161,7 +164,7 @@ def check_resumed(source: Path, out: Path) -> None:
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.long
 def test_a_killed_worker(tmp_path: Path, number: signal.Signals, at: int) -> None:
-    source = write_files(tmp_path / "in", 200)
+    source = write_files(tmp_path / "in", 200, width=5000)
     with stopped_import(source, tmp_path / "out") as (process, workers, err):
         send(number, workers[at])
         send(signal.SIGCONT, *workers)
@@ -180,7 +183,7 @@ def test_a_killed_worker(tmp_path: Path, number: signal.Signals, at: int) -> Non
 @pytest.mark.long
 def test_a_killed_parent(tmp_path: Path, number: signal.Signals, are_running: bool) -> None:
     """Workers end with it, also those that are stopped."""
-    source = write_files(tmp_path / "in", 200)
+    source = write_files(tmp_path / "in", 200, width=5000)
     with stopped_import(source, tmp_path / "out") as (process, workers, err):
         if are_running:
             send(signal.SIGCONT, *workers)
@@ -200,7 +203,7 @@ def test_a_killed_parent(tmp_path: Path, number: signal.Signals, are_running: bo
 @pytest.mark.long
 def test_an_interrupt_of_the_terminal(tmp_path: Path) -> None:
     """It reaches all processes; the workers leave it to their parent."""
-    source = write_files(tmp_path / "in", 200)
+    source = write_files(tmp_path / "in", 200, width=5000)
     with stopped_import(source, tmp_path / "out") as (process, workers, err):
         send(signal.SIGINT, *workers, process.pid)
         send(signal.SIGCONT, *workers)
