@@ -35,7 +35,7 @@ _NUM_PROBES = 4
 # To look at all pages of a sample takes 3 us. So few samples of a batch are looked at, unless pages were missing lately.
 _NUM_LOOKS = 8
 _SHORT_S = 1.0
-_short_until = 0.0
+_short_until = 0.0  # until then, on the clock of `monotonic`, memory counts as short
 _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
 # Bytes before the first tensor of a sample that are announced, too: its skeleton is often there.
 _BEFORE_NBYTES = 1 << 12

@@ -19,8 +19,8 @@ from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
 
-# Called with a sample; returns names and values in it.
 _TENSOR = object()  # stands for a tensor
+# Called with a sample; returns names and values in it.
 Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
 
 
