@@ -24,7 +24,7 @@ _NAMES = {
         "TensorCacheError UnsafeSkeletonError"
     ),
     "integrations.exporting.export_cache": "export_cache",
-    "integrations.importers.import_cache": "import_cache",
+    "importers.import_cache": "import_cache",
     "integrations.torch_dataloader": "StepDataset torch_loader",
     "integrations.webdataset": "decode encoder",
     "integrations.webdataset_resumable": "ResumablePipeline",

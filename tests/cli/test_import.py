@@ -11,7 +11,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
-from wds_tensorcache.integrations.importers.formats import FORMATS
+from wds_tensorcache.importers.formats import FORMATS
 
 
 @pytest.fixture

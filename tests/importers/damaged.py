@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.integrations.importers.formats import choose_format
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.formats import choose_format
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 
 def count_errors(folder: Path, name: str) -> tuple[int, int]:

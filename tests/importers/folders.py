@@ -12,8 +12,8 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import tensor_bytes
-from wds_tensorcache.integrations.importers.import_cache import import_cache
-from wds_tensorcache.integrations.importers.report import ImportReport
+from wds_tensorcache.importers.import_cache import import_cache
+from wds_tensorcache.importers.report import ImportReport
 
 
 def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], ImportReport]:

@@ -16,7 +16,7 @@ import torch
 import wds_tensorcache as tc
 from tests.importers.folders import assert_complete, imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.importers.import_cache import import_cache
 
 SOFTWARE = {"name": "ai-toolkit", "repo": "https://github.com/ostris/ai-toolkit", "version": "0.7.0"}
 

@@ -11,8 +11,8 @@ import torch
 
 import wds_tensorcache as tc
 from tests.importers.test_diffusion_pipe import write_dataset
-from wds_tensorcache.integrations.importers.formats import choose_format
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.formats import choose_format
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 
 def write_arrow(folder: Path) -> Path:

@@ -15,9 +15,9 @@ import torch
 import wds_tensorcache as tc
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.formats import choose_format
-from wds_tensorcache.integrations.importers.import_cache import import_cache
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.formats import choose_format
+from wds_tensorcache.importers.import_cache import import_cache
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 
 def make_set(count: int) -> tuple[list[Any], list[Any]]:

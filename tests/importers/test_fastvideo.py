@@ -15,10 +15,10 @@ import wds_tensorcache as tc
 from tests.importers.damaged import count_errors, load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.formats import choose_format
-from wds_tensorcache.integrations.importers.import_cache import import_cache
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.importers.trainers import fastvideo
+from wds_tensorcache.importers.formats import choose_format
+from wds_tensorcache.importers.import_cache import import_cache
+from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers import fastvideo
 
 arrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")
@@ -166,8 +166,8 @@ def test_small_files_with_much_content(tmp_path: Path) -> None:
     assert (tmp_path / "in" / "a.parquet").stat().st_size < 1 << 16
     script = (
         "import sys\n"
-        "from wds_tensorcache.integrations.importers.formats import choose_format\n"
-        "from wds_tensorcache.integrations.importers.source_folder import SourceFolder\n"
+        "from wds_tensorcache.importers.formats import choose_format\n"
+        "from wds_tensorcache.importers.source_folder import SourceFolder\n"
         "folder = SourceFolder(sys.argv[1])\n"
         "samples = choose_format(folder).open(folder).samples\n"
         "assert len(samples) == 200 and samples[3].name == 'a/00000003'\n"

@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.integrations.importers.safe_files import list_npz, read_safetensors_header
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.safe_files import list_npz, read_safetensors_header
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 
 def test_names_in_an_npz(tmp_path: Path) -> None:

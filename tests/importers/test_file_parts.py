@@ -13,7 +13,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.file_parts import (
+from wds_tensorcache.importers.file_parts import (
     index_torch,
     list_zip,
     read_parts,
@@ -21,8 +21,8 @@ from wds_tensorcache.integrations.importers.file_parts import (
     read_tensor,
     view_zip_file,
 )
-from wds_tensorcache.integrations.importers.safe_files import load_torch, read_safetensors_tensors
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.safe_files import load_torch, read_safetensors_tensors
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 
 def test_views_of_ranges(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.importers.chunked_samples import JPEG, PNG
 from tests.importers.damaged import count_errors, load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.importers.import_cache import import_cache
 
 datasets = pytest.importorskip("datasets", reason="pip install datasets")
 arrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")

@@ -24,9 +24,9 @@ import torch
 import wds_tensorcache as tc
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.formats import FORMATS, choose_format
-from wds_tensorcache.integrations.importers.import_cache import import_cache
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.formats import FORMATS, choose_format
+from wds_tensorcache.importers.import_cache import import_cache
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 
 def write_files(folder: Path, count: int = 6) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def test_resuming_reads_only_what_is_missing(tmp_path: Path) -> None:
 def test_a_killed_import_resumes(tmp_path: Path) -> None:
     write_files(tmp_path / "in", 60)
     script = (
-        "import sys\nfrom wds_tensorcache.integrations.importers.import_cache import import_cache\n"
+        "import sys\nfrom wds_tensorcache.importers.import_cache import import_cache\n"
         "import_cache(sys.argv[1], sys.argv[2], max_samples=3, resume=True)\n"
     )
     out = tmp_path / "out"

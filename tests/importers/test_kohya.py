@@ -17,9 +17,9 @@ import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.importers.folders import assert_complete, imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.formats import choose_format
-from wds_tensorcache.integrations.importers.import_cache import import_cache
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.formats import choose_format
+from wds_tensorcache.importers.import_cache import import_cache
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 RNG = np.random.default_rng(0)
 

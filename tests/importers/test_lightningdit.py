@@ -12,8 +12,8 @@ import torch
 import wds_tensorcache as tc
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.import_cache import import_cache
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.import_cache import import_cache
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 NAME = "latents_rank{:02d}_shard{:03d}.safetensors"
 

@@ -18,7 +18,7 @@ from tests.importers.chunked_samples import COUNT, JPEG, PNG, WRITTEN, litdata_s
 from tests.importers.damaged import load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.importers.import_cache import import_cache
 
 
 def assert_samples(found: dict[str, Any], out: Path) -> None:

@@ -19,8 +19,8 @@ from tests.importers.chunked_samples import COUNT, JPEG, PNG, WRITTEN, mds_sampl
 from tests.importers.damaged import load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.generic.chunk_files import expand
-from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.importers.generic.chunk_files import expand
+from wds_tensorcache.importers.import_cache import import_cache
 
 CODECS = ["plain", "gz", "bz2", "zstd", "br", "snappy"]
 

@@ -14,9 +14,9 @@ import wds_tensorcache as tc
 from tests.importers.folders import assert_complete, imported
 from tests.importers.test_kohya import save_latents, save_new, save_new_text
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.formats import choose_format
-from wds_tensorcache.integrations.importers.import_cache import import_cache
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.formats import choose_format
+from wds_tensorcache.importers.import_cache import import_cache
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 BF16, FP16, FP32, FP8, I64, I32 = (
     torch.bfloat16,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wds_tensorcache.integrations.importers.narrow import narrow
+from wds_tensorcache.importers.narrow import narrow
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from wds_tensorcache.importers.import_cache import import_cache
 from wds_tensorcache.integrations.exporting.export_cache import export_cache
-from wds_tensorcache.integrations.importers.import_cache import import_cache
 from wds_tensorcache.shards.names import hashed_key
 
 LONG = "Фотографии/" + "лето на даче " * 6 + "(2)"

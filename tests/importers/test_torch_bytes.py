@@ -14,7 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.safe_files import parse_torch
+from wds_tensorcache.importers.safe_files import parse_torch
 
 
 class Gadget:

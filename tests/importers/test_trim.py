@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.integrations.importers.trim import trim
+from wds_tensorcache.importers.trim import trim
 
 
 def sample(fill: float = 0.0, length: int = 3, rows: int = 8) -> dict[str, Any]:

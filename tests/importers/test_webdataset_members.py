@@ -18,7 +18,7 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.importers.import_cache import import_cache
 
 JPEG = b"\xff\xd8\xff not a picture"
 

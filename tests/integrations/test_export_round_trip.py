@@ -43,10 +43,10 @@ from tests.importers.chunked_samples import WRITTEN
 from tests.same import assert_same
 from tests.strategies import samples
 from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, parse_preamble
+from wds_tensorcache.importers.formats import FORMATS
 from wds_tensorcache.inspecting.diff import diff_caches
 from wds_tensorcache.integrations.exporting.export_cache import KINDS
 from wds_tensorcache.integrations.exporting.file_names import is_safe
-from wds_tensorcache.integrations.importers.formats import FORMATS
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12) | st.sampled_from(
     ["a", "A", "dir/photo (1)", "a.b", "a/b.c", "CON", "../x", "tensorcache-export", "é", "x" * 200]

@@ -20,8 +20,8 @@ import wds_tensorcache as tc
 from tests.same import assert_same
 from tests.strategies import samples
 from wds_tensorcache.codec.tree import rebuild
-from wds_tensorcache.integrations.importers.safe_files import REMEDY, load_torch, max_expanded
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.safe_files import REMEDY, load_torch, max_expanded
+from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pickles import pth_plans
 from wds_tensorcache.integrations.pickles.arrays import ArrayReader
 from wds_tensorcache.integrations.pickles.pth import load_pth

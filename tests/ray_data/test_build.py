@@ -19,7 +19,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same
-from wds_tensorcache.integrations.ray.tasks.actors import Compute, Missing, sorted_digests
+from wds_tensorcache.ray.tasks.actors import Compute, Missing, sorted_digests
 
 pytestmark = pytest.mark.long
 MADE = {"model": "scale", "factor": 3}

@@ -13,10 +13,10 @@ import torch
 import wds_tensorcache as tc
 
 pytest.importorskip("ray", reason="ray is missing: pip install 'wds-tensorcache[ray]'")
-from wds_tensorcache.integrations.ray.tasks.commit import Mode, commit, writing
-from wds_tensorcache.integrations.ray.tasks.folder import WriteFolder
-from wds_tensorcache.integrations.ray.tasks.jobs import WriteJob
-from wds_tensorcache.integrations.ray.tasks.parts import write_part
+from wds_tensorcache.ray.tasks.commit import Mode, commit, writing
+from wds_tensorcache.ray.tasks.folder import WriteFolder
+from wds_tensorcache.ray.tasks.jobs import WriteJob
+from wds_tensorcache.ray.tasks.parts import write_part
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 MADE = {"made": "here"}

@@ -162,7 +162,7 @@ def test_views_and_options(every_kind_cache: Path, tmp_path: Path) -> None:
 
 
 def test_tasks_have_about_equal_bytes(write_cache: Callable[..., Path]) -> None:
-    from wds_tensorcache.integrations.ray.read import _nbytes
+    from wds_tensorcache.ray.read import _nbytes
 
     folder = write_cache(lambda i: {"x": torch.zeros(10 * i * i)}, 100, max_samples=30)
     dataset = tc.ray.read_ray(folder, override_num_blocks=8)

@@ -20,8 +20,8 @@ from tests.strategies import samples
 from wds_tensorcache.codec.sample import encode_sample
 
 pytest.importorskip("ray", reason="ray is missing: pip install 'wds-tensorcache[ray]'")
-from wds_tensorcache.integrations.ray.rows.block_samples import samples_of_block
-from wds_tensorcache.integrations.ray.rows.values import is_same
+from wds_tensorcache.ray.rows.block_samples import samples_of_block
+from wds_tensorcache.ray.rows.values import is_same
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 

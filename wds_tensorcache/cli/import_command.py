@@ -13,8 +13,8 @@ import click
 from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.errors import FormatError, StaleCacheError
-from wds_tensorcache.integrations.importers.formats import FORMATS
-from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.importers.formats import FORMATS
+from wds_tensorcache.importers.import_cache import import_cache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 

@@ -1,0 +1,95 @@
+"""All formats that can be imported, and the choice of the one that fits a folder."""
+
+from __future__ import annotations
+
+from wds_tensorcache.errors import FormatError, TensorCacheError, unknown_name
+from wds_tensorcache.importers.generic import (
+    exported,
+    file_folder,
+    hf_datasets,
+    litdata,
+    mds,
+    webdataset_members,
+)
+from wds_tensorcache.importers.source import Format
+from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers import (
+    ai_toolkit,
+    comfyui,
+    diffusion_pipe,
+    edm2,
+    fastvideo,
+    lightningdit,
+    ltx,
+    musubi,
+    nemo,
+    onetrainer,
+    simpletuner,
+)
+from wds_tensorcache.importers.trainers.kohya import npz_files, safetensors_files
+
+FORMATS: tuple[Format, ...] = (
+    ai_toolkit.FORMAT,
+    comfyui.FORMAT,
+    diffusion_pipe.FORMAT,
+    edm2.FORMAT,
+    fastvideo.FORMAT,
+    file_folder.FORMAT,
+    hf_datasets.FORMAT,
+    npz_files.FORMAT,
+    safetensors_files.FORMAT,
+    lightningdit.FORMAT,
+    litdata.FORMAT,
+    ltx.FORMAT,
+    mds.FORMAT,
+    musubi.FORMAT,
+    nemo.FORMAT,
+    onetrainer.FORMAT,
+    simpletuner.FORMAT,
+    exported.FORMAT,
+    webdataset_members.FORMAT,
+)
+
+
+def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
+    """Return the format with a name; for "auto", the only one that recognizes files of a folder.
+
+    A format that the folder names comes first. Formats that fit the files of many programs count only if no other format fits.
+
+    Raises:
+        ValueError: There is no such format; or no format, or more than one, fits the folder.
+    """
+    if name != "auto":
+        found = next((each for each in FORMATS if each.name == name), None)
+        if found is None:
+            raise ValueError(unknown_name("format", name, [each.name for each in FORMATS]))
+        return found
+    counts = {each.name: count for each in FORMATS if (count := _recognize(each, folder))}
+    for rank in ((True, False), (False, False), (False, True)):
+        fitting = [each for each in FORMATS if each.name in counts and (each.is_certain, each.is_generic) == rank]
+        if len(fitting) > 1:
+            listed = ", ".join(f"{each.name} ({counts[each.name]:,} files)" for each in fitting)
+            raise ValueError(
+                f"{folder.path} has files of several formats: {listed}; pass one of them as --format (format=)"
+            )
+        if fitting:
+            return fitting[0]
+    shard = webdataset_members.find_shard(folder)
+    if shard is not None:
+        raise ValueError(
+            f"{folder.path} is a cache already: {shard} is one of its shards. tc.open reads it, `tensorcache merge` copies its "
+            "samples and those of other caches into one cache, and `tensorcache reshard` into shards of another length"
+        )
+    raise ValueError(
+        f"{folder.path}: none of its {len(folder.names):,} files belongs to a known format; --list-formats lists them"
+    )
+
+
+def _recognize(form: Format, folder: SourceFolder) -> int:
+    try:
+        return form.recognize(folder)
+    except (TensorCacheError, OSError):  # a bad file, which importing it reports
+        return 0
+    except Exception as exc:  # hostile files may have any values
+        what = f"{folder.path}: whether its format is {form.name!r} cannot be determined: {exc!r:.300}"
+        raise FormatError(f"{what}; pass the format as --format (format=)") from exc

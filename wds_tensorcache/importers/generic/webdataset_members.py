@@ -1,0 +1,197 @@
+"""WebDataset shards with pickled or numpy members: `.pyd`, `.pickle`, `.pkl`, `.pt`, `.pth`, `.npy`, `.npz`, `.ten`, `.tb`.
+
+Each sample of the tars becomes a sample of the same key, also if `tc.safe_key` made it, as in tars of `tensorcache export`; if
+two tars have a key in common, all keys begin with the path of the tar. The members with tensors are decoded:
+
+    000000.latent.npy, 000000.text.pth    ->  {"latent": …, "text": …}, by the names before the suffix
+    000000.pyd                            ->  the pickled object itself, if this is the only member with tensors
+    000000.npy, 000000.pth                ->  {"npy": …, "pth": …}
+
+The key of a member ends at the first dot, as in webdataset: `1.0.npy` and `1.5.npy` are the members `0.npy` and `5.npy` of one
+sample, `1`. The report has a note about members whose names begin with a digit or contain a space before the suffix.
+
+All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. So are pickles
+with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted; and `.pt` and `.pth` members
+with more than tensors and plain values, where arrays count as more.
+
+Symbolic and hard links in a tar are not followed, but reported.
+
+Of a damaged tar, the samples before the damage are imported; the sample with the damage and all after it are not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
+from wds_tensorcache.importers.safe_files import parse_pickle, parse_torch, tensors_of
+from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.webdataset import decode
+from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
+from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
+
+_DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "npy", "npz", "ten", "tb"})
+_PICKLES = frozenset({"pyd", "pickle", "pkl"})
+_NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
+_NUM_NAMED = 3  # members in a note
+_LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
+_MAX_GAP = 4096  # bytes between members of one sample, for their headers
+_Extent = tuple[int, int]  # begin and end of a member's content in the tar, in bytes
+_DECODE = decode(lazy=False)
+
+
+def _recognize(folder: SourceFolder) -> int:
+    return sum(_has_tensors(folder, name) for name in folder.by_suffix.get(".tar", ()))
+
+
+def find_shard(folder: SourceFolder) -> str | None:
+    """Return the relative path of a tar that is a shard of a cache already; None if there is none."""
+    tars = folder.by_suffix.get(".tar", ())
+    return next((name for name in tars if any(map(_is_skeleton, _first_suffixes(folder, name)))), None)
+
+
+def _is_skeleton(suffix: str) -> bool:
+    half = half_of(suffix.lower())
+    return half is not None and half.is_skeleton
+
+
+def _has_tensors(folder: SourceFolder, name: str) -> bool:
+    """Return whether the first members of a tar include one to decode, and none of our caches."""
+    suffixes = _first_suffixes(folder, name)
+    is_cache = any(suffix.endswith((SKELETON, TENSORS)) for suffix in suffixes)
+    return not is_cache and any(_kind(suffix) in _DECODED for suffix in suffixes)
+
+
+def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
+    """Return the suffixes of the first members of a tar; none for a damaged tar, whose fault importing it reports."""
+    try:
+        return [_split(member)[1] for member, *_ in islice(_scanner(folder, name), _NUM_PROBED)]
+    except (FormatError, OSError):
+        return []
+
+
+def _scanner(folder: SourceFolder, name: str) -> Scanner:
+    return Scanner(partial(folder.read_range, name), os.path.getsize(folder.locate(name)))
+
+
+def _split(member: str) -> tuple[str, str]:
+    """Return key and suffix of a member; the suffix is empty if its name has no dot.
+
+    `tar -c .` puts `./` before each name, which is not a part of the key.
+    """
+    member = member.removeprefix("./")
+    return split_member(member) or (member, "")
+
+
+def _kind(suffix: str) -> str:
+    return suffix.rpartition(".")[2].lower()
+
+
+def _open(folder: SourceFolder) -> Source:
+    found: list[tuple[str, str, dict[str, _Extent]]] = []  # tar, key, members by suffix
+    bad: dict[str, str] = {}
+    for name in folder.by_suffix.get(".tar", ()):
+        samples: dict[str, dict[str, _Extent]] = {}
+        key = ""
+        try:
+            scanner = _scanner(folder, name)
+            for member, begin, nbytes in scanner:
+                key, suffix = _split(member)
+                members = samples.setdefault(key, {})
+                if suffix in members:
+                    raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
+                members[suffix] = begin, begin + nbytes
+            hidden = find_header(partial(folder.read_range, name), scanner.end, os.path.getsize(folder.locate(name)))
+            if hidden is not None:
+                bad[name] = str(hidden_members(scanner.end, hidden))
+            bad |= {f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links}
+        except (FormatError, OSError) as exc:
+            bad[name] = str(exc)
+            samples.pop(key, None)  # it may lack members
+        found += [(name, key, members) for key, members in samples.items()]
+    doubles = [key for key, count in Counter(key for _, key, _ in found).items() if count > 1]
+    notes = _note_stems([(key, members) for _, key, members in found])
+    if doubles:
+        what = f"{len(doubles):,} keys occur in several tars, for example {list_names(doubles[:_NUM_NAMED])}"
+        notes.append(f"{what}, so all keys begin with the path of their tar")
+    return Source(
+        [
+            SourceSample(
+                f"{name[:-4]}/{key}" if doubles else key,
+                (name,),
+                partial(_load, folder, name, key, members),
+                key if not doubles and is_safe_key(key) else None,
+            )
+            for name, key, members in found
+        ],
+        bad=bad,
+        notes=notes,
+    )
+
+
+def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
+    """Return a note about samples with members that look like separate samples, if there are any."""
+    doubtful = [(key, list(filter(_LIKE_STEM, members))) for key, members in samples]
+    doubtful = [(key, suffixes) for key, suffixes in doubtful if suffixes]
+    if not doubtful:
+        return []
+    names = [f"{key}.{suffix}" for key, suffixes in doubtful[:_NUM_NAMED] for suffix in suffixes]
+    first, suffixes = doubtful[0]
+    return [
+        f"{len(doubtful):,} samples have members that look like separate samples, for example "
+        f"{list_names(names[:_NUM_NAMED])}: in a WebDataset tar, a key ends at the first dot, so {first!r:.100} has "
+        f"{len(suffixes):,} of them; to keep them apart, extract the tars, and import the folder with --format files (format=)"
+    ]
+
+
+def _load(folder: SourceFolder, name: str, key: str, extents: dict[str, _Extent]) -> Loaded:
+    raw = _read(folder, name, extents)
+    values: dict[str, Any] = {}
+    for suffix in [suffix for suffix in raw if _kind(suffix) in _DECODED]:
+        try:
+            value = _decode(suffix, raw.pop(suffix), folder.trust)
+        except TensorCacheError as exc:
+            raise exc.at(f"{name}: sample {key!r:.100}") from exc
+        values[suffix] = tensors_of(value)
+    if "" in raw:
+        raise FormatError(f"member {key!r:.100} has no suffix").at(name)
+    if len(values) == 1 and "." not in next(iter(values)):
+        return Loaded(next(iter(values.values())), raw)
+    names = {suffix: suffix.rpartition(".")[0] or suffix for suffix in values}
+    is_clear = len(set(names.values())) == len(names)
+    return Loaded({names[suffix] if is_clear else suffix: value for suffix, value in values.items()}, raw)
+
+
+def _read(folder: SourceFolder, name: str, extents: dict[str, _Extent]) -> dict[str, bytes]:
+    """Return the content of all members, with one system call if they are adjacent."""
+    first, last = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
+    if last - first > sum(end - begin for begin, end in extents.values()) + _MAX_GAP * len(extents):
+        return {suffix: folder.read_range(name, *extent) for suffix, extent in extents.items()}
+    span = memoryview(folder.read_range(name, first, last))
+    return {suffix: bytes(span[begin - first : end - first]) for suffix, (begin, end) in extents.items()}
+
+
+def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
+    kind = _kind(suffix)
+    parse = {"pt": parse_torch, "pth": parse_torch, **dict.fromkeys(_PICKLES, parse_pickle)}.get(kind)
+    if parse is None:
+        return _DECODE({"__key__": "", kind: raw})[kind]
+    try:
+        return parse(raw, trust)
+    except TensorCacheError as exc:
+        raise exc.at(f"member {suffix!r:.100}") from exc
+
+
+FORMAT = Format(
+    "webdataset",
+    "WebDataset tars with .pyd, .pickle, .pkl, .pt, .pth, .npy, .npz and .ten members; other members stay as they are",
+    _recognize,
+    _open,
+    True,
+)

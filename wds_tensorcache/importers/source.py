@@ -1,0 +1,86 @@
+"""The samples that an importer finds in a folder, which are read on request, and how they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wds_tensorcache.importers.source_folder import SourceFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One sample in memory.
+
+    Attributes:
+        value: Nested structure of tensors and small values.
+        members: Other members by extension: `{"jpg": b"…"}`.
+    """
+
+    value: Any
+    members: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSample:
+    """One sample of a source, not read yet.
+
+    Attributes:
+        name: Name in the source, for example a relative path without suffix. `tc.safe_key` makes the key from it.
+        files: Relative paths of the files from which it is read.
+        load: Function that reads it. It raises FormatError or OSError if a file is bad, and may run in any thread.
+        key: Key of the sample; None to make it from the name.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    load: Callable[[], Loaded]
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The samples that an importer has found in a folder.
+
+    Attributes:
+        samples: Samples in a fixed order, with distinct names.
+        provenance: How the samples were made, as JSON values: model, architecture, version, the trainer's metadata. It becomes
+            part of the fingerprint.
+        bad: Files that belong to the format but to no sample, with the reason: `{"a.npz": "no image size in the name"}`.
+        metadata_files: Files from which the provenance was read, if they belong to no sample.
+        notes: Sentences for the report about what the files do not tell, for people.
+    """
+
+    samples: Sequence[SourceSample]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    bad: Mapping[str, str] = field(default_factory=dict)
+    metadata_files: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format in which some program stores tensors.
+
+    Attributes:
+        name: Name for `--format`.
+        title: The program, and what it writes, in one line.
+        recognize: Function that returns how many files of a folder this format would read, from their names, and if these do
+            not tell, from the beginnings of a few files. 0 if the folder has another format.
+        open: Function that finds the samples in a folder.
+        is_generic: True for a format that fits the files of many programs. It is chosen only if no other format fits.
+        is_certain: True for a format whose folders name it. It is chosen before all other formats.
+    """
+
+    name: str
+    title: str
+    recognize: Callable[[SourceFolder], int]
+    open: Callable[[SourceFolder], Source]
+    is_generic: bool = False
+    is_certain: bool = False
+
+
+def one_or_all(names: set[str]) -> str | list[str]:
+    """Return the only name, or the sorted list of all names."""
+    return next(iter(names)) if len(names) == 1 else sorted(names)

@@ -1,0 +1,186 @@
+"""diffusion-pipe: latents and text embeddings in `shard_{n}.bin` files, described by a `metadata.db` in each folder.
+
+diffusion-pipe writes one folder for each size of media, `cache/{model}/cache_{size}/`, with these subfolders:
+
+- `latents/`: an item for each picture or clip, with `latents`, `mask`, `image_spec`, the list `caption`, and tensors that the
+  model needs, such as `control_latents`.
+- `text_embeddings_1/`, `text_embeddings_2/`, …: for each text encoder, an item for each caption, for example with
+  `clip_embed` or `t5_embed`. With aspect ratio buckets, they are in `cache/{model}/ar_frames_{ratio}_{frames}/`, shared by
+  all sizes of that ratio.
+
+`cache/{model}/uncond_text_embeddings_1/`, … contain the embedding of the empty caption.
+
+Each sample is one picture or clip: the dict of its latents, and `text`, a list with one dict for each caption. The dict of a
+caption contains the tensors of all text encoders:
+
+    {"latents": …, "mask": …, "image_spec": [None, "/photos/harbor.jpg"], "caption": ["a harbor"],
+     "text": [{"clip_embed": …, "t5_embed": …}]}
+
+The items are joined by `image_spec`, the media file. The name of a sample is the folder of its size, and the path of the media
+file relative to the folder that contains all of them.
+
+The sample `uncond` of a model has only `text`. Leave it out of training, and choose one of several captions:
+
+    cache = tc.open(path).filter(lambda entry: "latents" in entry.shapes)
+    loader = tc.Loader(cache, batch_size=4, choose={("clip", "t5"): ("text.*.clip_embed", "text.*.t5_embed")})
+
+Without text folders, samples have no `text`. Without `latents` folders, each item of a text folder is a
+sample, named by its position.
+
+The fingerprints of all folders become the provenance. Each `metadata.db` is opened read-only, and only plain tables of
+integers are read, which must describe the `.bin` files without gaps. If there is a `metadata.db-journal`, caching was
+interrupted: let diffusion-pipe finish it first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.lookups.diffusion_pipe_items import (
+    DATABASE,
+    SHARD,
+    Item,
+    Spec,
+    read_database,
+)
+from wds_tensorcache.importers.lookups.media_names import name_media
+from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source_folder import SourceFolder
+
+_TEXT = re.compile(r"(uncond_)?text_embeddings_\d+", re.ASCII)
+_LATENTS = "latents"
+_SIZE = re.compile(r"(.*/)?cache_(?:([\d.]+)x)?\d+x\d+x(\d+)", re.ASCII)
+# for each text folder, the items of each media file, one for each caption
+_Texts = dict[str, dict["Spec | None", list[Item]]]
+
+
+def _recognize(folder: SourceFolder) -> int:
+    caches = {_split(name)[0] for name in folder.names if _split(name)[1] == DATABASE}
+    shards = (_split(name) for name in folder.by_suffix.get(".bin", ()))
+    return sum(path in caches and SHARD.fullmatch(file[:-4]) is not None for path, file in shards)
+
+
+def _open(folder: SourceFolder) -> Source:
+    """Read all databases; find the text embeddings that belong to each of the latents."""
+    latents: dict[str, list[Item]] = {}
+    texts: dict[str, _Texts] = {}  # by the folder that contains the text folders
+    unconds: dict[str, _Texts] = {}
+    fingerprints: dict[str, str] = {}
+    bad: dict[str, str] = {}
+    listed: set[str] = set()
+    for database in (name for name in folder.names if _split(name)[1] == DATABASE):
+        path = _split(database)[0]
+        try:
+            fingerprints[path], items = read_database(folder, database)
+        except FormatError as exc:
+            bad[database] = exc.reason
+            continue
+        listed.update(item.file for item in items)
+        parent, cache = _split(path)
+        match = _TEXT.fullmatch(cache)
+        if match:
+            found = (unconds if match[1] else texts).setdefault(parent, {}).setdefault(cache, {})
+            for item in items:
+                found.setdefault(item.find_spec(folder), []).append(item)
+        else:
+            latents[path] = items
+    for name in folder.by_suffix.get(".bin", ()):
+        path, file = _split(name)
+        if name not in listed and file.startswith("shard_") and f"{path}/{DATABASE}".lstrip("/") in folder:
+            bad[name] = f"is not listed in {DATABASE}, or {DATABASE} is bad"
+    samples = list(_latent_samples(folder, latents, texts, bad) if latents else _text_samples(folder, texts))
+    for place, each in unconds.items():
+        every = {cache: [item for items in specs.values() for item in items] for cache, specs in each.items()}
+        samples.append(_sample(folder, f"{place}/uncond", None, every, None))
+    return Source(samples, {"fingerprints": fingerprints}, bad)
+
+
+def _latent_samples(
+    folder: SourceFolder, latents: dict[str, list[Item]], texts: dict[str, _Texts], bad: dict[str, str]
+) -> Iterator[SourceSample]:
+    """Yield a sample for each of the latents; name text folders with items that no sample has in `bad`."""
+    used: set[tuple[str, Spec | None]] = set()
+    for path, items in latents.items():
+        parent, cache = _split(path)
+        candidates = _text_folders(parent, texts)
+        specs = [item.find_spec(folder) for item in items]
+        names = name_media([str(spec[-1]) if spec else f"{at:08d}" for at, spec in enumerate(specs)])
+        for item, spec, name in zip(items, specs, names, strict=True):
+            places = [place for place in candidates if any(spec in found for found in texts[place].values())]
+            used.update((place, spec) for place in places)
+            captions = {cache: found.get(spec, []) for place in places for cache, found in texts[place].items()}
+            problem = f"has text embeddings in {' and '.join(places) or 'no folder'}, expected exactly one folder"
+            is_joined = len(places) == 1 or not candidates
+            where = parent if cache == _LATENTS else path
+            yield _sample(folder, f"{where}/{name}", item, captions, None if is_joined else problem)
+    for place, each in texts.items():
+        for cache, found in each.items():
+            unused = [spec for spec in found if (place, spec) not in used]
+            if unused:
+                bad[f"{place}/{cache}".lstrip("/")] = (
+                    f"{len(unused)} media files have no latents, such as {unused[0]!r:.200}"
+                )
+
+
+def _text_folders(parent: str, texts: dict[str, _Texts]) -> list[str]:
+    """Return the folders that may contain the text embeddings of the latents in `parent`."""
+    if parent in texts:
+        return [parent]
+    match = _SIZE.fullmatch(parent)
+    if match is None:
+        return []
+    root, ratio, frames = match[1] or "", match[2], match[3]
+    # folders of older versions do not name the ratio
+    pattern = re.compile(rf"{re.escape(root)}ar_frames_{re.escape(ratio) if ratio else '[^/]+'}_{frames}")
+    return [place for place in texts if pattern.fullmatch(place)]
+
+
+def _text_samples(folder: SourceFolder, texts: dict[str, _Texts]) -> Iterator[SourceSample]:
+    for place, each in texts.items():
+        for cache, found in each.items():
+            for number, item in enumerate(item for items in found.values() for item in items):
+                yield _sample(folder, f"{place}/{cache}/{number:08d}", item, {}, None)
+
+
+def _sample(
+    folder: SourceFolder, name: str, item: Item | None, captions: dict[str, list[Item]], problem: str | None
+) -> SourceSample:
+    items = [*([item] if item else []), *(each for found in captions.values() for each in found)]
+    files = tuple(dict.fromkeys(each.file for each in items))
+    return SourceSample(name.lstrip("/"), files, partial(_load, folder, item, captions, problem))
+
+
+def _load(folder: SourceFolder, item: Item | None, captions: dict[str, list[Item]], problem: str | None) -> Loaded:
+    """Return the latents and the embeddings of their captions; `problem` says why these are not known."""
+    value = item.load(folder) if item else {}
+    if item and problem:
+        raise FormatError(problem).at(item.where)
+    if captions:
+        if "text" in value:
+            raise FormatError("has an entry 'text', where its text embeddings would be").at(item.where if item else "")
+        count = len(value["caption"]) if isinstance(value.get("caption"), list) else 1
+        for cache, found in captions.items():
+            if len(found) != count:
+                where = item.where if item else cache
+                raise FormatError(f"has {count} captions, but {cache} has {len(found)} items for it").at(where)
+        loaded = [[each.load(folder) for each in found] for found in captions.values()]
+        merged = [{key: part for each in parts for key, part in each.items()} for parts in zip(*loaded, strict=True)]
+        value["text"] = [{key: part for key, part in each.items() if key != "image_spec"} for each in merged]
+    return Loaded(value)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the folder of a file or folder, and its name in there."""
+    path, _, last = name.rpartition("/")
+    return path, last
+
+
+FORMAT = Format(
+    "diffusion-pipe",
+    "diffusion-pipe: shard_n.bin files with metadata.db, latents joined with the embeddings of their captions",
+    _recognize,
+    _open,
+)

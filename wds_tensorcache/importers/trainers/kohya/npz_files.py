@@ -1,0 +1,134 @@
+"""Caches of kohya's sd-scripts: `.npz` files next to each image.
+
+Files, with the size of the image as width x height:
+
+- latents: `{stem}_{width}x{height}_{model}.npz`, where the model is `sd`, `sdxl`, `sd3`, `flux`, `lumina`, `anima` or `hi`
+  (HunyuanImage); also `{stem}.npz`, as older versions wrote for SD and SDXL;
+- text encoder outputs: `{stem}_te_outputs.npz` (SDXL), `{stem}_{model}_te.npz` (other models);
+- captions: `{stem}.caption` or `{stem}.txt`.
+
+They become one sample, with the path of the image without suffix as its name:
+
+    {
+        "latents": float32 [C, h, w], for anima [C, 1, h, w],
+        "latents_flipped": the latents of the mirrored image, if cached,
+        "original_size": int64 [2], width and height of the image,
+        "crop_ltrb": int64 [4], the crop of the resized image: left, top, right, bottom, in pixels,
+        "alpha_mask": float32 [H, W], in pixels of the bucket, if cached,
+        "text": the arrays in the file of text encoder outputs, by their names: {"t5_out": …, "l_pooled": …},
+        "caption": "the whole text of the caption file",
+    }
+
+The entries have the same names for all models, also if the file has `latents_64x64` in place of `latents`. A sample has no
+`text` or `caption` without such a file; images without latents become samples too. If an image has both a `.caption` and a
+`.txt` file, the text of the latter is `tags`. Arrays that sd-scripts does not write are in `other`.
+
+A file may contain several resolutions: those of several training resolutions, and those that were abandoned when a bucket
+changed. sd-scripts does not record which are in use. Each becomes a sample of the same structure, so that batches and
+`bucket_by="latents"` work, with the resolution in its name: `photo_64x64` and `photo_128x128` (height x width of the latents).
+The text is in each of them. Choose with `cache.filter(lambda entry: entry.shapes["latents"][-2] >= 96)`.
+If an image has several files of latents, for example since it was resized, the sizes are in the names: `photo_0512x0512`.
+If the folder has the caches of several models, the model comes first: `flux/photo` and `sdxl/photo`.
+
+Latents are stored as sd-scripts wrote them: for SD, SDXL and SD3 without the scale and shift of the model, for FLUX with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.image_files import ImageFile, join_files, note_resolutions
+from wds_tensorcache.importers.safe_files import list_npz, load_npz
+from wds_tensorcache.importers.source import Format, Loaded, Source, one_or_all
+from wds_tensorcache.importers.source_folder import SourceFolder
+
+_LATENTS = re.compile(r"(.+)_(\d{4,}x\d{4,})_(sd|sdxl|sd3|flux|lumina|anima|hi)\.npz", re.DOTALL)
+_TEXT = re.compile(r"(.+)_(?:(te_outputs)|(sd3|flux|lumina|anima|hi)_te)\.npz", re.DOTALL)
+_RESOLUTION = re.compile(r"(.+?)(_\d+x\d+)?", re.DOTALL)
+_ENTRIES = ("latents", "latents_flipped", "original_size", "crop_ltrb", "alpha_mask")
+_NUM_PROBED = 4  # files without a telling name to look into
+
+
+def _recognize(folder: SourceFolder) -> int:
+    """Return the number of files, if at least half of the `.npz` files are of this format."""
+    names = folder.by_suffix.get(".npz", [])
+    unnamed = [name for name in names if not (_LATENTS.fullmatch(name) or _TEXT.fullmatch(name))]
+    count = len(names) - len(unnamed)
+    if unnamed and all(_is_old(_arrays(folder, name)) for name in unnamed[:: -(-len(unnamed) // _NUM_PROBED)]):
+        count = len(names)
+    return count if 2 * count >= len(names) else 0
+
+
+def _is_old(arrays: list[str] | None) -> bool:
+    """Return whether a file with any name contains the arrays that sd-scripts writes for an image."""
+    return {"latents", "original_size", "crop_ltrb"} <= {_split(array)[0] for array in arrays or ()}
+
+
+def _arrays(folder: SourceFolder, name: str) -> list[str] | None:
+    """Return the names of the arrays; None if the file is damaged, which `load_npz` describes."""
+    try:
+        return list_npz(folder, name)
+    except (FormatError, OSError):
+        return None
+
+
+def _split(array: str) -> tuple[str, str]:
+    match = _RESOLUTION.fullmatch(array)
+    return (match[1], match[2] or "") if match else (array, "")
+
+
+def _open(folder: SourceFolder) -> Source:
+    latents, texts, old, bad, schemes = [], [], [], {}, set()
+    for name in folder.by_suffix.get(".npz", ()):
+        if match := _TEXT.fullmatch(name):
+            texts.append(ImageFile(name, match[1], "sdxl" if match[2] else match[3]))
+            continue
+        arrays = _arrays(folder, name)
+        ends = [end for entry, end in map(_split, arrays or ()) if entry == "latents"]
+        resolutions = tuple(dict.fromkeys(ends)) or ("",)
+        if match := _LATENTS.fullmatch(name):
+            latents.append(ImageFile(name, match[1], match[3], match[2], resolutions))
+        elif arrays is None or _is_old(arrays):
+            old.append(ImageFile(name, name[: -len(".npz")], "", "", resolutions))
+        else:
+            bad[name] = "is not a file of sd-scripts: its name and its arrays differ"
+            continue
+        schemes |= {"latents_HxW" if end else "latents" for end in resolutions} if arrays else set()
+    models = {file.model for file in (*latents, *texts)}
+    known = sorted(models & {"sd", "sdxl"})
+    of_old = known[0] if len(known) == 1 else "sd_or_sdxl"  # the names of old files do not tell the model
+    latents += [ImageFile(file.name, file.stem, of_old, "", file.resolutions) for file in old]
+    models |= {of_old} if old else set()
+    provenance = {"architecture": one_or_all(models), "keys": one_or_all(schemes)} if models else {}
+    samples = join_files(latents, texts, partial(_load, folder), captions=partial(_captions, folder))
+    return Source(samples, provenance, bad, notes=note_resolutions(latents))
+
+
+def _load(folder: SourceFolder, latents: ImageFile | None, resolution: str, texts: Sequence[ImageFile]) -> Loaded:
+    sample: dict[str, Any] = {}
+    if latents is not None:
+        arrays = load_npz(folder, latents.name)
+        if f"latents{resolution}" not in arrays:
+            raise FormatError("has no array 'latents', nor one such as 'latents_64x64'").at(latents.name)
+        sample = {entry: arrays[entry + resolution] for entry in _ENTRIES if entry + resolution in arrays}
+        other = {
+            array: value
+            for array, value in arrays.items()
+            if _split(array)[0] not in _ENTRIES or "latents" + _split(array)[1] not in arrays
+        }
+        sample |= {"other": other} if other else {}
+    for text in texts:
+        sample["text"] = load_npz(folder, text.name)
+    found = [folder.read_text(name) for name in _captions(folder, (latents or texts[0]).stem)]
+    return Loaded(sample | dict(zip(("caption", "tags"), found, strict=False)))
+
+
+def _captions(folder: SourceFolder, stem: str) -> list[str]:
+    return [name for name in (f"{stem}.caption", f"{stem}.txt") if name in folder]
+
+
+FORMAT = Format("kohya", "kohya sd-scripts: .npz files of latents and text encoder outputs", _recognize, _open)

@@ -1,0 +1,183 @@
+"""Caches of kohya's sd-scripts in `.safetensors` files, as its branch `new_cache` writes them (issue 1750 of sd-scripts).
+
+Files, with the size of the image as width x height, and the model in lower case, for example `sdxl`:
+
+- latents: `{stem}_{width}x{height}_{model}.safetensors`;
+- text encoder outputs: `{stem}_{model}_{tokens}_te.safetensors` or `{stem}_{model}_{tokens}_m_te.safetensors` (with masks).
+
+They become the samples that `kohya` makes from `.npz` files, with the dtypes of the trainer:
+
+    {
+        "latents": [C, h, w], "latents_flipped": …, "alpha_mask": …,
+        "original_size": (width, height), "crop_ltrb": (left, top, right, bottom), from the metadata, in pixels,
+        "text": {"t5_out": …, "l_pooled": …}, "caption": "…",
+    }
+
+If any image has more than one caption, all samples have `texts` and `captions` in place of `text` and `caption`: lists with an
+item for each caption. `choose={("t5", "pool"): ("texts.*.t5_out", "texts.*.l_pooled")}` of `tc.Loader` draws one of them. If
+texts were encoded with several numbers of tokens, the names are `text_256` and `text_512_m`. A file in which the captions have
+different tensors is an error: the branch as of commit f3a85060 mixes them up when it adds a caption to a file.
+
+Each resolution in a file becomes a sample, and the names of samples are made as for `kohya`. If a file has a tensor in several
+dtypes, the widest one has the name, and the other ones have their whole keys. `metadata` contains the other entries of the
+metadata, unless they are the same in all files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.image_files import ImageFile, join_files, note_resolutions
+from wds_tensorcache.importers.safe_files import load_safetensors
+from wds_tensorcache.importers.source import Format, Loaded, Source, one_or_all
+from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.suffixed_keys import (
+    CommonMetadata,
+    as_numbers,
+    parse_key,
+    peek_header,
+    probe_headers,
+    short_names,
+)
+
+_LATENTS = re.compile(r"(.+)_(\d{4,}x\d{4,})_([a-z][a-z0-9]*)\.safetensors", re.DOTALL)
+_TEXT = re.compile(r"(.+)_([a-z][a-z0-9]*)_(\d+(?:_m)?)_te\.safetensors", re.DOTALL)
+_PROMPT = re.compile(r"(.+)_(\d{1,4})", re.DOTALL)
+
+
+def _recognize(folder: SourceFolder) -> int:
+    names = folder.by_suffix.get(".safetensors", [])
+    fitting = [name for name in names if _TEXT.fullmatch(name) or _LATENTS.fullmatch(name)]
+    if not fitting or 2 * len(fitting) < len(names):
+        return 0
+    latents = [name for name in fitting if not _TEXT.fullmatch(name)]
+    probed = [_is_ours(name, metadata) for name, metadata in probe_headers(folder, latents or fitting).items()]
+    return len(fitting) * sum(probed) // len(probed)
+
+
+def _is_ours(name: str, metadata: dict[str, str]) -> bool:
+    is_latents = any(key.startswith("crop_ltrb_") for key in metadata)
+    return {"architecture", "format_version"} <= metadata.keys() and (is_latents or bool(_TEXT.fullmatch(name)))
+
+
+def _open(folder: SourceFolder) -> Source:
+    latents, texts, bad, architectures = [], [], {}, set()
+    of_latents = CommonMetadata(re.compile(r"width|height|crop_ltrb_.*"))
+    of_texts = CommonMetadata(re.compile(r"caption\d+"))
+    num_captions = 1
+    for name in folder.by_suffix.get(".safetensors", ()):
+        match = _TEXT.fullmatch(name) or _LATENTS.fullmatch(name)
+        keys, metadata = peek_header(folder, name)
+        if match is None or (metadata and not _is_ours(name, metadata)):
+            bad[name] = "is not a file of sd-scripts: its name or its metadata differ"
+            continue
+        parsed = [parse_key(key) for key in keys]
+        if match.re is _TEXT:
+            texts.append(ImageFile(name, match[1], match[2], match[3]))
+            num_captions = max(num_captions, *(number + 1 for number, _ in map(_prompt, keys)), 1)
+        else:
+            sizes = dict.fromkeys(f"_{each.resolution}" for each in parsed if each.content == "latents")
+            latents.append(ImageFile(name, match[1], match[3], match[2], tuple(sizes) or ("",)))
+        if keys:
+            (of_texts if match.re is _TEXT else of_latents).add(keys, metadata)
+        architectures |= {metadata["architecture"]} if metadata else set()
+    labels = {text.label for text in texts}
+    load = partial(_load, folder, of_latents, of_texts, len(labels) > 1, num_captions > 1)
+    provenance = {
+        "architecture": one_or_all(architectures),
+        "metadata": {"latents": of_latents.shared, "text": of_texts.shared},
+        "tokens": sorted(labels),
+        "keys": sorted(of_latents.scheme | of_texts.scheme),
+    }
+    return Source(join_files(latents, texts, load), provenance, bad, notes=note_resolutions(latents))
+
+
+def _load(
+    folder: SourceFolder,
+    of_latents: CommonMetadata,
+    of_texts: CommonMetadata,
+    is_labeled: bool,
+    has_many: bool,
+    latents: ImageFile | None,
+    resolution: str,
+    texts: Sequence[ImageFile],
+) -> Loaded:
+    sample: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for file in (latents, *texts):
+        if file is None:
+            continue
+        tensors, metadata = load_safetensors(folder, file.name)
+        try:
+            if file is latents:
+                sample, rest["latents"] = _latents(tensors, metadata, resolution), of_latents.rest_of(metadata)
+                continue
+            prompts = _prompts(tensors, metadata)
+            captions = [metadata.get(f"caption{number + 1}") for number in range(len(prompts))]
+            found = (
+                {"texts": prompts, "captions": captions} if has_many else {"text": prompts[0], "caption": captions[0]}
+            )
+            (kind, states), (of_caption, caption) = found.items()
+            if sample.setdefault(of_caption, caption) != caption:
+                raise FormatError("has another caption than the texts of other lengths")
+            name = f"{kind}_{file.label}" if is_labeled else kind
+            sample[name], rest[name] = states, of_texts.rest_of(metadata)
+        except FormatError as exc:
+            raise exc.at(file.name) from exc
+    rest = {kind: entries for kind, entries in rest.items() if entries}
+    return Loaded(sample | ({"metadata": rest} if rest else {}))
+
+
+def _latents(tensors: dict[str, Any], metadata: dict[str, str], resolution: str) -> dict[str, Any]:
+    """Return the entries of a resolution; `resolution` is, for example, `_64x64`."""
+    parts = {key: parse_key(key) for key in tensors}
+    known = {each.resolution for each in parts.values() if each.content == "latents"}
+    names = short_names({key: each for key, each in parts.items() if f"_{each.resolution}" == resolution})
+    sample = dict(sorted((name, tensors[key]) for key, name in names.items()))
+    if "latents" not in sample:
+        raise FormatError("has no tensor 'latents_…'")
+    if {"width", "height"} <= metadata.keys():
+        sample["original_size"] = as_numbers(metadata, "width", "height", count=2)
+    if f"crop_ltrb{resolution}" in metadata:
+        sample["crop_ltrb"] = as_numbers(metadata, f"crop_ltrb{resolution}", count=4)
+    other = {key: tensors[key] for key, each in sorted(parts.items()) if each.resolution not in known}
+    return sample | ({"other": other} if other else {})
+
+
+def _prompt(key: str) -> tuple[int, str]:
+    """Return the number of the prompt and the key without it: `(1, "t5_out_bfloat16")` for `t5_out_1_bfloat16`."""
+    content, _, dtype = parse_key(key)
+    match = _PROMPT.fullmatch(content)
+    return (int(match[2]), match[1] + (f"_{dtype}" if dtype else "")) if match else (0, key)
+
+
+def _prompts(tensors: dict[str, Any], metadata: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the states of each prompt by name."""
+    prompts: dict[int, dict[str, Any]] = {}
+    for key, tensor in tensors.items():
+        number, name = _prompt(key)
+        if name in prompts.setdefault(number, {}):
+            raise FormatError(f"has two tensors for {name!r:.100} of prompt {number}")
+        prompts[number][name] = tensor
+    if prompts.keys() != set(range(len(prompts))) or not prompts:
+        raise FormatError(f"has prompts {sorted(prompts)}, expected numbers from 0 on")
+    named = []
+    for number in sorted(prompts):
+        names = short_names({key: parse_key(key) for key in prompts[number]})
+        named.append(dict(sorted((name, prompts[number][key]) for key, name in names.items())))
+        contents = [{parse_key(key).content for key in prompts[each]} for each in (0, number)]
+        if contents[0] != contents[1]:
+            raise FormatError(
+                f"prompts 0 and {number} have different tensors, {sorted(contents[0])} and {sorted(contents[1])}, as some "
+                "versions of the branch new_cache wrote them; encode the texts again"
+            )
+    return named
+
+
+FORMAT = Format(
+    "kohya-safetensors", "kohya sd-scripts, branch new_cache: the same data in .safetensors files", _recognize, _open
+)

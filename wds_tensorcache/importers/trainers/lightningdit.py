@@ -1,0 +1,105 @@
+"""LightningDiT: latents of images with their classes, in `.safetensors` files of 10,000 rows.
+
+`latents_rank{rank:02d}_shard{shard:03d}.safetensors` contains
+
+- `latents`: float32 [N, C, h, w], without the scale and shift that training applies;
+- `latents_flip`: the latents of the mirrored images, [N, C, h, w];
+- `labels`: int64 [N], the classes.
+
+`latents_stats.pt`, which the first training writes, has the means and standard deviations of the channels, [1, C, 1, 1].
+
+Each sample is a row:
+
+    {"latents": float32 [C, h, w], "latents_flip": float32 [C, h, w], "label": int64 []}
+
+The name of a sample is the path of its file without suffix, and the number of the row: `latents_rank00_shard000/00042`. Only
+the bytes of the row are read. LightningDiT draws one of the two latents at random, normalizes it with the statistics, and
+multiplies it by its `latent_multiplier`. The statistics are part of the fingerprint, as `latents_mean` and `latents_std`.
+
+If several processes made the latents, the last rows of some ranks repeat images, because torch's DistributedSampler gives all
+ranks the same number.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+
+from wds_tensorcache.codec.header import StoredTensor
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.file_parts import read_row
+from wds_tensorcache.importers.safe_files import load_torch, read_safetensors_tensors
+from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source_folder import SourceFolder
+
+_FILE = re.compile(r"(?:.*/)?latents_rank\d+_shard\d+\.safetensors", re.DOTALL | re.ASCII)
+_STATS = "latents_stats.pt"
+
+
+def _recognize(folder: SourceFolder) -> int:
+    return sum(_FILE.fullmatch(name) is not None for name in folder.by_suffix.get(".safetensors", ()))
+
+
+def _open(folder: SourceFolder) -> Source:
+    """Find the rows of all `.safetensors` files, as LightningDiT does."""
+    samples: list[SourceSample] = []
+    bad: dict[str, str] = {}
+    provenance: dict[str, Any] = {}
+    metadata_files: list[str] = []
+    for name in folder.names:
+        try:
+            if name.endswith(".safetensors"):
+                samples += _rows(folder, name)
+            elif f"/{name}".endswith(f"/{_STATS}"):
+                stats = _read_stats(folder, name)
+                provenance |= stats if name == _STATS else {name: stats}
+                metadata_files.append(name)
+        except FormatError as exc:
+            bad[name] = exc.reason
+    return Source(samples, provenance, bad, metadata_files)
+
+
+def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
+    tensors, _ = read_safetensors_tensors(folder, name)
+    lengths = {tensor: stored.shape[0] if stored.shape else None for tensor, stored in tensors.items()}
+    if not {"latents", "labels"} <= tensors.keys():
+        raise FormatError("has no tensors 'latents' and 'labels'").at(name)
+    if len(set(lengths.values())) > 1:
+        raise FormatError(f"its tensors have different numbers of rows: {lengths!r:.300}").at(name)
+    if lengths["labels"] is None or tensors["labels"].end - tensors["labels"].begin < lengths["labels"]:
+        # a small file could declare any number of rows without bytes
+        raise FormatError(f"labels are {list(tensors['labels'].shape)}, expected one for each row").at(name)
+    by_entry = {"label" if tensor == "labels" else tensor: stored for tensor, stored in tensors.items()}
+    # the order of a training batch, whatever the order in the file is
+    order = sorted(by_entry, key=lambda entry: (entry == "label", entry))
+    ordered = {entry: by_entry[entry] for entry in order}
+    if len(ordered) < len(tensors):
+        raise FormatError("has both a tensor 'label' and a tensor 'labels'").at(name)
+    stem, files = name[: -len(".safetensors")], (name,)
+    return [
+        SourceSample(f"{stem}/{row:05d}", files, partial(_load, folder, name, ordered, row))
+        for row in range(lengths["labels"])
+    ]
+
+
+def _load(folder: SourceFolder, name: str, tensors: dict[str, StoredTensor], row: int) -> Loaded:
+    return Loaded({entry: read_row(folder, name, tensor, row) for entry, tensor in tensors.items()})
+
+
+def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
+    """Return mean and standard deviation of each channel: float32, which JSON keeps exactly."""
+    stats = load_torch(folder, name)
+    if not isinstance(stats, dict) or stats.keys() != {"mean", "std"}:
+        raise FormatError("expected a dict with 'mean' and 'std'").at(name)
+    found = {}
+    for key, value in stats.items():
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.isfinite().all():
+            raise FormatError(f"{key!r} is not a tensor of finite numbers").at(name)
+        found[f"latents_{key}"] = value.flatten().tolist()
+    return found
+
+
+FORMAT = Format("lightningdit", "LightningDiT: latents_rank*_shard*.safetensors of ImageNet", _recognize, _open)

@@ -1,0 +1,99 @@
+"""LTX-Video-Trainer and the trainer of LTX-2: parallel folders of `.pt` files in `.precomputed/`.
+
+`.precomputed/` contains a folder for each kind of data, and each folder has the same tree as the media files, with one `.pt`
+file for each media file:
+
+- `latents/`: `{"latents", "num_frames", "height", "width", "fps"}`. The latents are `[C, F, H, W]`, or `[F * H * W, C]` from
+  old versions; the sizes are those of the latents.
+- `conditions/`: `{"prompt_embeds", "prompt_attention_mask"}`, from LTX-2 `{"video_prompt_embeds", "prompt_attention_mask"}`,
+  and `audio_prompt_embeds` for audio. Padding is on the left, and newer versions store it cut off.
+- `audio_latents/`, `reference_latents/`, masks, and any other folder that the training configuration names.
+
+Each sample is one media file: a dict with the content of its files by folder, as the trainer's dataset returns it:
+
+    {"latents": {"latents": …, "num_frames": 4, "height": 16, "width": 24, "fps": 24.0},
+     "conditions": {"video_prompt_embeds": …, "prompt_attention_mask": …}, "audio_latents": {…}}
+
+Its name is the path of the media file without suffix. Old versions number the files: `latents/latent_7.pt` belongs to
+`conditions/condition_7.pt`. The content is stored as it is, so old latents stay `[F * H * W, C]`.
+
+The trainer skips a media file without latents or conditions. The import reports it. Files of other folders may be missing,
+for example for clips without audio. Temporary files of an interrupted run (`.pt.tmp.1234`) are not read.
+"""
+
+from __future__ import annotations
+
+import os.path
+from functools import partial
+from typing import Any
+
+from wds_tensorcache.importers.safe_files import load_torch
+from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source_folder import SourceFolder
+
+_PRECOMPUTED = ".precomputed"
+_LATENTS, _CONDITIONS = "latents", "conditions"
+
+
+def _recognize(folder: SourceFolder) -> int:
+    return sum(len(files) for stems in _find(folder).values() for files in stems.values())
+
+
+def _open(folder: SourceFolder) -> Source:
+    """Find the files of each media file; those without latents or conditions are bad."""
+    samples = []
+    bad: dict[str, str] = {}
+    kinds: set[str] = set()
+    for root, stems in _find(folder).items():
+        found = {kind for files in stems.values() for kind in files}
+        kinds |= found
+        prefix = root.removesuffix("/").removesuffix(_PRECOMPUTED).strip("/")
+        for stem, files in stems.items():
+            missing = [kind for kind in (_LATENTS, _CONDITIONS) if kind in found and kind not in files]
+            bad.update(dict.fromkeys(files.values(), f"has no file in {root}{missing[0]}/") if missing else {})
+            if not missing:
+                name = f"{prefix}/{stem}".lstrip("/")
+                samples.append(SourceSample(name, tuple(files.values()), partial(_load, folder, files)))
+    return Source(samples, {"folders": sorted(kinds)}, bad)
+
+
+def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
+    """Return the `.pt` files by root, media file and folder; a root ends with `/`, or is empty."""
+    roots: dict[str, set[str]] = {}
+    names = folder.by_suffix.get(".pt", [])
+    for name in names:
+        parts = name.split("/")
+        for depth, part in enumerate(parts[:-1]):
+            if part in (_LATENTS, _CONDITIONS):
+                roots.setdefault("".join(f"{each}/" for each in parts[:depth]), set()).add(part)
+    path = f"{os.path.basename(os.path.abspath(folder.path))}/"
+    chosen = sorted(
+        root
+        for root, found in roots.items()
+        if len(found) == 2
+        or f"/{path}{root}".endswith(f"/{_PRECOMPUTED}/")  # latents alone are common in other formats
+    )
+    result: dict[str, dict[str, dict[str, str]]] = {}
+    for name in names:
+        root = next((root for root in chosen if name.startswith(root)), None)
+        if root is not None and "/" in name[len(root) :]:
+            kind, _, path = name[len(root) :].partition("/")
+            stem = path[: -len(".pt")]
+            if kind == _CONDITIONS and stem.rpartition("/")[2].startswith("condition_"):
+                paired = f"{stem.rpartition('/')[0]}/latent_{stem.rpartition('condition_')[2]}".lstrip("/")
+                stem = paired if f"{root}{_LATENTS}/{paired}.pt" in folder else stem
+            result.setdefault(root, {}).setdefault(stem, {})[kind] = name
+    return result
+
+
+def _load(folder: SourceFolder, files: dict[str, str]) -> Loaded:
+    value: dict[str, Any] = {kind: load_torch(folder, name) for kind, name in files.items()}
+    return Loaded(value)
+
+
+FORMAT = Format(
+    "ltx",
+    "LTX-Video-Trainer and LTX-2: .precomputed/ with latents/, conditions/ and further folders of .pt files",
+    _recognize,
+    _open,
+)

@@ -1,0 +1,153 @@
+"""NeMo Automodel (diffusion): `.pt` files in `{W}x{H}/`, listed by `metadata.json`; or a folder of `.meta` files.
+
+`metadata.json` names `metadata_shard_0000.json`, …, which list the items: `cache_file` (an absolute path), `image_path`,
+`prompt`, `bucket_resolution` or `crop_resolution`, `original_resolution`, `bucket_id`, `aspect_ratio`, and more. The file of
+an item, `{W}x{H}/{hash}.pt` or `.meta`, is a dict:
+
+- images: `latent`, text tensors such as `clip_hidden`, `pooled_prompt_embeds`, `prompt_embeds`, and `crop_offset`, `prompt`,
+  `image_path`;
+- videos: `video_latents` `[1, C, T, H, W]`, `text_embeddings` `[1, S, E]`, `metadata` and what the model needs.
+
+Each sample is one file: its dict, and the entries of its item that it lacks, such as `aspect_ratio`. Its name is the path of
+the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dimension of 1 that the files have.
+
+`cache_file` is looked up in the imported folder by its last parts, so a cache that was moved or copied can be imported, and
+no file out of the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
+files are samples, and all `.pt` files in `{W}x{H}` folders.
+
+`.meta` files of old versions are pickles with arrays of numpy, which stay arrays. Without `metadata.json`, they need
+`--format nemo`.
+
+The processor, model and options in `metadata.json` become the provenance.
+"""
+
+from __future__ import annotations
+
+import json
+import os.path
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from wds_tensorcache.codec.skeleton.limits import check_depth
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.safe_files import load_torch
+from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source_folder import SourceFolder
+
+_METADATA = "metadata.json"
+_FILE = re.compile(r"(?:.*/)?(?:\d+x\d+(?:x\d+)?/[^/]+\.pt|[^/]+\.meta)", re.ASCII | re.DOTALL)
+_COUNTS = ("shards", "num_shards", "shard_size", "total_items")
+_MAX_NBYTES = 1 << 30
+
+
+def _recognize(folder: SourceFolder) -> int:
+    roots = tuple(root for root in _roots(folder) if f"{root}metadata_shard_0000.json" in folder)
+    metas = folder.by_suffix.get(".meta", [])
+    is_torch = False  # other programs write other `.meta` files
+    for meta in metas[:1]:
+        with folder.open(meta) as file:
+            is_torch = file.read(4) == b"PK\x03\x04"
+    return sum(name.startswith(roots) or (is_torch and name.endswith(".meta")) for name in _files(folder))
+
+
+def _open(folder: SourceFolder) -> Source:
+    """Find the items of each `metadata.json`, and files that none lists."""
+    provenance: dict[str, Any] = {}
+    bad: dict[str, str] = {}
+    items: dict[str, dict[str, Any]] = {}
+    doubles: list[str] = []
+    roots = []
+    for root in _roots(folder):
+        try:
+            described = _read_json(folder, root + _METADATA, dict)
+            check_depth(described)
+        except FormatError as exc:
+            bad[root + _METADATA] = exc.reason
+            continue
+        shards = described.get("shards")
+        if not isinstance(shards, list):  # the file of another program
+            continue
+        roots.append(root)
+        provenance[root.rstrip("/")] = {key: value for key, value in described.items() if key not in _COUNTS}
+        for shard in shards:
+            name = f"{root}{shard}"
+            try:
+                if name not in folder:
+                    raise FormatError(f"is missing, but {root}{_METADATA} lists it")
+                listed = _read_json(folder, name, list)
+            except FormatError as exc:
+                bad[name] = exc.reason
+                continue
+            for number, item in enumerate(listed):
+                file = _locate(folder, root, item.get("cache_file") if isinstance(item, dict) else None)
+                if file is None:
+                    bad[f"{name}, item {number}"] = f"its cache_file is not in the folder: {item!r:.200}"
+                elif items.setdefault(file, item) is not item:
+                    doubles.append(f"item {number} of {name}")
+    for name in _files(folder):
+        if name not in items and name.startswith(tuple(roots)):
+            bad[name] = f"is not listed by {_METADATA}"
+        elif name not in items:
+            items[name] = {}
+    samples = [
+        SourceSample(os.path.splitext(name)[0], (name,), partial(_load, folder, name, item))
+        for name, item in items.items()
+    ]
+    made = next(iter(provenance.values())) if len(provenance) == 1 else {"caches": provenance}
+    notes = []
+    if doubles:
+        what = f"{len(doubles):,} items have the cache_file of an earlier item, and were not used"
+        notes.append(f"{what}, for example {', '.join(doubles[:3])}")
+    return Source(samples, made, bad, notes=notes)
+
+
+def _roots(folder: SourceFolder) -> list[str]:
+    return [
+        name[: -len(_METADATA)] for name in folder.by_suffix.get(".json", ()) if f"/{name}".endswith(f"/{_METADATA}")
+    ]
+
+
+def _files(folder: SourceFolder) -> Iterator[str]:
+    names = (name for suffix in (".pt", ".meta") for name in folder.by_suffix.get(suffix, ()))
+    return (name for name in names if _FILE.fullmatch(name))
+
+
+def _read_json(folder: SourceFolder, name: str, expected: type) -> Any:
+    try:
+        # the fingerprint of a cache has no NaN
+        constant = str if expected is dict else None
+        content = json.loads(folder.read_text(name, _MAX_NBYTES), parse_constant=constant)
+    except (FormatError, ValueError, RecursionError) as exc:
+        raise FormatError(f"is not JSON: {exc!r:.200}") from exc
+    if not isinstance(content, expected):
+        raise FormatError(f"contains a JSON {type(content).__name__}, expected a {expected.__name__}")
+    return content
+
+
+def _locate(folder: SourceFolder, root: str, cache_file: object) -> str | None:
+    """Return the listed file in `root` that ends with the most parts of a path; None if there is none."""
+    parts = cache_file.replace("\\", "/").split("/") if isinstance(cache_file, str) else []
+    names = (root + "/".join(parts[at:]) for at in range(len(parts)))
+    return next((name for name in names if name in folder and name.endswith((".pt", ".meta"))), None)
+
+
+def _load(folder: SourceFolder, name: str, item: dict[str, Any]) -> Loaded:
+    value = load_torch(folder, name)
+    if not isinstance(value, dict):
+        raise FormatError(f"contains {type(value).__name__}, expected a dict").at(name)
+    more = {key: part for key, part in item.items() if key not in value and key != "cache_file"}
+    try:
+        check_depth(more)
+    except FormatError as exc:
+        raise exc.at(f"metadata of {name}") from exc
+    return Loaded({**value, **more})
+
+
+FORMAT = Format(
+    "nemo",
+    "NeMo Automodel: .pt files in {W}x{H}/ folders listed by metadata.json, or .meta files",
+    _recognize,
+    _open,
+)

@@ -1,0 +1,166 @@
+"""OneTrainer (mgds DiskCache): `image/` and `text/` folders of `.pt` files that are named by position.
+
+OneTrainer writes `{cache_dir}/image/{hash}/variation-{n}/` and `{cache_dir}/text/{hash}/variation-{n}/`, where a hash stands
+for a concept and its settings. Each variation contains `0.pt`, `1.pt`, …, one for each file of the concept, and
+`aggregate.pt`, a list with more of each:
+
+- images: `latent_image`, `original_resolution`, `crop_offset`, for some models `latent_mask`, `latent_conditioning_image`; in
+  `aggregate.pt` `crop_resolution`, `image_path`;
+- text: `tokens_1`, `tokens_mask_1`, `text_encoder_1_hidden_state`, `text_encoder_1_pooled_state` and so on.
+
+Each sample is one file of a concept. It has both parts as dicts:
+
+    {"image": {"latent_image": …, "original_resolution": …, "crop_resolution": …, "image_path": "/photos/harbor.png"},
+     "text": {"tokens_1": …, "text_encoder_1_hidden_state": …}}
+
+If any concept has several variations of its text, such as random captions, `text` is a list of dicts in all samples; and
+likewise `image`, for random crops and flips. In training, choose one of them:
+
+    choose = {("tokens", "state"): ("text.*.tokens_1", "text.*.text_encoder_1_hidden_state")}
+    loader = tc.Loader(cache, batch_size=4, choose=choose)
+
+The name of a sample is the path of its image, relative to the folder that contains all images.
+
+Nothing in the cache tells which text folder belongs to which image folder. They are joined by position, as OneTrainer does,
+if the numbers of their files leave only one possibility: each image folder has its own number, and exactly one text folder
+has the same. If not, nothing is joined: samples have `image` or `text`, and text is named `text/{hash}/{position}`. To join
+concepts with equally many files, import a folder with the `image/{hash}` and `text/{hash}` of one concept.
+
+A variation without `aggregate.pt` is unfinished, and one whose images differ from those of the concept's first variation was
+cached from other files: both are reported, and so are files beyond the end of `aggregate.pt`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.lookups.media_names import name_media, number_repeats
+from wds_tensorcache.importers.safe_files import load_torch
+from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source_folder import SourceFolder
+
+_FILE = re.compile(r"(?:(.*)/)?variation-(0|[1-9]\d{0,8})/(0|[1-9]\d{0,8}|aggregate)\.pt", re.ASCII | re.DOTALL)
+
+
+@dataclass(slots=True)
+class _Group:
+    """The cached files of one concept.
+
+    Attributes:
+        path: Folder of its variations.
+        variations: For each variation, its folder and its `aggregate.pt`, a list of dicts.
+        images: Path of the image at each position; None if it is not cached.
+    """
+
+    path: str
+    variations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    images: list[str | None] = field(default_factory=list)
+
+    @property
+    def part(self) -> str:
+        """The entry of a sample that contains its files."""
+        return "image" if any(self.images) else "text"
+
+
+def _recognize(folder: SourceFolder) -> int:
+    files = [match for name in folder.by_suffix.get(".pt", ()) if (match := _FILE.fullmatch(name))]
+    return len(files) if any(match[3] == "aggregate" for match in files) else 0
+
+
+def _open(folder: SourceFolder) -> Source:
+    """Read all `aggregate.pt`, and find the files of each position."""
+    bad: dict[str, str] = {}
+    found: dict[str, dict[int, list[str]]] = {}
+    for name in folder.by_suffix.get(".pt", ()):
+        match = _FILE.fullmatch(name)
+        if match:
+            found.setdefault(match[1] or "", {}).setdefault(int(match[2]), []).append(name)
+    groups = [_read_group(folder, path, variations, bad) for path, variations in found.items()]
+    groups = [group for group in groups if group.variations]
+    pairs = _pair(groups)
+    lists = {group.part for group in groups if len(group.variations) > 1}
+    every = [(group, at) for group in groups if group.path not in pairs.values() for at in range(len(group.images))]
+    media = [path for group, at in every if (path := group.images[at])]
+    known = iter(name_media(media))
+    names = number_repeats(next(known) if group.images[at] else f"{group.path}/{at}" for group, at in every)
+    texts = {group.path: group for group in groups}
+    samples = []
+    for (group, at), name in zip(every, names, strict=True):
+        parts = {each.part: each for each in (group, texts.get(pairs.get(group.path, ""))) if each}
+        files = tuple(f"{variation}/{at}.pt" for each in parts.values() for variation in each.variations)
+        samples.append(SourceSample(name, files, partial(_load, folder, parts, at, lists)))
+    described = {group.path: {"items": len(group.images), "variations": len(group.variations)} for group in groups}
+    return Source(samples, {"groups": described, "joined": pairs}, bad)
+
+
+def _read_group(folder: SourceFolder, path: str, variations: dict[int, list[str]], bad: dict[str, str]) -> _Group:
+    """Return the finished variations of a concept; describe files that are in none of them in `bad`."""
+    group = _Group(path)
+    for number, files in sorted(variations.items()):
+        variation = f"{path}/variation-{number}".lstrip("/")
+        try:
+            entries = _read_aggregate(folder, f"{variation}/aggregate.pt")
+            paths = [entry.get("image_path") for entry in entries]
+            images = [path if isinstance(path, str) else None for path in paths]
+            if group.variations and images != group.images:
+                raise FormatError(
+                    "was cached from other files than the first variation; let OneTrainer cache them again"
+                )
+        except FormatError as exc:
+            bad.update(dict.fromkeys(files, f"{variation}: {exc.reason}"))
+            continue
+        group.variations[variation], group.images = entries, images
+        expected = {f"{variation}/{at}.pt" for at in range(len(entries))} | {f"{variation}/aggregate.pt"}
+        bad.update(dict.fromkeys(sorted({*files} - expected), f"aggregate.pt has only {len(entries)} entries"))
+    return group
+
+
+def _read_aggregate(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
+    if name not in folder:
+        raise FormatError("has no aggregate.pt, so caching was interrupted; let OneTrainer finish it")
+    entries = load_torch(folder, name)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise FormatError("aggregate.pt is not a list of dicts")
+    return entries
+
+
+def _pair(groups: list[_Group]) -> dict[str, str]:
+    """Return the text folder of each image folder if the numbers of their files leave only one possibility, else nothing."""
+    images, texts = (
+        {group.path: len(group.images) for group in groups if group.part == part} for part in ("image", "text")
+    )
+    is_unique = max([*Counter(images.values()).values(), *Counter(texts.values()).values()], default=0) == 1
+    if not is_unique or sorted(images.values()) != sorted(texts.values()):
+        return {}
+    by_count = {count: path for path, count in texts.items()}
+    return {path: by_count[count] for path, count in images.items()}
+
+
+def _load(folder: SourceFolder, parts: dict[str, _Group], at: int, lists: set[str]) -> Loaded:
+    value = {}
+    for part, group in parts.items():
+        loaded = [_load_one(folder, f"{path}/{at}.pt", entries[at]) for path, entries in group.variations.items()]
+        value[part] = loaded if part in lists else loaded[0]
+    return Loaded(value)
+
+
+def _load_one(folder: SourceFolder, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    if name not in folder:
+        raise FormatError("is missing, but aggregate.pt has an entry for it").at(name)
+    value = load_torch(folder, name)
+    if not isinstance(value, dict):
+        raise FormatError(f"contains {type(value).__name__}, expected a dict").at(name)
+    return {**value, **entry}
+
+
+FORMAT = Format(
+    "onetrainer",
+    "OneTrainer: image/ and text/ folders with variation-n/*.pt and aggregate.pt, joined by position",
+    _recognize,
+    _open,
+)

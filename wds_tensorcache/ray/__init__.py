@@ -1,0 +1,17 @@
+"""Ray Data, as `tc.ray`: datasets read from caches, caches written from datasets, and caches built by actors on a cluster."""
+
+from wds_tensorcache.ray.batches import ray_collate, ray_from_torch, ray_sample, ray_table, ray_to_torch
+from wds_tensorcache.ray.build import build_ray
+from wds_tensorcache.ray.read import read_ray
+from wds_tensorcache.ray.write import write_ray
+
+__all__ = [
+    "build_ray",
+    "ray_collate",
+    "ray_from_torch",
+    "ray_sample",
+    "ray_table",
+    "ray_to_torch",
+    "read_ray",
+    "write_ray",
+]
