@@ -186,6 +186,7 @@ X = torch.zeros(2)
             "stack",
             r"tensor 'x' is \[2\] in sample '000', but \[3\] in '002'; use collate='pad' or",
         ),
+        ({"x": torch.zeros(2, 1)}, "stack", r"is \[2\] in sample '000', but \[2, 1\] in '002'; use collate='list', or"),
         (
             {"x": torch.zeros(2, 1)},
             "pad",

@@ -75,7 +75,7 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
         (
             lambda c: tc.Loader(c, choose={"x": "txet.*"}),
             tc.BatchError,
-            "choose={'x': …}: unknown tensor 'txet.\\*'; there",
+            "choose={'x': …}: unknown tensor 'txet.\\*'; there are .*; the first sample has 'latent', 'text'",
         ),
         (
             lambda c: c.read_batch([0], choose={"x": "text.*"}, choices={"y": [0]}),

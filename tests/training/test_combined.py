@@ -182,6 +182,8 @@ def test_by_length(cache: Any, tmp_path: Any) -> None:
     ):
         loader = tc.Loader(cache, 4, bucket_by=bucket_by, collate="list")
         assert {info.source for _, info in loader.with_info()} == expected
+    with pytest.raises(ValueError, match="returned NaN"):
+        tc.Loader(cache, 4, bucket_by=lambda entry: math.nan)
     for bounds in ([], [-1, 2], [2, 2], [3, 2]):
         with pytest.raises(ValueError, match="expected ascending lengths"):
             tc.by_length("y", bounds)

@@ -153,7 +153,8 @@ class Alternatives:
                 cache.select(patterns)  # a SharedDataset may not know all names
             except KeyError as exc:
                 if not len(cache) or not any(_find_values(cache._sample(0), patterns)):
-                    raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}") from exc
+                    values = f"; the first sample has {list_names(cache._sample(0))}" if len(cache) else ""
+                    raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}{values}") from exc
         for name in names:
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns.get(name, "*")):
                 raise _other_tensor(name)

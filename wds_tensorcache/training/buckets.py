@@ -77,6 +77,8 @@ def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]
         labels: list[Any] = [by.of_shape(shape) for shape in shapes] if isinstance(by, ByLength) else list(shapes)
     else:
         labels = [tuple(entry.shapes[by]) if isinstance(by, str) else by(entry) for entry in cache._entries()]
+    if any(label != label for label in labels):
+        raise ValueError("bucket_by: the function returned NaN for a sample, which equals no other bucket")
     distinct = sorted(set(labels)) if isinstance(by, ByLength) else list(dict.fromkeys(labels))
     numbers = {label: number for number, label in enumerate(distinct)}
     which = np.array([numbers[label] for label in labels])[which]

@@ -184,9 +184,11 @@ class Columns:
         (at, first), *others = self.present(tensor)
         for number, other in others:
             if other.shape != first.shape:
+                can_pad = all(one.shape and one.shape[1:] == first.shape[1:] for _, one in (*others, (at, first)))
+                ways = "'pad' or 'list'" if can_pad else "'list'"
                 raise BatchError(
                     f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "
-                    f"{list(other.shape)} in {layouts.key(number)!r}; use collate='pad' or 'list', or batches of one shape: "
+                    f"{list(other.shape)} in {layouts.key(number)!r}; use collate={ways}, or batches of one shape: "
                     f"Loader(…, bucket_by={first.name!r})"
                 )
         check_stackable(first, len(layouts.rows), first.shape, layouts.key(at))
