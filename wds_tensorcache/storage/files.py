@@ -92,7 +92,8 @@ def _unmap(address: int, nbytes: int) -> None:
 
 def are_resident(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return whether all pages of ranges of maps are in memory, bool `[n]`. Of each file, `shows_pages` must be True."""
-    begins, sizes = _pages(addresses, nbytes)
+    begins = addresses & -mmap.PAGESIZE
+    sizes = addresses + nbytes - begins
     pages = np.zeros((len(begins), int(sizes.max(initial=0)) // mmap.PAGESIZE + 1), np.uint8)
     deque(map(_libc.mincore, begins.tolist(), sizes.tolist(), range(pages.ctypes.data, 1 << 63, pages.shape[1])), 0)
     is_resident: np.ndarray[Any, Any] = (pages & 1).sum(1) == -(-sizes // mmap.PAGESIZE)
@@ -101,14 +102,9 @@ def are_resident(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) 
 
 def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> None:
     """Ask the system to read ranges of maps into memory in the background; this needs no descriptors."""
-    begins, sizes = _pages(addresses, nbytes)
-    deque(map(_libc.madvise, begins.tolist(), sizes.tolist(), repeat(mmap.MADV_WILLNEED)), 0)
-
-
-def _pages(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> tuple[Any, Any]:
-    """Return the begins and sizes of ranges after extending them to the beginning of a page."""
     begins = addresses & -mmap.PAGESIZE
-    return begins, addresses + nbytes - begins
+    sizes = addresses + nbytes - begins
+    deque(map(_libc.madvise, begins.tolist(), sizes.tolist(), repeat(mmap.MADV_WILLNEED)), 0)
 
 
 class ShardFile:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from ctypes import memmove
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from time import monotonic
 from typing import Any, Protocol
 
@@ -40,6 +42,7 @@ _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
 # Bytes before the first tensor of a sample that are announced, too: its skeleton is often there.
 _BEFORE_NBYTES = 1 << 12
 _GAP_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper than another system call
+_shows_pages = attrgetter("shows_pages")
 
 
 class RangeFile(Protocol):
@@ -123,18 +126,10 @@ def _copy(
     source = ranges.begin + base
     target, nbytes = ranges.target, ranges.nbytes
     cold = _find_cold(files, ranges, base)
-    if not len(cold) and len(ranges.file) >= _FEW:
-        # numpy keeps the GIL during some of these copies. They are short, since the bytes are in memory.
-        first = int(source.min())
-        span = view_address(first, int(source.max()) - first + _NARROW_NBYTES, None)
-        is_left = [
-            not _copy_narrow(memory, target[tensor], span, source[tensor] - first, nbytes[tensor])
-            for tensor in range(len(source))
-        ]
-        if not any(is_left):
-            return
-        source, nbytes, target = source[is_left], nbytes[is_left], target[is_left]
-    rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])
+    # numpy keeps the GIL during some of its copies. They are short, since the bytes are in memory.
+    is_narrow = (nbytes[:, 0] <= _NARROW_NBYTES) & (nbytes == nbytes[:, :1]).all(1)
+    is_narrow &= not len(cold) and len(ranges.file) >= _FEW
+    rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])[:, ~is_narrow]
 
     # `owners` stay alive while a thread copies, also after an interrupt
     def copy(begin: int, end: int, owners: Any = (memory, files)) -> None:
@@ -144,22 +139,25 @@ def _copy(
         # releases the GIL for each row
         deque(map(memmove, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
-    _run(copy, ranges, num_threads, executor)
+    first = partial(_copy_narrow, memory, target[is_narrow], source[is_narrow], nbytes[is_narrow, 0])
+    _run(copy, rows[2].sum(0), num_threads, executor, first)
 
 
-def _copy_narrow(memory: Array, target: Array, span: Array, source: Array, nbytes: Array) -> bool:
-    """Copy rows from offsets in `span` to offsets in `memory` if they are narrow and of one size; return whether they were."""
-    width = nbytes.item(0)
-    if width > _NARROW_NBYTES or (nbytes != width).any():
-        return False
-    if width:
+def _copy_narrow(memory: Array, targets: Array, sources: Array, widths: Array) -> None:
+    """Copy the rows of tensors, all of one width, from addresses to offsets in `memory`."""
+    if not widths.any():
+        return
+    origin = int(sources.min())
+    span = view_address(origin, int(sources.max()) - origin + _NARROW_NBYTES, None)
+    for target, source, width in zip(targets, sources - origin, widths.tolist(), strict=True):
+        if not width:
+            continue
         windows, step, first = _windows(span, width), _PIECE_NBYTES // width, target.item(0)
         is_dense = target.item(-1) - first == width * (len(target) - 1)  # rows of a tensor ascend, without overlaps
         rows = memory[first : first + width * len(target)].view(f"V{width}") if is_dense else _windows(memory, width)
         for at in range(0, len(target), step):
             piece = slice(at, at + step)
             rows[piece if is_dense else target[piece]] = windows[source[piece]]
-    return True
 
 
 def _windows(array: Array, width: int) -> Array:
@@ -175,7 +173,7 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
     """
     count = len(ranges.file)
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
-    if is_large and base is not None and all(file.shows_pages for file in files.values()):
+    if is_large and base is not None and all(map(_shows_pages, files.values())):
         global _short_until
         step = 1 if monotonic() < _short_until else max(1, count // _NUM_LOOKS)
         cold = _find_incomplete(ranges, base, np.arange(0, count, step))
@@ -228,7 +226,7 @@ def _read(
             for number, begin, buffers in runs(ranges.select(slice(at, end)), memory, _GAP_NBYTES):
                 files[number].read_into(buffers, begin)
 
-    _run(read, ranges, num_threads, executor)
+    _run(read, ranges.nbytes.sum(0), num_threads, executor)
 
 
 def runs(ranges: Ranges, memory: Array, gap_nbytes: int = 0) -> Iterator[tuple[int, int, list[memoryview]]]:
@@ -260,22 +258,28 @@ def runs(ranges: Ranges, memory: Array, gap_nbytes: int = 0) -> Iterator[tuple[i
 
 def _run(
     call: Callable[[int, int], None],
-    ranges: Ranges,
+    nbytes: Array,
     num_threads: int,
     executor: Callable[[], Executor | None],
+    first: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call a function with all samples, `[begin, end)`, in parts on several threads."""
-    count = len(ranges.file)
-    parts = max(1, min(num_threads, count, int(ranges.nbytes.sum()) // _PART_NBYTES))
+    """Call a function with all samples of `nbytes` bytes, `[begin, end)`, in parts on several threads.
+
+    The caller's thread calls `first` before its part, when the other threads have started.
+    """
+    count = len(nbytes)
+    parts = max(1, min(num_threads, count, int(nbytes.sum()) // _PART_NBYTES))
     pool = executor() if parts > 1 else None
     if pool is None:
+        first()
         call(0, count)
         return
-    ends = ranges.nbytes.sum(0).cumsum()
+    ends = nbytes.cumsum()
     edges = [*np.searchsorted(ends, ends[-1] * np.arange(parts) // parts).tolist(), count]
     futures: list[Future[None]] = []
     try:
         futures.extend(pool.submit(call, begin, end) for begin, end in pairwise(edges[1:]))
+        first()
         call(0, edges[1])
     finally:
         # A thread that still runs would write into memory that another batch may use.
