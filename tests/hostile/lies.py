@@ -1,122 +1,118 @@
-"""Footers with a right digest that lie: changes of the index of a shard from `tests.hostile.forged.write`."""
+"""Indexes with a right digest that lie about a shard from `tests.hostile.forged.write`: changes for `tests.shards.footers.forge`."""
 
 from __future__ import annotations
 
-import struct
-from dataclasses import replace
+import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tests.hostile.forged import COUNT
-from tests.shards.forged_index import Change, changed, columns, swap, swap_keys, unchecked
-from wds_tensorcache.codec.header import form_of
-from wds_tensorcache.shards.footer import MAGIC, _digest
-from wds_tensorcache.shards.index import MemberColumns, ShardIndex, narrow
-from wds_tensorcache.shards.key_table import Keys
+from tests.shards.footers import Arrays
 
-COLUMNS = ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
-
-
-def layouts(**changes: Any) -> Change:
-    return lambda index: replace(index, layouts=unchecked(index.layouts, **changes))
+Change = Callable[[Arrays], object]
+COLUMNS = tuple(
+    f"cache.0.{name}" for name in ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
+)
+U8, U64 = np.uint8, np.uint64
 
 
-def rename(index: ShardIndex) -> ShardIndex:
-    keys = [key.replace("k", "q") for key in index.keys]
-    return replace(index, keys=Keys(np.frombuffer("".join(keys).encode(), np.uint8), index.keys.ends))
+def put(name: str, at: int, value: int) -> Change:
+    """Return a change of one number."""
 
-
-def members(**changes: Any) -> Change:
-    def change(index: ShardIndex) -> ShardIndex:
-        return replace(index, members={"txt": replace(index.members["txt"], **changes)})
+    def change(arrays: Arrays) -> None:
+        arrays[name] = arrays[name].astype(U64)
+        arrays[name][at] = value
 
     return change
 
 
-def member_of_another(index: ShardIndex) -> ShardIndex:
-    return members(begin=index.members["txt"].begin[[1, 0, 2, 3]])(index)
+def take(order: list[int], *names: str) -> Change:
+    """Return a change that gives samples the numbers of other samples."""
+    return lambda arrays: arrays.update({name: arrays[name][order] for name in names})
 
 
-def skeletons_for_members(index: ShardIndex) -> ShardIndex:
-    (cache,) = index.caches.values()
-    return members(begin=cache.skeleton_begin, nbytes=cache.skeleton_nbytes)(index)
+def swap(*names: str) -> Change:
+    return take([0, 2, 1, 3], *names)
 
 
-def one_twice(index: ShardIndex) -> ShardIndex:
-    (cache,) = index.caches.values()
-    return columns(index, **{name: getattr(cache, name)[[0, 0, 2, 3]] for name in COLUMNS})
+def replace(**changes: Any) -> Change:
+    """Return a change of arrays by name, in which `__` stands for a dot."""
+    return lambda arrays: arrays.update({name.replace("__", "."): np.asarray(array) for name, array in changes.items()})
 
 
-def fewer(index: ShardIndex) -> ShardIndex:
-    """Samples 1 and 3 alone have the cache, says it, with what samples 0 and 2 have."""
-    (cache,) = index.caches.values()
-    return columns(index, rows=np.array([1, 3], np.uint8), **{name: getattr(cache, name)[[0, 2]] for name in COLUMNS})
+def rename(**changes: Any) -> Change:
+    """Return a change of entries of the JSON in an index."""
+
+    def change(arrays: Arrays) -> None:
+        names = json.loads(arrays["names"].tobytes()) | changes
+        arrays["names"] = np.frombuffer(json.dumps(names).encode(), U8)
+
+    return change
 
 
+def keys(text: bytes) -> Change:
+    return replace(keys__text=np.frombuffer(text, U8))
+
+
+def both(*changes: Change) -> Change:
+    return lambda arrays: [change(arrays) for change in changes]
+
+
+def skeletons_for_members(arrays: Arrays) -> None:
+    arrays["member.0.begin"], arrays["member.0.nbytes"] = (arrays[name] for name in COLUMNS[:2])
+
+
+# Samples 1 and 3 alone have the cache, the index says, with the columns of samples 0 and 2.
+FEWER = both(take([0, 2], *COLUMNS), replace(cache__0__rows=np.array([1, 3], U8)))
+NONE = np.empty(0, U8)
 LIES: dict[str, Change] = {
     "another sample's everything": swap(*COLUMNS),
-    "another sample's tensors": swap("tensors_begin", "digest"),
-    "another sample's skeleton": swap("skeleton_begin", "skeleton_nbytes"),
-    "one sample twice": one_twice,
-    "other keys": swap_keys,
-    "keys that are not there": rename,
-    "rows of other samples": fewer,
-    "outside": changed("tensors_begin", 1, 1 << 40),
-    "at 2^64 - 1": changed("skeleton_begin", 1, (1 << 64) - 1),
-    "in the end of the archive": lambda index: changed("skeleton_begin", 1, index.end)(index),
-    "overflowing shapes": layouts(dims=np.full(2, 1 << 61, np.uint64)),
-    "other shapes of as many bytes": layouts(form=np.zeros(1, np.uint8), dims=np.array([2, 6], np.uint8)),
-    "another dtype": layouts(forms=(form_of((("b", "U8", 1), ("x", "U8", 1))),)),
-    "other names": layouts(
-        forms=(form_of((("b", "BOOL", 1), ("y", "U8", 1))),), references=(("tensor:b", "tensor:y"),)
-    ),
-    "other kinds": layouts(references=(("ndarray:x", "ndarray:b"),)),
-    "tensors that begin elsewhere": layouts(data_begin=np.array([8], np.uint8)),
-    "no layouts": layouts(form=np.empty(0, np.uint8), data_begin=np.empty(0, np.uint8), dims=np.empty(0, np.uint8)),
-    "no digests": lambda index: columns(index, digest=np.zeros(COUNT, np.uint64)),
-    "another cache": lambda index: replace(index, caches={"other": index.caches[""]}),
-    "a member of another sample": member_of_another,
+    "another sample's tensors": swap("cache.0.tensors_begin", "cache.0.digest"),
+    "another sample's skeleton": swap("cache.0.skeleton_begin", "cache.0.skeleton_nbytes"),
+    "one sample twice": take([0, 0, 2, 3], *COLUMNS),
+    "other keys": keys(b"k0k2k1k3"),
+    "keys that are not there": keys(b"q0q1q2q3"),
+    "rows of other samples": FEWER,
+    "outside": put("cache.0.tensors_begin", 1, 1 << 40),
+    "at 2^64 - 1": put("cache.0.skeleton_begin", 1, (1 << 64) - 1),
+    "in the end of the archive": put("cache.0.skeleton_begin", 1, 12288),
+    "overflowing shapes": replace(layouts__dims=np.full(2, 1 << 61, U64)),
+    "other shapes of as many bytes": replace(layouts__dims=np.array([2, 6], U8)),
+    "another dtype": rename(forms=[[["x", "U8", 1], ["b", "U8", 1]]]),
+    "other names": rename(forms=[[["y", "U8", 1], ["b", "BOOL", 1]]], references=[["tensor:y", "tensor:b"]]),
+    "other kinds": rename(references=[["ndarray:x", "ndarray:b"]]),
+    "tensors that begin elsewhere": replace(layouts__data_begin=np.array([8], U8)),
+    "no layouts": replace(layouts__form=NONE, layouts__data_begin=NONE, layouts__dims=NONE),
+    "no digests": replace(cache__0__digest=np.zeros(COUNT, U64)),
+    "another cache": rename(caches=["other"]),
+    "a member of another sample": take([1, 0, 2, 3], "member.0.begin"),
     "skeletons for members": skeletons_for_members,
-    "members without end": members(nbytes=np.full(COUNT, 1 << 63, np.uint64)),
-    "shorter members": members(nbytes=np.full(COUNT, 3, np.uint8)),
-    "members of 2^33 and more": members(nbytes=np.full(COUNT, (1 << 33) + 7, np.uint64)),
-    "members of other samples for all": lambda index: replace(
-        index, members={"gif": MemberColumns(None, index.members["txt"].begin, index.members["txt"].nbytes)}
-    ),
+    "members without end": replace(member__0__nbytes=np.full(COUNT, 1 << 63, U64)),
+    "shorter members": replace(member__0__nbytes=np.full(COUNT, 3, U8)),
+    "members of 2^33 and more": replace(member__0__nbytes=np.full(COUNT, (1 << 33) + 7, U64)),
+    "members of other samples for all": rename(members=["gif"]),
 }
 
 
-def longest_skeletons(index: ShardIndex) -> ShardIndex:
+def longest_skeletons(arrays: Arrays) -> None:
     """Half of the shard for each sample."""
-    return columns(index, skeleton_nbytes=narrow([index.end // 2] * len(index.keys)))
+    begins = arrays["cache.0.skeleton_begin"].astype(U64)
+    arrays["cache.0.skeleton_nbytes"] = np.full(len(begins), begins[-1] // 2)
 
 
-def overlapping_skeletons(index: ShardIndex) -> ShardIndex:
-    """From each skeleton to the end of the archive."""
-    (cache,) = index.caches.values()
-    return columns(index, skeleton_nbytes=narrow(index.end - cache.skeleton_begin.astype(np.int64)))
+def overlapping_skeletons(arrays: Arrays) -> None:
+    """From each skeleton to the end of the last one."""
+    begins = arrays["cache.0.skeleton_begin"].astype(U64)
+    arrays["cache.0.skeleton_nbytes"] = begins[-1] + 100 - begins
 
 
-def many_layouts(index: ShardIndex) -> ShardIndex:
+def many_layouts(arrays: Arrays) -> None:
     """Forms and layouts that no sample has."""
-    table, count = index.layouts, 300_000
-    lying = unchecked(
-        table,
-        forms=table.forms + (form_of(()),) * 60_000,
-        references=table.references + ((),) * 60_000,
-        form=np.zeros(count, np.uint8),
-        data_begin=np.full(count, table.data_begin[0], np.uint8),
-        dims=np.tile(table.dims, count),
+    forms, count = [[["x", "U8", 1], ["b", "BOOL", 1]]], 300_000
+    rename(forms=forms + [[["x", "U8", 1]]] * 60_000, references=[["tensor:x", "tensor:b"]] + [["tensor:x"]] * 60_000)(
+        arrays
     )
-    return replace(index, layouts=lying)
-
-
-def replace_in_footer(shard: bytes, old: bytes, new: bytes) -> bytes:
-    """Return the shard with other bytes in its footer, and a right digest."""
-    numbers = struct.unpack("<QQQ", shard[-40:-16])
-    body = shard[-40 - numbers[0] : -40]
-    assert len(old) == len(new)
-    assert old in body
-    body = body.replace(old, new)
-    return shard[: -40 - numbers[0]] + body + struct.pack("<QQQQ8s", *numbers, _digest(body, numbers), MAGIC)
+    for name in ("form", "data_begin", "dims"):
+        arrays[f"layouts.{name}"] = np.tile(arrays[f"layouts.{name}"], count)

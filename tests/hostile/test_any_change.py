@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.hostile.forged import COUNT, by_stream, is_right, write
-from tests.shards.forged_index import index_of
 
 # a change may make a block of zeros, after which readers stop
 pytestmark = pytest.mark.filterwarnings("ignore:.*a tar header after the end of the archive:UserWarning")
@@ -24,7 +23,7 @@ def _shard() -> tuple[bytes, list[bytes], list[tuple[int, int]], int]:
     """Return a shard, the members of each of its samples, the places that no digest covers, and the end of the archive."""
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "x.tar", text=True)
-        shard, index = path.read_bytes(), index_of(path)
+        shard, index = path.read_bytes(), tc.write_index(path, dali_index=False)
     (cache,) = index.caches.values()
     skeletons = list(zip(cache.skeleton_begin.tolist(), cache.skeleton_nbytes.tolist(), strict=True))
     tensors = list(zip(cache.tensors_begin.tolist(), index.layouts.nbytes[cache.layout].tolist(), strict=True))

@@ -14,9 +14,9 @@ import torch
 
 import wds_tensorcache as tc
 from tests.hostile.forged import COUNT, is_right, write
-from tests.hostile.lies import COLUMNS, LIES, longest_skeletons, many_layouts, overlapping_skeletons, replace_in_footer
+from tests.hostile.lies import COLUMNS, LIES, longest_skeletons, many_layouts, overlapping_skeletons, swap
 from tests.hostile.pickles import little_memory
-from tests.shards.forged_index import forge, swap
+from tests.shards.footers import body_of, forge, put_footer
 
 USES: list[Callable[[Any, int], Any]] = [
     lambda cache, i: tc.realize(cache[i]),
@@ -92,11 +92,12 @@ def test_how_an_index_spells_numbers(tmp_path: Path, spelled: str) -> None:
     path = tmp_path / "x.tar"
     with tc.ShardWriter(path, manifest=False, dali_index=False) as sink:
         sink.write("k", {"éé": torch.tensor(1, dtype=torch.uint8)})
-    shard = path.read_bytes()
+    body = body_of(path)
     written = rb'["\u00e9\u00e9","U8",0]'
+    assert written in body
     for number, is_read in (("0", True), (spelled, False)):
         changed = f'["éé","U8",{number}'.encode().ljust(len(written) - 1) + b"]"
-        path.write_bytes(replace_in_footer(shard, written, changed))
+        put_footer(path, body.replace(written, changed))
         if is_read:
             assert tc.open(path)["k"]["éé"].load() == 1
         else:

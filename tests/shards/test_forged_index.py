@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run
-from tests.shards.footers import Arrays, end_of, forge, forge_names
+from tests.hostile.lies import U8, U64, Change, put, replace
+from tests.shards.footers import end_of, forge, forge_names
 
 
 def write(path: Path) -> Path:
@@ -44,24 +44,7 @@ def test_a_sidecar_of_another_shard_of_the_same_length_is_refused(tmp_path: Path
         assert [int(tensor[0]) for tensor in cache.read_batch(range(3), collate="list")["x"]] == [0, 1, 2]
 
 
-U8, U64 = np.uint8, np.uint64
-
-
-def put(name: str, at: int, value: int) -> Callable[[Arrays], None]:
-    def change(arrays: Arrays) -> None:
-        array = arrays[name].astype(U64)
-        array[at] = value
-        arrays[name] = array
-
-    return change
-
-
-def replace(**changes: Any) -> Callable[[Arrays], None]:
-    """Return a change of arrays by name, in which `__` stands for a dot."""
-    return lambda arrays: arrays.update({name.replace("__", "."): np.asarray(array) for name, array in changes.items()})
-
-
-REFUSED: dict[str, tuple[Callable[[Arrays], object], str]] = {
+REFUSED: dict[str, tuple[Change, str]] = {
     "tensors outside": (put("cache.0.tensors_begin", 3, 1 << 40), "outside the archive"),
     "tensors before the first header": (put("cache.0.tensors_begin", 0, 511), "outside the archive"),
     "a member that ends outside": (put("member.0.nbytes", 3, 5000), "beyond the archive"),
