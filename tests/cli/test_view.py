@@ -25,7 +25,7 @@ from tests.inspecting.caches import EVIL, write_hostile, write_photos
 from wds_tensorcache.cli.app import run
 from wds_tensorcache.inspecting.report.data import overview
 from wds_tensorcache.inspecting.report.server import PageServer
-from wds_tensorcache.inspecting.report.survey import Survey
+from wds_tensorcache.inspecting.survey import Survey
 
 _COMMAND = [sys.executable, "-m", "wds_tensorcache.cli", "view"]
 
@@ -64,7 +64,7 @@ def page(browser: Browser) -> Iterator[Browser]:
 @contextmanager
 def _served(folder: Path) -> Iterator[PageServer]:
     with tc.open(folder) as cache:
-        survey = Survey(cache, range(0, len(cache), 2))
+        survey = Survey(cache, range(0, len(cache), 2), for_page=True)
         with PageServer(survey, overview(survey, folder.name)) as page_server:
             thread = threading.Thread(target=page_server.serve_forever, kwargs={"poll_interval": 0.05})
             thread.start()

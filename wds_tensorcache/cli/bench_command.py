@@ -12,7 +12,7 @@ from wds_tensorcache.cli.cache_argument import cache_argument, cache_option
 from wds_tensorcache.cli.looking.marks import is_unicode
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.errors import format_count
-from wds_tensorcache.inspecting.bench import BenchReport, measure_rates, plot_rates
+from wds_tensorcache.inspecting.bench import measure_rates, plot_rates
 from wds_tensorcache.storage.atomic import write_atomically
 
 _WIDTH = 30  # of the longest bar
@@ -62,8 +62,8 @@ def bench(
 ) -> None:
     """Measure how fast this machine reads CACHE in random order, and say what limits it.
 
-    The samples are in the page cache. For comparison, copies of as many bytes in memory and positioned reads of the
-    same bytes are measured. After each run, its last batch is checked.
+    There are four rates from the page cache: read_batch, the loader, and as their limits copies of as many bytes in memory
+    and positioned reads of the same bytes. The last batch of each run of the first two is checked.
     """
     output = Output(as_json)
     with output.progress("measuring") as show:
@@ -78,11 +78,7 @@ def bench(
         )
     if plot is not None:
         write_atomically(plot, [plot_rates(report, os.path.splitext(plot)[1][1:].lower())])
-    _print(output, report)
     output.result(dataclasses.asdict(report))
-
-
-def _print(output: Output, report: BenchReport) -> None:
     output.line(
         f"{report.num_used:,} of {format_count(report.num_samples, 'sample')}, {report.nbytes_used:,} bytes of tensors, "
         f"batches of {report.batch_size:,}, {format_count(report.num_cores, 'core')}"
@@ -90,16 +86,10 @@ def _print(output: Output, report: BenchReport) -> None:
     output.line()
     highest = max(rate.nbytes_per_s for rate in report.rates)
     mark = "█" if is_unicode(output.console) else "#"
-    rows = [
-        (
-            rate.name,
-            rate.num_threads,
-            f"{rate.nbytes_per_s / 1e9:.3g}",
-            f"{rate.samples_per_s:,.0f}",
-            mark * max(1, round(_WIDTH * rate.nbytes_per_s / highest)),
-        )
-        for rate in report.rates
-    ]
+    rows = []
+    for rate in report.rates:
+        bar = mark * max(1, round(_WIDTH * rate.nbytes_per_s / highest))
+        rows.append((rate.name, rate.num_threads, f"{rate.nbytes_per_s / 1e9:.3g}", f"{rate.samples_per_s:,.0f}", bar))
     output.table(("", "threads", "GB/s", "samples/s", ""), rows, right=("threads", "GB/s", "samples/s"))
     output.line()
     output.line(report.limit)

@@ -11,10 +11,10 @@ import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
-from wds_tensorcache.inspecting.report.data import cards_of, file_limits, overview
+from wds_tensorcache.inspecting.report.data import file_limits, make_cards, overview
 from wds_tensorcache.inspecting.report.page import build_page
 from wds_tensorcache.inspecting.report.server import PageServer
-from wds_tensorcache.inspecting.report.survey import Survey
+from wds_tensorcache.inspecting.survey import Survey
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.urls import is_url, name_of
@@ -62,18 +62,18 @@ def view_command(
     # a url's query may be a signature
     title = name_of(shown_url(path).rstrip("/")) if is_url(path) else os.path.basename(os.path.abspath(path))
     with open_cache(path, cache_name) as cache:
-        numbers = spread(len(cache), samples or (_NUM_SURVEYED if serve else 1000))
+        indices = spread(len(cache), samples or (_NUM_SURVEYED if serve else 1000))
         with shown.progress("examining samples") as progress:
-            survey = Survey(cache, numbers, progress)
+            survey = Survey(cache, indices, progress, for_page=True)
         report = overview(survey, title)
         if output is None:
             return _serve(PageServer(survey, report, port), shown, no_open)
         with shown.progress("drawing samples") as progress:
-            report["samples"] = cards_of(survey, numbers, file_limits(survey, len(numbers)), progress)
+            report["samples"] = make_cards(survey, file_limits(len(indices)), progress)
     page = build_page(report)
     write_atomically(output, [page])
     marked = [card["key"] for card in report["samples"] if card["marks"]]
-    shown.text(f"{output}: {len(numbers):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
+    shown.text(f"{output}: {len(indices):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
     if marked:
         names = ", ".join(marked[:_NUM_NAMED]) + (
             f" and {len(marked) - _NUM_NAMED:,} more" * (len(marked) > _NUM_NAMED)
@@ -84,7 +84,7 @@ def view_command(
             "output": os.path.abspath(output),
             "nbytes": len(page),
             "num_samples": report["num_samples"],
-            "num_shown": len(numbers),
+            "num_shown": len(indices),
             "num_marked": len(marked),
             "marked": marked,
             "errors": {str(at): text for at, text in survey.errors.items()},

@@ -22,23 +22,22 @@ from wds_tensorcache.cli.cache_argument import (
     open_cache,
     sample_key,
 )
-from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, number, values_text
+from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, values_text
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
-from wds_tensorcache.inspecting.heat_map import num_planes, read_plane
-from wds_tensorcache.inspecting.histogram import Histogram
-from wds_tensorcache.inspecting.tree import Node, sample_tree, tensor_text
-from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure
+from wds_tensorcache.inspecting.plane import find_planes
+from wds_tensorcache.inspecting.text import number_text, tensor_text
+from wds_tensorcache.inspecting.tree import Node, describe_samples
+from wds_tensorcache.inspecting.values import Histogram, ValueStatistics, as_numbers, measure_with_histogram
 
 _NUM_MEASURED = 200  # tensors of a sample
-_NUM_MAPS = 8
+_NUM_DRAWN, _NUM_PLANES = 8, 16
 _FEW_NUMBERS = 8  # numbers of a tensor that are shown instead of their statistics
 _MEMBER_CHARS = 200
 _MAX_NBYTES_PRINTED = 1 << 28
-_NUM_BARS, _BAR_WIDTH = 16, 40
-_STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": ""}
+_BAR_WIDTH = 40
 
 
 @click.command("show")
@@ -55,8 +54,9 @@ def show_command(
 ) -> None:
     """Show the sample KEY in CACHE: its structure, values, tensors and other members.
 
-    A heat map shows the first plane of a tensor, such as the first channel of a latent: dark for low values, bright for high
-    values, red for NaN and infinity. Colors range from the 2nd to the 98th percentile. --tensor shows more planes.
+    A heat map shows one plane of a tensor, such as the first channel of a latent, or of the middle frame of a video: dark for
+    low values, bright for high values, red for NaN and infinity. Colors range from the 1st to the 99th percentile. --tensor
+    shows more planes.
     """
     output = Output(as_json)
     maps = output.is_terminal if maps is None else maps
@@ -70,7 +70,7 @@ def show_command(
 
 
 def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, maps: bool) -> None:
-    root, tensors = sample_tree(sample), flatten(sample)
+    root, tensors = describe_samples([sample]), flatten(sample)
     measured = {name: _measured(key, lazy) for name, lazy in list(tensors.items())[:_NUM_MEASURED]}
     members = {suffix: cache.read_members([key], suffix)[0] for suffix in cache[[key]].members}
     nbytes = sum(lazy.nbytes for lazy in tensors.values())
@@ -88,7 +88,7 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
     )
     if output.as_json:
         return
-    drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[:_NUM_MAPS] if maps else ()))
+    drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[: _NUM_DRAWN * maps]))
     name = cache._name_at(cache._find(key), key)
     title = Text().append(f"sample {plain(repr(key))}", "bold")
     title.append(f" ({plain(name)})" if name not in (None, key) else "").append(f"  {nbytes:,} bytes of tensors")
@@ -114,8 +114,9 @@ class _Drawing:
             label = Text().append(f"{plain(node.name)}  " if node.name else "", "bold")
             if node.tensor in self.tensors:
                 tree.add(Group(*self._lines(label, node, self.tensors[node.tensor])))
-            else:  # a tensor in a set, or in the key of a dict, has no name
-                self.grow(tree.add(label.append(plain(node.text), _STYLES.get(node.kind, "dim"))), node.children)
+            else:
+                style = {"value": "", "tensor": "cyan", "ndarray": "cyan"}.get(node.kind, "dim")
+                self.grow(tree.add(label.append(plain(node.text), style)), node.children)
 
     def _lines(self, label: Text, node: Node, lazy: Lazy) -> list[Text]:
         """Return the line about a tensor, and its heat map."""
@@ -125,16 +126,16 @@ class _Drawing:
             return [label.append(f"  {plain(few)}")]
         if values is not None:
             label.append("  ").append_text(values_text(values))
-        plane = read_plane(lazy) if lazy.name in self.drawn else None
-        if plane is None:
+        planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if lazy.name in self.drawn else None
+        if planes is None:
             return [label]
         console = self.output.console
-        return [label, *heat_map(plane, console, min(48, max(8, console.width - 16)), 8)]
+        return [label, *heat_map(planes.load(lazy, 1), console, min(48, max(8, console.width - 16)), 8)]
 
 
 def _measured(key: str, lazy: Lazy) -> ValueStatistics | None:
     try:
-        return measure(lazy)
+        return measure_with_histogram(lazy)
     except tc.TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
 
@@ -185,8 +186,8 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
             "values": f"{values.num_values:,}",
             "min": repr(values.min),
             "max": repr(values.max),
-            "mean": number(values.mean),
-            "std": number(values.std),
+            "mean": number_text(values.mean),
+            "std": number_text(values.std),
             "zeros": f"{values.num_zero:,}",
             "NaN": f"{values.num_nan:,}",
             "Inf": f"{values.num_inf:,}",
@@ -207,13 +208,13 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
 
 def _show_histogram(output: Output, histogram: Histogram) -> None:
     rows = []
-    counts, merged = merge_bins(histogram, _NUM_BARS)
+    counts, merged = merge_bins(histogram)
     bar = "█" if is_unicode(output.console) else "#"
     if histogram.num_below:
         rows.append(("below", f"{histogram.num_below:,}", ""))
     for at, count in enumerate(counts.tolist()):
         begin = histogram.begin + at * merged * histogram.width
-        rows.append((number(begin), f"{count:,}", bar * -(-count * _BAR_WIDTH // int(counts.max()))))
+        rows.append((number_text(begin), f"{count:,}", bar * -(-count * _BAR_WIDTH // int(counts.max()))))
     if histogram.num_above:
         rows.append(("above", f"{histogram.num_above:,}", ""))
     output.table(["from", "values", ""], rows, right=["from", "values"])
@@ -221,24 +222,19 @@ def _show_histogram(output: Output, histogram: Histogram) -> None:
 
 def _show_maps(output: Output, lazy: Lazy) -> None:
     """Draw the planes of a tensor, as many next to each other as the terminal has room for."""
+    planes = find_planes(lazy.name, lazy.dtype, lazy.shape)
+    if planes is None:
+        return
     width = output.console.width
     size = min(32, max(8, width - 2))
-    planes = []
-    for at in range(min(num_planes(lazy), 16)):
-        plane = read_plane(lazy, at)
-        if plane is not None:
-            planes.append(heat_map(plane, output.console, size, size // 2))
-    if not planes:
-        return
+    loaded = planes.load(lazy, _NUM_PLANES)
+    if len(loaded) == 1:
+        maps = [heat_map(loaded, output.console, min(width - 2, 128), 24)]
+    else:
+        maps = [heat_map(plane[None], output.console, size, size // 2) for plane in loaded]
+        output.line(f"the first {len(maps):,} of {planes.count:,} planes")
     columns = max(1, width // (size + 2))
-    if len(planes) == 1:
-        plane = read_plane(lazy)
-        planes = [heat_map(plane, output.console, min(width - 2, 128), 24)]
-    output.line(f"the first {len(planes):,} of {num_planes(lazy):,} planes" if num_planes(lazy) > 1 else "")
-    for begin in range(0, len(planes), columns):
-        for lines in zip(*planes[begin : begin + columns], strict=True):
-            joined = Text()
-            for line in lines:
-                joined.append_text(line).append("  ")
-            output.console.print(joined, soft_wrap=True)
+    for begin in range(0, len(maps), columns):
+        for lines in zip(*maps[begin : begin + columns], strict=True):
+            output.console.print(Text("  ").join(lines), soft_wrap=True)
         output.line()
