@@ -18,7 +18,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.cli.commands import Output, the_server
-from wds_tensorcache.inspecting.bench import BATCH, COPY, LOADER, RAW, describe_limit
+from wds_tensorcache.cli.bench_command import BATCH, COPY, LOADER, RAW, describe_limit
 
 QUICK = ("--seconds", 0)  # one batch a run
 

@@ -190,11 +190,11 @@ def test_equal_bytes_of_two_dtypes_are_two_tensors(tmp_path: Path) -> None:
 
 
 def test_repeats_in_bounded_memory() -> None:
-    counter, chance = RepeatCounter(max_known=512), np.random.default_rng(1)
+    counter, chance = RepeatCounter(max_kept=512), np.random.default_rng(1)
     digests = chance.integers(0, 1 << 63, 20_000)
     for digest in np.concatenate([digests, digests, digests[:10_000]]).tolist():
         counter.add(digest, "x", "key", 10)
-    assert len(counter._known) <= 512
+    assert len(counter._kept) <= 512
     found = counter.result()
     assert found.is_estimate
     assert found.num_tensors == pytest.approx(30_000, rel=0.2)

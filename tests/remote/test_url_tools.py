@@ -16,7 +16,6 @@ from tests.remote.caches import big, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.remote.servers.write_server import WriteServer
 from tests.same import assert_same
-from wds_tensorcache.inspecting.bench import measure_rates
 from wds_tensorcache.inspecting.survey import Survey
 
 SAMPLES = [small(i) for i in range(7)]
@@ -128,7 +127,6 @@ def test_functions_for_local_shards(server: HttpServer, tmp_path: Path) -> None:
         lambda: tc.merge([url], tmp_path / "new"),
         lambda: tc.reshard(url, tmp_path / "new"),
         lambda: tc.repair(url, tmp_path / "new"),
-        lambda: measure_rates(url),
     ):
         with pytest.raises(
             ValueError, match=f"{server.url}/cache.*only local shards can be .*; copy them to a disk"

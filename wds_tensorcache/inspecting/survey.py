@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -87,14 +87,8 @@ def dtype_names(tensor: TensorDescription) -> list[str]:
     return [dtype_name(dtype) for dtype in (tensor.dtype if isinstance(tensor.dtype, tuple) else (tensor.dtype,))]
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A reason to look at a sample.
-
-    Attributes:
-        short: A few words.
-        text: A sentence that names the tensor.
-    """
+class Mark(NamedTuple):
+    """A reason to look at a sample, in a few words, and in a sentence that names the tensor."""
 
     short: str
     text: str

@@ -73,44 +73,36 @@ class ValueStatistics:
 
 def compute_statistics(values: Array) -> ValueStatistics:
     """Return the statistics of an array `[n]` of bools, integers or floats, without a histogram."""
-    num_values, num_nan, num_inf = len(values), 0, 0
-    num_zero = num_values - int(np.count_nonzero(values))
-    if values.dtype.kind == "f":
-        is_finite = np.isfinite(values)
-        if not is_finite.all():
-            num_nan = int(np.count_nonzero(np.isnan(values)))
-            num_inf = num_values - int(np.count_nonzero(is_finite)) - num_nan
-            values = values[is_finite]
-    if not len(values):
-        return ValueStatistics(num_values, num_nan, num_inf, num_zero)
-    low, high = values.min().item(), values.max().item()
+    num_zero = len(values) - int(np.count_nonzero(values))
+    is_finite = np.isfinite(values)
+    finite = values if is_finite.all() else values[is_finite]
+    num_nan = int(np.isnan(values).sum()) if len(finite) < len(values) else 0
+    counts = len(values), num_nan, len(values) - len(finite) - num_nan, num_zero
+    if not len(finite):
+        return ValueStatistics(*counts)
     # the sums of float64 values near their limit are infinite
     with np.errstate(over="ignore", invalid="ignore"):
-        numbers = values.astype(np.float64)
+        numbers = finite.astype(np.float64)
         mean = float(numbers.mean())
         numbers -= mean
         std = math.sqrt(float(np.square(numbers, out=numbers).mean()))
-    return ValueStatistics(num_values, num_nan, num_inf, num_zero, low, high, mean, std)
+    return ValueStatistics(*counts, finite.min().item(), finite.max().item(), mean, std)
 
 
 def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatistics:
     """Return the statistics of the values of both, without a histogram."""
-    counts = (
-        one.num_values + two.num_values,
-        one.num_nan + two.num_nan,
-        one.num_inf + two.num_inf,
-        one.num_zero + two.num_zero,
-    )
+    nan_inf_zero = one.num_nan + two.num_nan, one.num_inf + two.num_inf, one.num_zero + two.num_zero
+    counts = (one.num_values + two.num_values, *nan_inf_zero)
     if not one.num_finite or not two.num_finite:
         some = one if one.num_finite else two
         return ValueStatistics(*counts, some.min, some.max, some.mean, some.std)
-    a: Any = one  # not None: there are finite values
+    a: Any = one  # no None: there are finite values
     b: Any = two
     # Chan's method: no difference of large sums
-    share = two.num_finite / (one.num_finite + two.num_finite)
+    share = b.num_finite / (a.num_finite + b.num_finite)
     delta = b.mean - a.mean
-    variance = (1 - share) * a.std * a.std + share * b.std * b.std + delta * delta * share * (1 - share)
-    return ValueStatistics(*counts, min(a.min, b.min), max(a.max, b.max), a.mean + delta * share, math.sqrt(variance))
+    std = math.sqrt((1 - share) * a.std * a.std + share * b.std * b.std + delta * delta * share * (1 - share))
+    return ValueStatistics(*counts, min(a.min, b.min), max(a.max, b.max), a.mean + delta * share, std)
 
 
 class ValueSample:
@@ -203,10 +195,7 @@ def as_numbers(part: Any) -> Array | None:
 def measure(lazy: Lazy, sample: ValueSample | None = None, digest: Any = None) -> ValueStatistics | None:
     """Return statistics of one tensor without a histogram; None if its elements are not numbers. See `read_parts` for errors.
 
-    Args:
-        lazy: Tensor or array to read.
-        sample: Gets all values.
-        digest: Hash of xxhash that gets all bytes.
+    `sample` gets all values, and `digest`, a hash of xxhash, all bytes.
     """
     statistics: ValueStatistics | None = ValueStatistics()
     for buffer, part in read_parts(lazy):
@@ -227,4 +216,4 @@ def measure_with_histogram(lazy: Lazy) -> ValueStatistics | None:
     """Return statistics of one tensor as `measure`, with a histogram."""
     sample = ValueSample()
     statistics = measure(lazy, sample)
-    return None if statistics is None else replace(statistics, histogram=sample.make_histogram())
+    return statistics and replace(statistics, histogram=sample.make_histogram())

@@ -55,7 +55,7 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
         _add_texts(card, survey, index, sample, limits.text_nbytes)
         lazies = flatten(sample)
         values = survey.samples[index] if index in survey.samples else survey.measure(lazies)
-        card["marks"] = [{"short": mark.short, "text": mark.text} for mark in survey.marks(values)[:20]]
+        card["marks"] = [mark._asdict() for mark in survey.marks(values)[:20]]
         names = [name for name in lazies if name in survey.positions][: limits.num_tensors]
         for name in names:
             shape, dtype = shape_text(lazies[name].shape), dtype_name(lazies[name].dtype)
