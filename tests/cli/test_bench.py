@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
-from tests.cli.commands import Output, the_server
 from wds_tensorcache.cli.bench_command import BATCH, COPY, LOADER, RAW, describe_limit
 
 QUICK = ("--seconds", 0)  # one batch a run
@@ -85,18 +80,6 @@ def test_samples_that_cannot_form_batches(tmp_path: Path) -> None:
     assert "tensor 'x'" in run("bench", tmp_path / "cache", *QUICK, status=1).stderr
 
 
-@pytest.mark.long
-def test_samples_of_one_byte(tmp_path: Path) -> None:
-    """A copy of one byte would have 64 million targets, which take gigabytes."""
-    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
-        for i in range(3):
-            sink.write(f"k{i}", {"x": torch.ones(1, dtype=torch.uint8)})
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30)); "
-    code += "from wds_tensorcache.cli import main; main()"
-    command = [sys.executable, "-c", code, "bench", str(tmp_path / "cache"), "--seconds", "0", "--threads", "1"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=100)
-
-
 def test_one_of_several_caches(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
         for i in range(3):
@@ -142,18 +125,6 @@ def test_no_matplotlib(cache: Path, tmp_path: Path) -> None:
 def test_plot(cache: Path, tmp_path: Path, suffix: str, begin: bytes) -> None:
     run("bench", cache, *QUICK, "--plot", tmp_path / f"x.{suffix}")
     assert (tmp_path / f"x.{suffix}").read_bytes().startswith(begin)
-
-
-def test_interrupted(cache: Path, tmp_path: Path) -> None:
-    """Ctrl-C while threads read: status 130, and one line."""
-    with Output() as said, open(os.devnull) as null:
-        arguments = ["bench", str(cache), "--seconds", "2", "--threads", "3"]
-        process = the_server().start(arguments, (null.fileno(), said.fileno, said.fileno), tmp_path)
-
-        time.sleep(1.0)  # all runs of 2 s take 42 s
-        process.interrupt()
-        assert process.wait() == 130
-        assert said.read() == b"interrupted\n"
 
 
 @pytest.mark.parametrize(

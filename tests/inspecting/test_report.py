@@ -130,13 +130,14 @@ def test_a_thousand_samples_fit_in_ten_megabytes(tmp_path: Path) -> None:
     assert 7_000_000 < len(page) < 10_000_000
 
 
-def test_damaged_samples_are_shown_as_such(tmp_path: Path) -> None:
+def test_damaged_samples_are_shown_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_photos(tmp_path)
     shard = tmp_path / "train-00001.tar"
     content = shard.read_bytes()
     at = content.index(b"photo-00020.skel.pyd") + 512
     shard.write_bytes(content[:at] + b"\xff" * 64 + content[at + 64 :])
     report, _ = view(tmp_path, status=1)
+    assert "sample 20 cannot be read" in capsys.readouterr().err
     card = report["samples"][20]
     assert (card["key"], card["marks"][0]["short"]) == ("photo-00020", "damaged")
     assert card["error"]

@@ -125,7 +125,9 @@ class ValueSample:
         if self._share < 1:
             count = self._random.binomial(len(values), self._share)
             values = values[self._random.integers(0, len(values), count)]
-        self._kept = np.append(self._kept, values[np.isfinite(values)])
+        finite = values[np.isfinite(values)]
+        if len(finite):
+            self._kept = np.append(self._kept, finite)
 
     def make_histogram(self) -> Histogram | None:
         """Return the histogram of the finite values; None if there are none."""

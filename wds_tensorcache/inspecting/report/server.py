@@ -137,8 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command != "HEAD":  # HTTP forbids a body there
-            self.wfile.write(content)
+        self.wfile.write(content)
 
     def __getattr__(self, name: str) -> Any:
         # the base class looks for a method named after each request: only GET is answered
