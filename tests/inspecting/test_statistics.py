@@ -17,7 +17,7 @@ import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from wds_tensorcache.codec.dtypes import TORCH_TRUE
 from wds_tensorcache.inspecting.repeats import RepeatCounter
-from wds_tensorcache.inspecting.values import ValueSample, compute_statistics, merge_statistics
+from wds_tensorcache.inspecting.values import ValueSample
 
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _INTEGERS = st.integers(-(1 << 40), 1 << 40)
@@ -69,18 +69,6 @@ def test_histograms_of_many_values() -> None:
     assert sum(count > 30 for count in found.counts) >= 16
     assert found.num_above > 0
     assert -10 < found.begin < -2
-
-
-@given(st.lists(st.lists(st.floats(-1e9, 1e9) | st.sampled_from([np.nan, np.inf, 0.0])), min_size=1, max_size=5))
-def test_statistics_of_parts_are_those_of_the_whole(parts: list[list[float]]) -> None:
-    merged = compute_statistics(np.array(parts[0], np.float64))
-    for part in parts[1:]:
-        merged = merge_statistics(merged, compute_statistics(np.array(part, np.float64)))
-    whole = compute_statistics(np.array([value for part in parts for value in part], np.float64))
-    assert (merged.mean or 0) == pytest.approx(whole.mean or 0, rel=1e-6, abs=1e-3)
-    assert (merged.std or 0) == pytest.approx(whole.std or 0, rel=1e-6, abs=1e-3)
-    names = "num_values", "num_nan", "num_inf", "num_zero", "min", "max"
-    assert [getattr(merged, name) for name in names] == [getattr(whole, name) for name in names]
 
 
 def test_values_of_every_dtype(tmp_path: Path) -> None:

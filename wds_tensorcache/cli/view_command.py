@@ -75,9 +75,7 @@ def view_command(
     marked = [card["key"] for card in report["samples"] if card["marks"]]
     shown.text(f"{output}: {len(indices):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
     if marked:
-        names = ", ".join(marked[:_NUM_NAMED]) + (
-            f" and {len(marked) - _NUM_NAMED:,} more" * (len(marked) > _NUM_NAMED)
-        )
+        names = ", ".join(marked[:_NUM_NAMED]) + ", …" * (len(marked) > _NUM_NAMED)
         shown.text(f"{len(marked):,} of these samples are marked: NaN, infinities, unusual numbers, or damage: {names}")
     shown.result(
         {
@@ -96,18 +94,15 @@ def view_command(
 
 
 def _check_output(path: str) -> None:
-    """Raise a usage error rather than replace a file that is not a page, for example a shard; or if there is no such folder."""
+    """Refuse to replace a file that is not a page, for example a shard; or a folder that does not exist."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise click.UsageError(f"{path}: there is no folder {folder}")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise click.UsageError(f"{path} is not a file, and cannot be replaced by a page")
-    try:
+    if os.path.isfile(path):
         with open(path, "rb") as file:
-            is_page = file.read(len(_DOCTYPE)).lower() == _DOCTYPE
-    except FileNotFoundError:
-        return
-    if not is_page:
+            if file.read(len(_DOCTYPE)).lower() == _DOCTYPE:
+                return
+    if os.path.exists(path):
         raise click.UsageError(f"{path} exists and is not a page; choose another name for -o")
 
 

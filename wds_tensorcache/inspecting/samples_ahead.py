@@ -16,6 +16,7 @@ from wds_tensorcache.storage.threads import Threads, run_in_order
 
 _Result = TypeVar("_Result")
 READ_ERRORS = TensorCacheError, OSError
+_Read = tuple[int, dict[str, Lazy], "TensorCacheError | OSError | None"]
 _MAX_NBYTES = 1 << 22  # of a member; the tensors of a larger one are read when they are used
 
 
@@ -31,16 +32,14 @@ def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], 
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def read_samples(
-    cache: Cache[Any], indices: Sequence[int]
-) -> Iterator[tuple[int, dict[str, Lazy], TensorCacheError | OSError | None]]:
+def read_samples(cache: Cache[Any], indices: Sequence[int]) -> Iterator[_Read]:
     """Yield the index of each sample, its lazy tensors by name, and the error if it cannot be read.
 
     Memory: tensors of remote shards are in memory if those of their sample take at most 4 MiB.
     """
     is_remote = remote_url([cache]) is not None
 
-    def read(index: int) -> tuple[int, dict[str, Lazy], TensorCacheError | OSError | None]:
+    def read(index: int) -> _Read:
         try:
             lazies = flatten(cache[index])
             return index, _fetch(lazies) if is_remote else lazies, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from itertools import islice
@@ -117,9 +118,8 @@ def cut(text: str, max_nbytes: int) -> str:
 def json_number(value: float) -> float | int | str:
     """Return a number for the page with six digits; NaN and infinities as text, because JSON has none."""
     if isinstance(value, int):
-        value = int(value)  # of a bool
-        return value if abs(value) < 1 << 53 else f"{value:.6g}" if value.bit_length() < 1000 else "huge"
+        return int(value) if abs(value) < 1 << 53 else f"{value:.6g}"
     value = float(f"{value:.6g}")
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         return str(value)
     return int(value) if value.is_integer() and abs(value) < 1e6 else value

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -88,49 +88,43 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
     )
     if output.as_json:
         return
-    drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[: _NUM_DRAWN * maps]))
     name = cache._name_at(cache._find(key), key)
     title = Text().append(f"sample {plain(repr(key))}", "bold")
     title.append(f" ({plain(name)})" if name not in (None, key) else "").append(f"  {nbytes:,} bytes of tensors")
     tree = Tree(title, guide_style="dim")
-    drawing.grow(tree, root.children or (root,))
+    drawn = list(tensors)[: _NUM_DRAWN * maps]
+
+    def grow(tree: Tree, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            label = Text().append(f"{plain(node.name)}  " if node.name else "", "bold")
+            if node.tensor in tensors:
+                lazy, values = tensors[node.tensor], measured.get(node.tensor)
+                tree.add(Group(*_tensor_lines(output, label, lazy, values, node.tensor in drawn)))
+            else:
+                style = {"value": "", "tensor": "cyan", "ndarray": "cyan"}.get(node.kind, "dim")
+                grow(tree.add(label.append(plain(node.text), style)), node.children)
+
+    grow(tree, root.children or (root,))
     output.show(tree)
     for suffix, content in members.items():
         output.line(f"member .{suffix}: {len(content):,} bytes{_preview(content)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    """The tensors of a sample, their statistics, and the names of those to draw."""
-
-    output: Output
-    tensors: dict[str, Lazy]
-    measured: dict[str, ValueStatistics | None]
-    drawn: frozenset[str]
-
-    def grow(self, tree: Tree, nodes: Iterable[Node]) -> None:
-        """Add nodes to a branch of a tree."""
-        for node in nodes:
-            label = Text().append(f"{plain(node.name)}  " if node.name else "", "bold")
-            if node.tensor in self.tensors:
-                tree.add(Group(*self._lines(label, node, self.tensors[node.tensor])))
-            else:
-                style = {"value": "", "tensor": "cyan", "ndarray": "cyan"}.get(node.kind, "dim")
-                self.grow(tree.add(label.append(plain(node.text), style)), node.children)
-
-    def _lines(self, label: Text, node: Node, lazy: Lazy) -> list[Text]:
-        """Return the line about a tensor, and its heat map."""
-        label.append(plain(node.text), "cyan").append(" (numpy)" if node.kind == "ndarray" else "", "dim")
-        few, values = _few_values(lazy), self.measured.get(lazy.name)
-        if few:
-            return [label.append(f"  {plain(few)}")]
-        if values is not None:
-            label.append("  ").append_text(values_text(values))
-        planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if lazy.name in self.drawn else None
-        if planes is None:
-            return [label]
-        console = self.output.console
-        return [label, *heat_map(planes.load(lazy, 1), console, min(48, max(8, console.width - 16)), 8)]
+def _tensor_lines(
+    output: Output, label: Text, lazy: Lazy, values: ValueStatistics | None, is_drawn: bool
+) -> list[Text]:
+    """Return the line about a tensor, and its heat map."""
+    label.append(plain(tensor_text(lazy)), "cyan").append(" (numpy)" * (lazy._reference.kind == "ndarray"), "dim")
+    few = _few_values(lazy)
+    if few:
+        return [label.append(f"  {plain(few)}")]
+    if values is not None:
+        label.append("  ").append_text(values_text(values))
+    planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if is_drawn else None
+    if planes is None:
+        return [label]
+    width = min(48, max(8, output.console.width - 16))
+    return [label, *heat_map(planes.load(lazy, 1), output.console, width, 8)]
 
 
 def _measured(key: str, lazy: Lazy) -> ValueStatistics | None:
@@ -142,16 +136,13 @@ def _measured(key: str, lazy: Lazy) -> ValueStatistics | None:
 
 def _few_values(lazy: Lazy) -> str:
     """Return the values of a tensor with a few elements as text; `""` if it has none, or too many."""
-    if not 0 < int(np.prod(lazy.shape, dtype=np.int64)) <= _FEW_NUMBERS:
+    if not 0 < math.prod(lazy.shape) <= _FEW_NUMBERS:
         return ""
     value = lazy.load()
     if not isinstance(value, np.ndarray):
-        numbers = as_numbers(value)
-        if numbers is None:
-            return ""
-        if value.is_complex():
-            return f"{value.tolist()}"
-        value = numbers
+        value = value.numpy() if value.is_complex() and value.dtype.itemsize > 4 else as_numbers(value)
+    if value is None:
+        return ""
     return re.sub(r"\s+", " ", np.array2string(value, separator=", ", threshold=_FEW_NUMBERS)).replace("[ ", "[")
 
 
@@ -161,7 +152,7 @@ def _preview(content: bytes) -> str:
         text = content.decode()
     except UnicodeDecodeError:
         return ""
-    return f": {plain(text[:_MEMBER_CHARS].strip())}{'…' if len(text) > _MEMBER_CHARS else ''}"
+    return f": {plain(text[:_MEMBER_CHARS].strip())}{'…' * (len(text) > _MEMBER_CHARS)}"
 
 
 def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
@@ -182,17 +173,10 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
     numpy = " (numpy)" if lazy._reference.kind == "ndarray" else ""
     output.line(f"{plain(lazy.name)}  {tensor_text(lazy)}{numpy}  {lazy.nbytes:,} bytes", "bold")
     if values is not None:
-        rows = {
-            "values": f"{values.num_values:,}",
-            "min": repr(values.min),
-            "max": repr(values.max),
-            "mean": number_text(values.mean),
-            "std": number_text(values.std),
-            "zeros": f"{values.num_zero:,}",
-            "NaN": f"{values.num_nan:,}",
-            "Inf": f"{values.num_inf:,}",
-        }
-        output.table(["", ""], list(rows.items()))
+        counts = {"values": values.num_values, "zeros": values.num_zero, "NaN": values.num_nan, "Inf": values.num_inf}
+        rows = [("min", repr(values.min)), ("max", repr(values.max))]
+        rows += [("mean", number_text(values.mean)), ("std", number_text(values.std))]
+        output.table(["", ""], rows + [(name, f"{count:,}") for name, count in counts.items()])
         if values.histogram is not None:
             _show_histogram(output, values.histogram)
     if maps:
@@ -207,17 +191,16 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
 
 
 def _show_histogram(output: Output, histogram: Histogram) -> None:
-    rows = []
     counts, merged = merge_bins(histogram)
+    total = histogram.num_below + int(counts.sum()) + histogram.num_above
     bar = "█" if is_unicode(output.console) else "#"
-    if histogram.num_below:
-        rows.append(("below", f"{histogram.num_below:,}", ""))
+    rows = [("below", histogram.num_below, "")] if histogram.num_below else []
     for at, count in enumerate(counts.tolist()):
-        begin = histogram.begin + at * merged * histogram.width
-        rows.append((number_text(begin), f"{count:,}", bar * -(-count * _BAR_WIDTH // int(counts.max()))))
-    if histogram.num_above:
-        rows.append(("above", f"{histogram.num_above:,}", ""))
-    output.table(["from", "values", ""], rows, right=["from", "values"])
+        begin = number_text(histogram.begin + at * merged * histogram.width)
+        rows.append((begin, count, bar * -(-count * _BAR_WIDTH // int(counts.max()))))
+    rows += [("above", histogram.num_above, "")] if histogram.num_above else []
+    cells = [(begin, f"{count / total:.1%}", bars) for begin, count, bars in rows]
+    output.table(["from", "share", ""], cells, right=["from", "share"])
 
 
 def _show_maps(output: Output, lazy: Lazy) -> None:

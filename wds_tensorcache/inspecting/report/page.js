@@ -59,14 +59,15 @@
     );
   }
 
-  function histogram({ counts, low, high }, label) {
+  function histogram({ counts, low, high, num_outside }, label) {
     const most = Math.max(1, ...counts);
     const step = 100 / Math.max(counts.length, 12);
     const left = (100 - step * counts.length) / 2;
     const width = (high - low) / counts.length;
+    const total = counts.reduce((sum, count) => sum + count, num_outside);
     const bars = counts.map((count, at) => {
       const height = count ? Math.max((count / most) * 40, 0.8) : 0;
-      const range = `${short(low + at * width)} to ${short(low + (at + 1) * width)}: ${integer(count)}`;
+      const range = `${short(low + at * width)} to ${short(low + (at + 1) * width)}: ${((count / total) * 100).toFixed(1)}%`;
       const place = { x: left + at * step + step * 0.06, width: step * 0.88, y: 40 - height, height };
       return draw("rect", { class: "bar", ...place }, draw("title", {}, range));
     });
