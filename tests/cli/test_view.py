@@ -374,7 +374,8 @@ def test_controls_have_names_and_the_page_has_landmarks(page: Browser, photos_pa
 def test_hostile_content_does_nothing(page: Browser, hostile: Path, tmp_path: Path, served: bool) -> None:
     def look(url: str) -> None:
         page.open(url)
-        page.until("document.querySelectorAll('.card').length == 11")
+        # a search ends after 0.7 s, and goes on when the page is scrolled
+        page.until("window.scrollTo(0, 1e6), document.querySelectorAll('.card').length == 11")
         assert page.run("document.title") == "<i>hostile"
         for number in range(11):
             page.run(f"document.querySelectorAll('.card')[{number}].click()")
