@@ -46,14 +46,7 @@ class Change:
 
 @dataclass(slots=True)
 class CacheDiff:
-    """The result of `diff_caches`.
-
-    Attributes:
-        only_first, only_second: Keys of samples that only one of the caches has, in its order.
-        num_equal: Number of samples that are equal in both.
-        num_changed: Number of samples that differ.
-        changes: Differences of these samples.
-    """
+    """The keys of samples that only one cache has, the numbers of equal and changed samples, and the changes."""
 
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
@@ -63,7 +56,6 @@ class CacheDiff:
 
     @property
     def is_equal(self) -> bool:
-        """True if both caches have the same samples, bit for bit; their order does not count."""
         return not (self.only_first or self.only_second or self.num_changed)
 
 
@@ -73,15 +65,8 @@ def diff_caches(
     """Compare two caches sample by sample: each tensor bit for bit, all small values, and other members.
 
     Two samples are equal if the digests of their tensors and the bytes of their skeletons are equal. Then no tensor is read,
-    so damaged tensors are not noticed; `tc.verify` finds them. Fingerprints and the order of the samples are not compared. If a
-    key occurs several times, the samples with this key are compared in order.
-
-    Args:
-        first, second: Caches, or views of them.
-        progress: Called with the number of samples that were compared, and of all samples in `first`.
-
-    Raises:
-        FormatError: A shard is damaged.
+    so damaged tensors are not noticed; `tc.verify` finds them. If a key occurs several times, the samples with this key are
+    compared in order. `progress` gets the number of compared samples, and of all samples in `first`.
 
     Memory: the tensors of one sample of each cache.
     """

@@ -129,21 +129,19 @@ class Survey:
         for_page: Also find colors, unusual samples, and samples that cannot be read, which are an error otherwise.
 
     Attributes:
-        cache, indices: As given.
         description: Properties of all samples, from the indexes; of the examined samples alone if a sample is damaged.
         tensors: Statistics of each tensor, by name. Numbers are those of the first 1,000 tensors, 300 for a page.
         sample_nbytes: Statistics of the bytes of the tensors of the examined samples.
         repeats: Tensors that several of the examined samples have.
         positions: Position of each tensor with numbers, by name.
-        samples: For a page, statistics of the tensors of each examined sample, by index.
-        errors: For a page, messages of samples that cannot be read, by index.
+        samples, errors: For a page, statistics of the tensors of each examined sample, and messages of samples that cannot be
+            read, by index.
 
     Raises:
-        FormatError: Unless for a page: a shard is damaged, or does not match its index; or a sample needs a class that is not
-            in `allow=`.
+        FormatError: Unless for a page, a shard is damaged, or a sample needs a class that is not in `allow=`.
 
-    Memory: 128 KiB for each examined tensor; at most 100 MB for the digests of tensors. For a page, also some hundred bytes
-        for each tensor in each sample.
+    Memory: 128 KiB for each examined tensor; at most 100 MB for digests; for a page, also some hundred bytes for each tensor in
+        each sample.
     Threads: immutable after `__init__`, so safe to share.
     """
 
@@ -183,7 +181,7 @@ class Survey:
             progress(done, len(indices))
         self.sample_nbytes = sizes.values() or ValueStatistics()
         self.repeats = self._repeats.result()
-        self.tensors = {name: self._statistics_of(each) for name, each in self.description.tensors.items()}
+        self.tensors = {name: self._statistics_of(tensor) for name, tensor in self.description.tensors.items()}
         del self._totals, self._repeats
         self._colors = {key: fit_colors(kept, key[2]) for key, kept in planes.items()}
         self._usual, self._constant = self._find_usual()
