@@ -234,12 +234,15 @@ def _read_raw(
     cache: tc.TensorCache, extents: list[tuple[str, int, int]], batches: list[list[int]], pool: Threads, threads: int
 ) -> _Steps:
     files = cache._store.files
-    buffers = [memoryview(bytearray(max(end - begin for _, begin, end in extents))) for _ in range(threads)]
+    longest = max(sum(extents[index][2] - extents[index][1] for index in batch) for batch in batches)
+    buffers = [memoryview(bytearray(longest)) for _ in range(threads)]
 
     def read(batch: list[int], buffer: memoryview) -> int:
+        at = 0
         for path, begin, end in map(extents.__getitem__, batch):
-            files.get(path).read_into([buffer[: end - begin]], begin)
-        return sum(extents[index][2] - extents[index][1] for index in batch)
+            files.get(path).read_into([buffer[at : at + end - begin]], begin)
+            at += end - begin
+        return at
 
     for at in cycle(range(0, len(batches), threads)):
         yield sum(pool.map(read, batches[at : at + threads], buffers)), lambda: None
