@@ -312,15 +312,11 @@ def _drive(page: Browser) -> None:
 
 
 @pytest.mark.long
-def test_keys_and_search_in_a_file(page: Browser, photos_page: str) -> None:
+def test_keys_and_search(page: Browser, photos_page: str, page_server: PageServer) -> None:
     page.open(photos_page)
     assert page.until("document.getElementById('status').textContent") == "150 samples"
     assert page.run("document.title") == "photos"
     _drive(page)
-
-
-@pytest.mark.long
-def test_keys_and_search_with_a_server(page: Browser, page_server: PageServer) -> None:
     page.open(page_server.url)
     _drive(page)
 

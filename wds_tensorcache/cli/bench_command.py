@@ -113,22 +113,23 @@ def bench(
                 rounds[name].append(_measure(ways[name], seconds))
                 show(done + 1, _ROUNDS * len(ways))
     rates = {name: statistics.median(values) for name, values in rounds.items()}
+    records: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "num_threads": 1 if name == COPY else threads,
+            "nbytes_per_s": rate,
+            "samples_per_s": rate / mean,
+            "rounds": rounds[name],
+        }
+        for name, rate in rates.items()
+    ]
     report = {
         "num_samples": len(whole),
         "num_used": len(used),
         "nbytes_used": int(sizes.sum()),
         "batch_size": min(batch_size, len(used)),
         "num_cores": num_cores(),
-        "rates": [
-            {
-                "name": name,
-                "num_threads": 1 if name == COPY else threads,
-                "nbytes_per_s": rate,
-                "samples_per_s": rate / mean,
-                "rounds": rounds[name],
-            }
-            for name, rate in rates.items()
-        ],
+        "rates": records,
         "limit": describe_limit(rates, int(mean)),
     }
     if plot is not None:
@@ -139,11 +140,11 @@ def bench(
         f"batches of {report['batch_size']:,}, {format_count(num_cores(), 'core')}"
     )
     output.line()
-    mark = "█" if is_unicode(output.console) else "#"
-    rows = []
-    for name, rate in rates.items():
-        bar = mark * max(1, round(_WIDTH * rate / max(rates.values())))
-        rows.append((name, 1 if name == COPY else threads, f"{rate / 1e9:.3g}", f"{rate / mean:,.0f}", bar))
+    mark, width = "█" if is_unicode(output.console) else "#", _WIDTH / max(rates.values())
+    rows = [
+        (name, count, f"{rate / 1e9:.3g}", f"{per_s:,.0f}", mark * max(1, round(width * rate)))
+        for name, count, rate, per_s, _ in (record.values() for record in records)
+    ]
     output.table(("", "threads", "GB/s", "samples/s", ""), rows, right=("threads", "GB/s", "samples/s"))
     output.line()
     output.line(report["limit"])
