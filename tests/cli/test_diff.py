@@ -16,7 +16,6 @@ import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.cli.conftest import HOSTILE
 from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
-from wds_tensorcache.inspecting.diff import diff_caches
 
 
 def sample(i: int) -> dict[str, Any]:
@@ -29,10 +28,10 @@ def sample(i: int) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, samples: dict[str, Any]) -> Path:
+def write(folder: Path, samples: dict[str, Any], **members: Any) -> Path:
     with tc.ShardWriter(folder, max_samples=2, fsync=False) as sink:
         for key, value in samples.items():
-            sink.write(key, value)
+            sink.write(key, value, **members)
     return folder
 
 
@@ -95,21 +94,9 @@ def test_hostile_names(tmp_path: Path) -> None:
     assert "\x1b" not in out
 
 
-def test_wrong_usage(tmp_path: Path) -> None:
-    first = write(tmp_path / "a", {"k": sample(0)})
-    run("diff", first, status=2)
-    run("diff", first, tmp_path / "nowhere", status=2)
-
-
-def write_members(folder: Path, **members: Any) -> Path:
-    with tc.ShardWriter(folder, fsync=False) as sink:
-        sink.write("k0", {"x": torch.ones(1)}, **members)
-    return folder
-
-
 def test_other_members(tmp_path: Path) -> None:
-    first = write_members(tmp_path / "a", jpg=b"1" * 5_000_000, txt="same", json=[1], cls=1)
-    second = write_members(tmp_path / "b", jpg=b"1" * 4_999_999 + b"2", txt="same", json=[12], wav=b"")
+    first = write(tmp_path / "a", {"k": {}}, jpg=b"1" * 5_000_000, txt="same", json=[1], cls=1)
+    second = write(tmp_path / "b", {"k": {}}, jpg=b"1" * 4_999_999 + b"2", txt="same", json=[12], wav=b"")
     found = json_of("diff", first, second, status=1)
     assert {each["name"]: each["what"] for each in found["changes"]} == {
         ".jpg": "has other bytes",
@@ -241,10 +228,7 @@ def test_a_damaged_shard(tmp_path: Path) -> None:
     ],
 )
 def test_differences_of_numbers(tmp_path: Path, first: torch.Tensor, second: torch.Tensor, difference: float) -> None:
-    for name, tensor in (("a", first), ("b", second)):
-        with tc.ShardWriter(tmp_path / name, fsync=False) as sink:
-            sink.write("k", {"x": tensor})
-    assert run("diff", tmp_path / "a", tmp_path / "b", status=1).stderr == ""
-    with tc.open(tmp_path / "a") as one, tc.open(tmp_path / "b") as two:
-        (change,) = diff_caches(one, two).changes
-    assert change.max_difference == difference
+    folders = [write(tmp_path / name, {"k": {"x": x}}) for name, x in (("a", first), ("b", second))]
+    (change,) = json_of("diff", *folders, status=1)["changes"]
+    assert float(change["max_difference"]) == difference
+    assert run("diff", *folders, status=1).stderr == ""

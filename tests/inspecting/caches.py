@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
+from wds_tensorcache.cli.app import run
 
 EVIL = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'`&{{report}}{{script}}"
@@ -69,3 +71,18 @@ def write_hostile(folder: Path) -> None:
         sink.write("none", None)
         sink.write("text", "\u202eשלם\u202c <b>")
         sink.write("video", {"video": torch.randn(16, 9, 8, 8)}, txt=b"\xff</script> a caption")
+
+
+def embedded(page: bytes) -> Any:
+    """Return the data in a page, as an HTML parser finds it: up to the first end of a script element."""
+    text = page.decode("utf-8")
+    begin = text.index('<script type="application/json" id="report">')
+    return json.loads(text[text.index(">", begin) + 1 : text.index("</script", begin)])
+
+
+def view(folder: Path, status: int = 0) -> tuple[dict[str, Any], bytes]:
+    """Run `tensorcache view`, and return the data in its page, and the page."""
+    out = folder / "report.html"
+    assert run(["view", str(folder), "-o", str(out)]) == status
+    page = out.read_bytes()
+    return embedded(page), page

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,86 +13,112 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.cli.command import json_of, run
 from wds_tensorcache.codec.dtypes import TORCH_TRUE
-from wds_tensorcache.inspecting.tree import Node, sample_tree, short_dtype
+from wds_tensorcache.inspecting.text import dtype_text
+from wds_tensorcache.inspecting.tree import describe_samples
 
 
-def _tree(sample: Any) -> Node:
-    return sample_tree(tc.decode_sample(*tc.encode_sample(sample)))
+@pytest.fixture
+def tree_of(tmp_path: Path) -> Any:
+    """Return a function of a sample that returns its structure in `show --json`."""
+
+    def show(sample: Any) -> dict[str, Any]:
+        with tc.ShardWriter(tmp_path / "0.tar", fsync=False, overwrite=True) as sink:
+            sink.write("a", sample)
+        assert run("show", tmp_path, "a").stdout
+        structure: dict[str, Any] = json_of("show", tmp_path, "a")["structure"]
+        return structure
+
+    return show
 
 
-def _walk(node: Node) -> Iterator[Node]:
+def _walk(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield node
-    for child in node.children:
+    for child in node["children"]:
         yield from _walk(child)
 
 
-def test_a_tree() -> None:
-    found = _tree(
+def test_a_tree(tree_of: Any) -> None:
+    root = tree_of(
         OrderedDict(
             x=torch.zeros(2, 3).bfloat16(),
             y={"z": [np.zeros(4), None, {"deep": torch.tensor(1)}]},
             size=(1, 2),
-            numbers=[1, 2, 3, 4, 5, 6],
-            long=list(range(9)),
+            numbers=list(range(9)),
             empty={},
             tags={"a"},
             price=Decimal("1.5"),
             nested=deque([(torch.zeros(0),)]),
         )
     )
-    assert (found.kind, found.text) == ("OrderedDict", "OrderedDict of 9")
-    x, y, size, numbers, long, empty, tags, price, nested = found.children
-    assert x == Node("x", "tensor", "bf16[2, 3]", "x")
-    assert (y.kind, y.text, y.tensor) == ("dict", "dict of 1", None)
-    assert [(child.name, child.kind, child.text, child.tensor) for child in y.children[0].children] == [
+    assert (root["kind"], root["text"]) == ("OrderedDict", "OrderedDict of 8")
+    assert [(node["name"], node["kind"], node["text"], node["tensor"]) for node in _walk(root)][1:] == [
+        ("x", "tensor", "bf16[2, 3]", "x"),
+        ("y", "dict", "dict of 1", None),
+        ("z", "list", "list of 3", None),
         ("0", "ndarray", "f64[4]", "y.z.0"),
         ("1", "value", "None", None),
         ("2", "dict", "dict of 1", None),
+        ("deep", "tensor", "i64[]", "y.z.2.deep"),
+        ("size", "value", "(1, 2)", None),
+        ("numbers", "value", "[0, 1, 2, 3, 4, 5, 6, 7, 8]", None),
+        ("empty", "value", "{}", None),
+        ("tags", "value", "{'a'}", None),
+        ("price", "value", "Decimal('1.5')", None),
+        ("nested", "deque", "deque of 1", None),
+        ("0", "tuple", "tuple of 1", None),
+        ("0", "tensor", "f32[0]", "nested.0.0"),
     ]
-    assert (size.text, numbers.text, empty.text, tags.text) == ("(1, 2)", "[1, 2, 3, 4, 5, 6]", "{}", "{'a'}")
-    assert (long.kind, len(long.children), long.children[8].text) == ("list", 9, "8")
-    assert price.text == "Decimal('1.5')"
-    assert [node.text for node in _walk(nested)] == ["deque of 1", "tuple of 1", "f32[0]"]
 
 
-def test_one_tensor_or_value() -> None:
-    assert _tree(torch.zeros(3)).text == "f32[3]"
-    assert _tree("text") == Node("", "value", "'text'")
+def test_one_tensor_or_value(tree_of: Any) -> None:
+    assert tree_of(torch.zeros(3))["text"] == "f32[3]"
+    assert tree_of("text")["text"] == "'text'"
 
 
-def test_large_samples_are_cut() -> None:
-    many = _tree({f"{i}": [{"a": i}] * 1 for i in range(3000)})
-    assert many.text == "dict of 3,000"
-    assert many.children[-1] == Node("", "more", "… and 2,900 more")
-    wide = _tree([[{"k": (i, j)} for j in range(90)] for i in range(90)])
-    assert len(list(_walk(wide))) < 2300
-    text = _tree({"t": "x" * 100_000, "k" * 1000: 1, "n": 10**4000})
-    assert max(len(node.text) + len(node.name) for node in _walk(text)) < 400
-    assert "100,000 characters" in text.children[0].text
+def test_large_samples_are_cut(tree_of: Any) -> None:
+    many = tree_of({f"{i}": [{"a": i}] for i in range(3000)})
+    assert many["text"] == "dict of 3,000"
+    assert many["children"][-1]["text"] == "… and 2,900 more"
+    assert len(list(_walk(tree_of({i: {j: {"k": 1} for j in range(90)} for i in range(90)})))) < 2300
+    node = tree_of({"t": "x" * 100_000, "k" * 1000: 1, "n": 10**4000, "long": [["x" * 50] * 50] * 50})
+    assert max(len(child["text"]) + len(child["name"]) for child in _walk(node)) < 600
 
 
-def test_deep_and_cyclic_samples_end() -> None:
+def test_deep_and_cyclic_samples_end(tree_of: Any) -> None:
     deep: Any = {"x": 1}
-    for _ in range(150):
+    for _ in range(90):
         deep = {"d": deep}
-    assert len(list(_walk(_tree(deep)))) == 41
-    cyclic: list[Any] = [{"a": 1}]
-    cyclic.append(cyclic)
-    again = sample_tree(cyclic).children[1]
-    assert (again.text, again.children) == ("list of 2: the same as the whole sample", ())
-    shared = {"k": 1}
-    found = _tree({"a": shared, "b": shared})
-    assert [child.text for child in found.children] == ["dict of 1", "dict of 1: the same as 'a'"]
+    assert len(list(_walk(tree_of(deep)))) == 41
+    cyclic: dict[str, Any] = {"a": 1, "list": [torch.zeros(1)]}
+    cyclic["list"] += [cyclic, cyclic["list"]]
+    tensor, whole, itself = tree_of(cyclic)["children"][1]["children"]
+    assert (tensor["text"], whole["text"], itself["text"]) == (
+        "f32[1]",
+        "dict of 2: shown above",
+        "list of 3: shown above",
+    )
+    values: list[Any] = [1]
+    values.append(values)
+    assert tree_of(values)["text"] == "[1, [1, [1, [1, […]]]]]"
 
 
-@pytest.mark.parametrize("dtype", TORCH_TRUE, ids=str)
-def test_short_names_differ(dtype: torch.dtype) -> None:
-    assert [other for other in TORCH_TRUE if short_dtype(other) == short_dtype(dtype)] == [dtype]
+def test_samples_that_differ() -> None:
+    one, two = (
+        tc.decode_sample(*tc.encode_sample(sample))
+        for sample in ({"a": [torch.zeros(2)] * 2, "b": {"c": torch.zeros(1)}, "d": None}, {"b": None, 5: "x", "d": 7})
+    )
+    a, b, d, five = describe_samples([one, two]).children
+    assert (a.name, a.num_samples, len(a.children), a.types) == ("a", 1, 2, ("list",))
+    assert (b.text, b.num_samples, b.children[0].num_samples) == ("dict or None of 1", 2, 1)
+    assert (d.types, d.text) == (("None", "int"), "7")
+    assert (five.name, five.text, five.types) == ("5", "'x'", ("str",))
 
 
-def test_short_names() -> None:
+def test_short_names_of_dtypes() -> None:
+    assert len(set(map(dtype_text, TORCH_TRUE))) == len(TORCH_TRUE)
     names = {"bfloat16": "bf16", "float32": "f32", "int64": "i64", "uint8": "u8", "bool": "bool", "complex64": "c64"}
     names |= {"float8_e4m3fn": "f8_e4m3fn"}
-    assert {name: short_dtype(getattr(torch, name)) for name in names} == names
-    assert [short_dtype(np.dtype(name)) for name in ("f2", "<U5", "M8[D]", "u4")] == ["f16", "<U5", "<M8[D]", "u32"]
+    assert {name: dtype_text(getattr(torch, name)) for name in names} == names
+    assert [dtype_text(np.dtype(name)) for name in ("f2", "<U5", "M8[D]", "u4")] == ["f16", "<U5", "<M8[D]", "u32"]

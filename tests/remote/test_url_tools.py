@@ -16,9 +16,7 @@ from tests.remote.caches import big, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.remote.servers.write_server import WriteServer
 from tests.same import assert_same
-from wds_tensorcache.inspecting.bench import measure_rates
-from wds_tensorcache.inspecting.report.survey import Survey
-from wds_tensorcache.inspecting.statistics import collect_statistics
+from wds_tensorcache.inspecting.survey import Survey
 
 SAMPLES = [small(i) for i in range(7)]
 
@@ -82,22 +80,22 @@ def test_pages_and_statistics_of_urls(
     with tc.open(f"{server.url}/cache") as cache:
         list(cache.keys())
         server.log()
-        found = collect_statistics(cache)
+        found = Survey(cache, range(len(cache))).tensors
         requests = server.log()
     # values for the description, then for each sample its structure and all tensors
     assert len(requests) <= 3 * len(SAMPLES)
     with tc.open(folder / "cache") as cache:
-        assert collect_statistics(cache) == found
+        assert Survey(cache, range(len(cache))).tensors == found
     for name in os.listdir(folder / "cache"):
         server.put(f"changed/{name}", (folder / "cache" / name).read_bytes())
     with tc.open(f"{server.url}/changed") as cache:
         list(cache.keys())
         server.put("changed/001.tar", (folder / "cache" / "001.tar").read_bytes()[::-1])
-        survey = Survey(cache, range(len(cache)))
+        survey = Survey(cache, range(len(cache)), for_page=True)
         assert set(survey.errors) == {3, 4, 5}
-        assert set(survey.values) == {0, 1, 2, 6}
+        assert set(survey.samples) == {0, 1, 2, 6}
         with pytest.raises(tc.FormatError, match="changed"):
-            collect_statistics(cache)
+            Survey(cache, range(len(cache)))
 
 
 def test_commands_that_fail(server: HttpServer, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -129,7 +127,6 @@ def test_functions_for_local_shards(server: HttpServer, tmp_path: Path) -> None:
         lambda: tc.merge([url], tmp_path / "new"),
         lambda: tc.reshard(url, tmp_path / "new"),
         lambda: tc.repair(url, tmp_path / "new"),
-        lambda: measure_rates(url),
     ):
         with pytest.raises(
             ValueError, match=f"{server.url}/cache.*only local shards can be .*; copy them to a disk"

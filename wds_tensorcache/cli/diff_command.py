@@ -31,21 +31,21 @@ def diff_command(first: str, second: str, limit: int, cache_name: str | None, as
         open_cache(second, cache_name) as two,
         output.progress("comparing") as show,
     ):
-        found = diff_caches(one, two, show)
-    output.result({"is_equal": found.is_equal, **dataclasses.asdict(found)})
+        diff = diff_caches(one, two, show)
+    output.result({"is_equal": diff.is_equal, **dataclasses.asdict(diff)})
     names = shown(first), shown(second)
     if names[0] == names[1]:
         names = "the first cache", "the second cache"
-    lines = [f"only in {names[0]}: {key}" for key in found.only_first]
-    lines += [f"only in {names[1]}: {key}" for key in found.only_second]
-    lines += [f"{each.key}: {each.name}: {each.what}" for each in found.changes]
+    lines = [f"only in {names[0]}: {key}" for key in diff.only_first]
+    lines += [f"only in {names[1]}: {key}" for key in diff.only_second]
+    lines += [f"{change.key}: {change.name}: {change.what}" for change in diff.changes]
     for line in lines[:limit]:
         output.line(line)
     if len(lines) > limit:
         output.line(f"… and {len(lines) - limit:,} more; --limit lists them")
     output.line(
-        f"{format_count(found.num_equal, 'sample')} equal, {found.num_changed:,} changed, "
-        f"{len(found.only_first):,} only in the first, {len(found.only_second):,} only in the second",
+        f"{format_count(diff.num_equal, 'sample')} equal, {diff.num_changed:,} changed, "
+        f"{len(diff.only_first):,} only in the first, {len(diff.only_second):,} only in the second",
         "bold",
     )
-    return 0 if found.is_equal else 1
+    return 0 if diff.is_equal else 1

@@ -11,10 +11,10 @@ import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
-from wds_tensorcache.inspecting.report.data import cards_of, file_limits, overview
+from wds_tensorcache.inspecting.report.data import file_limits, make_cards, overview
 from wds_tensorcache.inspecting.report.page import build_page
 from wds_tensorcache.inspecting.report.server import PageServer
-from wds_tensorcache.inspecting.report.survey import Survey
+from wds_tensorcache.inspecting.survey import Survey
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.urls import is_url, name_of
@@ -62,29 +62,27 @@ def view_command(
     # a url's query may be a signature
     title = name_of(shown_url(path).rstrip("/")) if is_url(path) else os.path.basename(os.path.abspath(path))
     with open_cache(path, cache_name) as cache:
-        numbers = spread(len(cache), samples or (_NUM_SURVEYED if serve else 1000))
+        indices = spread(len(cache), samples or (_NUM_SURVEYED if serve else 1000))
         with shown.progress("examining samples") as progress:
-            survey = Survey(cache, numbers, progress)
+            survey = Survey(cache, indices, progress, for_page=True)
         report = overview(survey, title)
         if output is None:
             return _serve(PageServer(survey, report, port), shown, no_open)
         with shown.progress("drawing samples") as progress:
-            report["samples"] = cards_of(survey, numbers, file_limits(survey, len(numbers)), progress)
+            report["samples"] = make_cards(survey, file_limits(len(indices)), progress)
     page = build_page(report)
     write_atomically(output, [page])
     marked = [card["key"] for card in report["samples"] if card["marks"]]
-    shown.text(f"{output}: {len(numbers):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
+    shown.text(f"{output}: {len(indices):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
     if marked:
-        names = ", ".join(marked[:_NUM_NAMED]) + (
-            f" and {len(marked) - _NUM_NAMED:,} more" * (len(marked) > _NUM_NAMED)
-        )
+        names = ", ".join(marked[:_NUM_NAMED]) + ", …" * (len(marked) > _NUM_NAMED)
         shown.text(f"{len(marked):,} of these samples are marked: NaN, infinities, unusual numbers, or damage: {names}")
     shown.result(
         {
             "output": os.path.abspath(output),
             "nbytes": len(page),
             "num_samples": report["num_samples"],
-            "num_shown": len(numbers),
+            "num_shown": len(indices),
             "num_marked": len(marked),
             "marked": marked,
             "errors": {str(at): text for at, text in survey.errors.items()},
@@ -96,18 +94,15 @@ def view_command(
 
 
 def _check_output(path: str) -> None:
-    """Raise a usage error rather than replace a file that is not a page, for example a shard; or if there is no such folder."""
+    """Refuse to replace a file that is not a page, for example a shard; or a folder that does not exist."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise click.UsageError(f"{path}: there is no folder {folder}")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise click.UsageError(f"{path} is not a file, and cannot be replaced by a page")
-    try:
+    if os.path.isfile(path):
         with open(path, "rb") as file:
-            is_page = file.read(len(_DOCTYPE)).lower() == _DOCTYPE
-    except FileNotFoundError:
-        return
-    if not is_page:
+            if file.read(len(_DOCTYPE)).lower() == _DOCTYPE:
+                return
+    if os.path.exists(path):
         raise click.UsageError(f"{path} exists and is not a page; choose another name for -o")
 
 

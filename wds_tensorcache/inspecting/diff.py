@@ -15,9 +15,8 @@ from wds_tensorcache.codec.sample import encode_sample
 from wds_tensorcache.codec.tensor_names import component, join_path
 from wds_tensorcache.codec.tree import ATOMS, DICTS, SEQUENCES, flatten
 from wds_tensorcache.errors import EncodeError
-from wds_tensorcache.inspecting.tree import short_dtype
+from wds_tensorcache.inspecting.text import tensor_text, words
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.description import shown_value
 
 _PART_NBYTES = 1 << 22
 _NUM_AT_ONCE = 1 << 20  # elements in the widest dtype at a time
@@ -31,7 +30,7 @@ class Change:
     Attributes:
         key: Key of the sample.
         name: Name of the tensor, path of the value, or suffix of the other member with its dot.
-        what: The difference, for people.
+        what: The difference in words.
         num_different: Number of elements with different bits; None unless both are tensors of one dtype and shape.
         max_difference: Largest absolute difference of two elements, as float64; None unless both are tensors of numbers with
             one shape. Two NaN or two equal infinities have the difference 0. It is infinite if only one element is NaN or
@@ -47,14 +46,7 @@ class Change:
 
 @dataclass(slots=True)
 class CacheDiff:
-    """The result of `diff_caches`.
-
-    Attributes:
-        only_first, only_second: Keys of samples that only one of the caches has, in its order.
-        num_equal: Number of samples that are equal in both.
-        num_changed: Number of samples that differ.
-        changes: Differences of these samples.
-    """
+    """The keys of samples that only one cache has, the numbers of equal and changed samples, and the changes."""
 
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
@@ -64,7 +56,6 @@ class CacheDiff:
 
     @property
     def is_equal(self) -> bool:
-        """True if both caches have the same samples, bit for bit; their order does not count."""
         return not (self.only_first or self.only_second or self.num_changed)
 
 
@@ -74,73 +65,60 @@ def diff_caches(
     """Compare two caches sample by sample: each tensor bit for bit, all small values, and other members.
 
     Two samples are equal if the digests of their tensors and the bytes of their skeletons are equal. Then no tensor is read,
-    so damaged tensors are not noticed; `tc.verify` finds them. Fingerprints and the order of the samples are not compared. If a
-    key occurs several times, the samples with this key are compared in order.
-
-    Args:
-        first, second: Caches, or views of them.
-        progress: Called with the number of samples that were compared, and of all samples in `first`.
-
-    Raises:
-        FormatError: A shard is damaged.
+    so damaged tensors are not noticed; `tc.verify` finds them. If a key occurs several times, the samples with this key are
+    compared in order. `progress` gets the number of compared samples, and of all samples in `first`.
 
     Memory: the tensors of one sample of each cache.
     """
     result = CacheDiff()
-    for number, key in enumerate(first.keys()):
-        other = _counterpart(first, second, key, number)
+    for index, key in enumerate(first.keys()):
+        other = _find_counterpart(first, second, key, index)
         if other is None:
             result.only_first.append(key)
-        elif changes := list(_compare(key, _Stored(first, number), _Stored(second, other))):
+        elif changes := list(_compare(key, _Stored(first, index), _Stored(second, other))):
             result.num_changed += 1
             result.changes += changes
         else:
             result.num_equal += 1
         if progress is not None:
-            progress(number + 1, len(first))
-    result.only_second += [
-        key for number, key in enumerate(second.keys()) if _counterpart(second, first, key, number) is None
-    ]
+            progress(index + 1, len(first))
+    for index, key in enumerate(second.keys()):
+        if _find_counterpart(second, first, key, index) is None:
+            result.only_second.append(key)
     return result
 
 
-def _counterpart(mine: TensorCache, other: TensorCache, key: str, number: int) -> int | None:
-    """Return the index in the other cache of the sample that corresponds to sample `number`, which has this key."""
-    found = other._find_all(key)
-    if not found:
-        return None
-    same = mine._find_all(key)
-    place = same.index(number) if len(same) > 1 else 0
-    return found[place] if place < len(found) else None
+def _find_counterpart(cache: TensorCache, other: TensorCache, key: str, index: int) -> int | None:
+    """Return the index in the other cache of the sample that corresponds to sample `index`, which has this key."""
+    indices = other._find_all(key)
+    place = cache._find_all(key).index(index)
+    return indices[place] if place < len(indices) else None
 
 
 class _Stored:
     """One sample of a cache: its shard, and its row in the shard."""
 
-    def __init__(self, cache: TensorCache, number: int) -> None:
-        self.cache, self.number = cache, number
-        self.shard, self.row = cache._store.locate(cache._at(number))
+    def __init__(self, cache: TensorCache, index: int) -> None:
+        self.cache, self.index = cache, index
+        self.shard, self.row = cache._store.locate(cache._at(index))
+        self.digest = self.shard.columns.digest.item(self.row)  # 0 if another tool wrote the tensors
 
-    def load(self) -> Any:
-        """Return the sample with lazy tensors."""
-        return self.cache[self.number]
+    def skeleton(self) -> bytes:
+        stored, begin = self.shard.skeleton(self.row)
+        return stored[begin:]
 
     def member(self, suffix: str) -> tuple[int, int] | None:
         """Return begin and end of another member in the shard, in bytes; None if there is none."""
-        at = self.shard.find_members(np.array([self.row]), suffix).item()
-        if at < 0:
-            return None
-        members = self.shard.index.members[suffix]
-        begin = members.begin.item(at)
-        return begin, begin + members.nbytes.item(at)
+        position = self.shard.find_members(np.array([self.row]), suffix).item()
+        return None if position < 0 else self.shard.member_extent(suffix, position)
 
-    def has_file_of(self, other: _Stored) -> bool:
-        """Return whether the shards are one file, as in versions of a cache, which share shards by hard links.
+    def is_same(self, other: _Stored) -> bool:
+        """Return whether both are one sample of one file, as in versions of a cache, which share shards by hard links.
 
-        At urls, they are one object if url and tag are equal; without a tag, nothing shows that it has not changed.
+        Objects at urls need an equal tag, too; without a tag, nothing shows that the object has not changed.
         """
         one, two = self.shard, other.shard
-        if one.file.identity != two.file.identity:
+        if self.row != other.row or one.file.identity != two.file.identity:
             return False
         if one.is_remote:
             return one.path == two.path and one.file.identity[1] is not None
@@ -148,143 +126,118 @@ class _Stored:
 
 
 def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:
-    if one.row == two.row and one.has_file_of(two):
+    if one.is_same(two):
         return
-    if not _have_equal_digests(one, two):
-        yield from _compare_samples(key, one.load(), two.load())
+    has_same_digest = one.digest == two.digest != 0
+    if not has_same_digest or one.skeleton() != two.skeleton():
+        first, second = one.cache[one.index], two.cache[two.index]
+        yield from _compare_samples(key, first, second)
     for suffix in dict.fromkeys([*one.shard.index.members, *two.shard.index.members]):
         what = _compare_members(one, two, suffix)
         if what is not None:
             yield Change(key, f".{suffix}", what)
 
 
-def _have_equal_digests(one: _Stored, two: _Stored) -> bool:
-    """Return whether digests, lengths and skeletons are equal. Cost: two reads of a few hundred bytes."""
-    each = one, two
-    digests = [it.shard.columns.digest.item(it.row) for it in each]
-    if digests[0] != digests[1] or not digests[0]:  # 0: another tool wrote the tensors
-        return False
-    if one.shard.layout(one.row).nbytes != two.shard.layout(two.row).nbytes:
-        return False
-    bodies = [skeleton[begin:] for skeleton, begin in (it.shard.skeleton(it.row) for it in each)]
-    return bodies[0] == bodies[1]
-
-
 def _compare_members(one: _Stored, two: _Stored, suffix: str) -> str | None:
-    places = one.member(suffix), two.member(suffix)
-    if places[0] is None or places[1] is None:
-        return None if places[0] is places[1] else f"is only in the {'first' if places[1] is None else 'second'} cache"
-    begin, end = places[0]
-    other, other_end = places[1]
-    if end - begin != other_end - other:
-        return f"has {end - begin:,} bytes, and {other_end - other:,} bytes in the second cache"
-    for at in range(0, end - begin, _PART_NBYTES):
-        nbytes = min(_PART_NBYTES, end - begin - at)
-        parts = [it.shard.file.read(first + at, first + at + nbytes) for it, first in ((one, begin), (two, other))]
-        if parts[0] != parts[1]:
+    place, other = one.member(suffix), two.member(suffix)
+    if place is None or other is None:
+        return None if place is other else f"is only in the {'first' if other is None else 'second'} cache"
+    nbytes, other_nbytes = place[1] - place[0], other[1] - other[0]
+    if nbytes != other_nbytes:
+        return f"has {nbytes:,} bytes, and {other_nbytes:,} bytes in the second cache"
+    for at in range(0, nbytes, _PART_NBYTES):
+        end = min(at + _PART_NBYTES, nbytes)
+        if one.shard.file.read(place[0] + at, place[0] + end) != two.shard.file.read(other[0] + at, other[0] + end):
             return "has other bytes"
     return None
 
 
 def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:
-    mine, other = flatten(first), flatten(second)
-    for name in dict.fromkeys([*mine, *other]):
-        if name not in mine or name not in other:
-            yield Change(key, name, f"is a tensor only in the {'first' if name in mine else 'second'} cache")
-            continue
-        yield from _compare_tensors(key, name, mine[name], other[name])
+    tensors, others = flatten(first), flatten(second)
+    for name in dict.fromkeys([*tensors, *others]):
+        if name in tensors and name in others:
+            yield from _compare_tensors(key, name, tensors[name], others[name])
+        else:
+            yield Change(key, name, f"is a tensor only in the {'first' if name in tensors else 'second'} cache")
     for name, what in _compare_values(first, second):
         yield Change(key, name, what)
 
 
 def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator[Change]:
-    forms = [f"{short_dtype(each.dtype)}{list(each.shape)} ({type(each).__name__})" for each in (first, second)]
-    if forms[0] != forms[1]:
-        shown = [form.rpartition(" ")[0] if type(first) is type(second) else form for form in forms]
-        what = f"is {shown[0]}, and {shown[1]} in the second cache"
-        difference = None
-        if first.shape == second.shape:
-            values = [_as_tensor(each.load()) for each in (first, second)]
-            if all(isinstance(value, torch.Tensor) for value in values):
-                difference = _max_difference(*values)
-        if difference is not None:
+    one, two = _as_tensor(first.load()), _as_tensor(second.load())
+    has_numbers = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.shape == two.shape
+    difference = None
+    if type(first) is not type(second) or first.dtype != second.dtype or first.shape != second.shape:
+        texts = [tensor_text(lazy) for lazy in (first, second)]
+        if type(first) is not type(second):
+            texts = [f"{text} ({type(lazy).__name__})" for text, lazy in zip(texts, (first, second), strict=True)]
+        what = f"is {texts[0]}, and {texts[1]} in the second cache"
+        if has_numbers and (difference := _max_difference(one, two)) is not None:
             what += f"; the numbers differ by up to {difference:.4g}" if difference else "; the numbers are equal"
         yield Change(key, name, what, None, difference)
-        return
-    one, two = (_as_tensor(each.load()) for each in (first, second))
-    if isinstance(one, np.ndarray) or isinstance(two, np.ndarray):  # texts, for example
+    elif not has_numbers:  # texts, for example
         if one.tobytes() != two.tobytes():
             yield Change(key, name, "has other elements")
-        return
-    if not one.numel():
-        return
-    bits = [each.contiguous().reshape(-1).view(torch.uint8).reshape(each.numel(), each.itemsize) for each in (one, two)]
-    if torch.equal(*bits):
-        return
-    num_different = int((bits[0] != bits[1]).any(1).sum())
-    difference = _max_difference(one, two)
-    what = f"{num_different:,} of {one.numel():,} elements differ"
-    if difference is not None:
-        what += f", by up to {difference:.4g}"
-    yield Change(key, name, what, num_different, difference)
+    elif one.numel():
+        bits = [part.contiguous().reshape(-1).view(torch.uint8).reshape(one.numel(), -1) for part in (one, two)]
+        if torch.equal(*bits):
+            return
+        num_different = int((bits[0] != bits[1]).any(1).sum())
+        difference = _max_difference(one, two)
+        what = f"{num_different:,} of {one.numel():,} elements differ"
+        what += f", by up to {difference:.4g}" if difference is not None else ""
+        yield Change(key, name, what, num_different, difference)
 
 
 def _as_tensor(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        try:
-            return torch.from_numpy(value)
-        except TypeError:
-            return value
-    return value
+    try:
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    except TypeError:
+        return value
 
 
 def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
     """Return the largest difference of two tensors of one shape; NaN equals NaN. None if there is none, or no arithmetic."""
-    most = []
+    largest = []
     for begin in range(0, first.numel(), _NUM_AT_ONCE):
-        one, two = (each.flatten()[begin : begin + _NUM_AT_ONCE] for each in (first, second))
         try:
-            wide = [_widen(each) for each in (one, two)]
+            one, two = (_widen(tensor.flatten()[begin : begin + _NUM_AT_ONCE]) for tensor in (first, second))
         except (RuntimeError, TypeError):  # dtypes without arithmetic, such as packed float4
             return None
-        same = (wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1]))
+        same = (one == two) | (np.isnan(one) & np.isnan(two))
         with np.errstate(all="ignore"):
-            difference = np.where(same, 0, np.abs(wide[0] - wide[1]))
-        most.append(float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max(initial=0)))
-    return max(most) if first.numel() else None
+            difference = np.where(same, 0, np.abs(one - two))
+        largest.append(float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max(initial=0)))
+    return max(largest, default=None)
 
 
 def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the numbers of a tensor in numpy's widest dtype, which has all integers of 64 bits on most machines."""
     if tensor.is_complex():
         return tensor.to(torch.complex128).numpy().astype(np.clongdouble)
-    number = tensor.to(torch.float64) if tensor.is_floating_point() else tensor
-    return number.numpy().astype(np.longdouble)
+    return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).numpy().astype(np.longdouble)
 
 
 def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
-    """Yield the path and the difference of each value.
-
-    Hazard: a hostile sample may nest deeply, contain itself, or contain one list many times over. So no function calls itself,
-    and each pair of containers is compared once.
-    """
+    """Yield the path and the difference of each value."""
+    # Hazard: a hostile sample may nest deeply, contain itself, or contain one list many times. So no function calls itself,
+    # and each pair of containers is compared once.
     met: set[tuple[int, int]] = set()
     todo = [("", first, second)]
     while todo:
         path, one, two = todo.pop()
+        place, inner = path or _WHOLE, list[tuple[str, Any, Any]]()
         if isinstance(one, Lazy) or isinstance(two, Lazy):
             if isinstance(one, Lazy) and isinstance(two, Lazy) and one.name != two.name:
-                yield path or _WHOLE, f"is the tensor {one.name!r:.100}, and {two.name!r:.100} in the second cache"
-            continue  # otherwise `flatten` finds them
-        if (id(one), id(two)) in met:
+                yield place, f"is the tensor {one.name!r:.100}, and {two.name!r:.100} in the second cache"
+        elif (id(one), id(two)) in met:
             continue
-        inner: list[tuple[str, Any, Any]] = []
-        if type(one) is not type(two):
-            yield path or _WHOLE, f"is a {type(one).__name__}, and a {type(two).__name__} in the second cache"
+        elif type(one) is not type(two):
+            yield place, f"is a {type(one).__name__}, and a {type(two).__name__} in the second cache"
         elif type(one) in DICTS:
             met.add((id(one), id(two)))
-            for position, key in enumerate(dict.fromkeys([*one, *two])):
-                name = join_path(path, component(key, position))
+            for at, key in enumerate(dict.fromkeys([*one, *two])):
+                name = join_path(path, component(key, at))
                 if key in one and key in two:
                     inner.append((name, one[key], two[key]))
                 elif not isinstance((one if key in one else two)[key], Lazy):
@@ -292,18 +245,18 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
         elif isinstance(one, SEQUENCES):
             met.add((id(one), id(two)))
             if len(one) != len(two):
-                yield path or _WHOLE, f"has {len(one):,} items, and {len(two):,} in the second cache"
+                yield place, f"has {len(one):,} items, and {len(two):,} in the second cache"
             else:
                 inner += ((join_path(path, str(at)), *pair) for at, pair in enumerate(zip(one, two, strict=True)))
         elif not _is_same(one, two):
-            yield path or _WHOLE, f"is {shown_value(one)}, and {shown_value(two)} in the second cache"
+            yield place, f"is {words(one, 60)}, and {words(two, 60)} in the second cache"
         todo += reversed(inner)
 
 
 def _is_same(one: Any, two: Any) -> bool:
     """Return whether two values of one type, neither dicts nor sequences, are equal bit for bit."""
     if type(one) in ATOMS:
-        return repr(one) == repr(two)  # which tells NaN, 0.0 and -0.0 apart
+        return repr(one) == repr(two)  # which distinguishes NaN, 0.0 and -0.0
     try:
         return encode_sample(one) == encode_sample(two)
     except EncodeError:

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MAX_KNOWN = 1 << 18  # distinct tensors to remember
+_MAX_KEPT = 1 << 18  # distinct tensors to remember
 _NUM_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """One tensor that several samples have.
-
-    Attributes:
-        name: Name of the tensor in the first of these samples.
-        key: Key of that sample.
-        nbytes: Bytes of the tensor.
-        count: Number of times that it is stored.
-    """
+    """One tensor that is stored `count` times, with its name and sample where it was first found."""
 
     name: str
     key: str
     nbytes: int
     count: int
-
-    @property
-    def nbytes_saved(self) -> int:
-        """Bytes that storing the tensor once would save."""
-        return self.nbytes * (self.count - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +42,26 @@ class RepeatCounter:
         their counts are multiplied.
     """
 
-    def __init__(self, max_known: int = _MAX_KNOWN) -> None:
-        self._max_known = max_known
+    def __init__(self, max_kept: int = _MAX_KEPT) -> None:
+        self._max_kept = max_kept
         self._mask = 0  # bits that are 0 in the digests to remember
-        self._known: dict[int, Repeat | tuple[str, str, int]] = {}
+        self._kept: dict[int, tuple[str, str, int, int]] = {}
 
     def add(self, digest: int, name: str, key: str, nbytes: int) -> None:
         """Count a tensor by the digest of its dtype, shape and bytes."""
         if digest & self._mask or not nbytes:
             return
-        found = self._known.get(digest)
-        if found is None:
-            self._known[digest] = name, key, nbytes
-            if len(self._known) > self._max_known:
-                self._mask = 2 * self._mask + 1
-                self._known = {each: found for each, found in self._known.items() if not each & self._mask}
-        elif isinstance(found, Repeat):
-            self._known[digest] = Repeat(found.name, found.key, found.nbytes, found.count + 1)
-        else:
-            self._known[digest] = Repeat(*found, 2)
+        name, key, nbytes, count = self._kept.get(digest, (name, key, nbytes, 0))
+        self._kept[digest] = name, key, nbytes, count + 1
+        if len(self._kept) > self._max_kept:
+            self._mask = 2 * self._mask + 1
+            self._kept = {kept: record for kept, record in self._kept.items() if not kept & self._mask}
 
     def result(self) -> Repeats:
         """Return the repeated tensors, those with the most copied bytes first."""
-        found = [each for each in self._known.values() if isinstance(each, Repeat)]
-        found.sort(key=lambda each: -each.nbytes_saved)
+        repeats = [Repeat(*record) for record in self._kept.values() if record[-1] > 1]
+        repeats.sort(key=lambda repeat: -repeat.nbytes * (repeat.count - 1))
         share = self._mask + 1
-        return Repeats(
-            share * sum(each.count - 1 for each in found),
-            share * sum(each.nbytes_saved for each in found),
-            self._mask > 0,
-            tuple(found[:_NUM_LISTED]),
-        )
+        num_copies = sum(repeat.count - 1 for repeat in repeats)
+        nbytes = sum(repeat.nbytes * (repeat.count - 1) for repeat in repeats)
+        return Repeats(share * num_copies, share * nbytes, self._mask > 0, tuple(repeats[:_NUM_LISTED]))

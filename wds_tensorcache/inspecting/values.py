@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,31 @@ import torch
 
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.inspecting.histogram import Bins, Histogram
 
 Array = np.ndarray[Any, Any]
 _PART_NBYTES = 1 << 22
+_MAX_KEPT = 1 << 14  # values from which a histogram is made
+_NUM_BINS = 64
+_CUT = 0.1  # percent of the values that may be cut off at either end of a histogram
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Numbers of values in bins of equal width: of all values, or of about 8,000 to 16,000 of them, chosen at random.
+
+    Attributes:
+        begin: Lower end of the first bin.
+        width: Width of each bin; at least 1 for whole numbers, 0 if all values are equal.
+        counts: Numbers of values in `[begin + i * width, begin + (i + 1) * width)`, at most 64 bins. The last one has its end.
+        num_below, num_above: Numbers of values outside the bins. They are 0 unless a few outliers would fill the histogram with
+            empty bins; then at most 0.1% of the values at either end are outside.
+    """
+
+    begin: float
+    width: float
+    counts: tuple[int, ...]
+    num_below: int
+    num_above: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,91 +49,106 @@ class ValueStatistics:
         num_zero: Number of zeros of either sign.
         min, max: Smallest and largest finite value, exact; None if there are none.
         mean, std: Mean and standard deviation of the finite values (divided by n, not n - 1); None if there are none.
-        histogram: Histogram of the finite values; None if there are none.
+        histogram: Histogram of the finite values; None if there are none, or if none was made.
     """
 
-    num_values: int
-    num_nan: int
-    num_inf: int
-    num_zero: int
-    min: int | float | None
-    max: int | float | None
-    mean: float | None
-    std: float | None
-    histogram: Histogram | None
+    num_values: int = 0
+    num_nan: int = 0
+    num_inf: int = 0
+    num_zero: int = 0
+    min: int | float | None = None
+    max: int | float | None = None
+    mean: float | None = None
+    std: float | None = None
+    histogram: Histogram | None = None
 
     @property
     def is_finite(self) -> bool:
-        """True if no value is NaN or infinite."""
         return not self.num_nan and not self.num_inf
 
-
-class Moments:
-    """Statistics of all numbers that were added.
-
-    Args:
-        is_whole: The values are whole numbers; no bin of the histogram is narrower than 1.
-        has_histogram: Make a histogram, which takes most of the time for a small tensor.
-
-    Memory: 64 KiB with a histogram, and 40 bytes per number that is added at once.
-    """
-
-    def __init__(self, is_whole: bool = False, has_histogram: bool = True) -> None:
-        self._bins = Bins(is_whole) if has_histogram else None
-        self._num_values = self._num_nan = self._num_inf = self._num_zero = self._num_finite = 0
-        self._min: Any = None
-        self._max: Any = None
-        self._mean = self._squares = 0.0
-
     @property
-    def num_not_finite(self) -> int:
-        """Number of NaN and infinities so far."""
-        return self._num_nan + self._num_inf
+    def num_finite(self) -> int:
+        return self.num_values - self.num_nan - self.num_inf
+
+
+def compute_statistics(values: Array) -> ValueStatistics:
+    """Return the statistics of an array `[n]` of bools, integers or floats, without a histogram."""
+    num_zero = len(values) - int(np.count_nonzero(values))
+    is_finite = np.isfinite(values)
+    finite = values if is_finite.all() else values[is_finite]
+    num_nan = int(np.isnan(values).sum()) if len(finite) < len(values) else 0
+    counts = len(values), num_nan, len(values) - len(finite) - num_nan, num_zero
+    if not len(finite):
+        return ValueStatistics(*counts)
+    # the sums of float64 values near their limit are infinite
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers = finite.astype(np.float64)
+        mean = float(numbers.mean())
+        numbers -= mean
+        std = math.sqrt(float(np.square(numbers, out=numbers).mean()))
+    return ValueStatistics(*counts, finite.min().item(), finite.max().item(), mean, std)
+
+
+def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatistics:
+    """Return the statistics of the values of both, without a histogram."""
+    nan_inf_zero = one.num_nan + two.num_nan, one.num_inf + two.num_inf, one.num_zero + two.num_zero
+    counts = (one.num_values + two.num_values, *nan_inf_zero)
+    if not one.num_finite or not two.num_finite:
+        some = one if one.num_finite else two
+        return ValueStatistics(*counts, some.min, some.max, some.mean, some.std)
+    a: Any = one  # no None: there are finite values
+    b: Any = two
+    # Chan's method: no difference of large sums
+    share = b.num_finite / (a.num_finite + b.num_finite)
+    delta = b.mean - a.mean
+    std = math.sqrt((1 - share) * a.std * a.std + share * b.std * b.std + delta * delta * share * (1 - share))
+    return ValueStatistics(*counts, min(a.min, b.min), max(a.max, b.max), a.mean + delta * share, std)
+
+
+class ValueSample:
+    """A random sample of bounded size of all values that were added; the same for the same values."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0)
+        self._kept = np.empty(0)
+        self._share, self._num_added, self._is_whole = 1.0, 0, True
 
     def add(self, values: Array) -> None:
-        """Add numbers: an array `[n]` of bools, integers or floats."""
-        self._num_values += len(values)
-        self._num_zero += len(values) - int(np.count_nonzero(values))
-        if values.dtype.kind == "f":
-            is_finite = np.isfinite(values)
-            if not is_finite.all():
-                num_nan = int(np.count_nonzero(np.isnan(values)))
-                self._num_nan += num_nan
-                self._num_inf += len(values) - int(np.count_nonzero(is_finite)) - num_nan
-                values = values[is_finite]
+        """Add an array `[n]` of bools, integers or floats."""
         if not len(values):
             return
-        low, high = values.min().item(), values.max().item()
-        self._min = low if self._min is None else min(self._min, low)
-        self._max = high if self._max is None else max(self._max, high)
-        numbers = values.astype(np.float64)
-        # the sums of float64 values near their limit are infinite
-        with np.errstate(over="ignore", invalid="ignore"):
-            # Chan's method: no difference of large sums
-            mean = float(numbers.mean())
-            apart = numbers - mean
-            squares = float(np.square(apart, out=apart).sum())
-            total, delta = self._num_finite + len(numbers), mean - self._mean
-            self._squares += squares + delta * delta * (self._num_finite * len(numbers) / total)
-            self._mean += delta * len(numbers) / total
-        self._num_finite = total
-        if self._bins is not None:
-            self._bins.add(numbers)
+        self._num_added += len(values)
+        self._is_whole &= values.dtype.kind != "f"
+        while self._share * self._num_added > _MAX_KEPT:
+            self._share /= 2
+            self._kept = self._kept[self._random.random(len(self._kept)) < 0.5]
+        if self._share < 1:
+            count = self._random.binomial(len(values), self._share)
+            values = values[self._random.integers(0, len(values), count)]
+        finite = values[np.isfinite(values)]
+        if len(finite):
+            self._kept = np.append(self._kept, finite)
 
-    def result(self) -> ValueStatistics:
-        """Return the statistics."""
-        some = self._num_finite > 0
-        return ValueStatistics(
-            self._num_values,
-            self._num_nan,
-            self._num_inf,
-            self._num_zero,
-            self._min,
-            self._max,
-            self._mean if some else None,
-            math.sqrt(self._squares / self._num_finite) if some else None,
-            None if self._bins is None else self._bins.histogram(),
-        )
+    def make_histogram(self) -> Histogram | None:
+        """Return the histogram of the finite values; None if there are none."""
+        if not len(self._kept):
+            return None
+        halves = self._kept / 2  # hazard: the range of the largest float64 values overflows
+        low, high = halves.min(), halves.max()
+        inner = np.percentile(halves, [_CUT, 100 - _CUT], method="nearest")
+        if 0 < inner[1] - inner[0] < (high - low) / 4:
+            low, high = inner
+        inside = halves[(low <= halves) & (halves <= high)]
+        if self._is_whole:
+            width = max(1.0, math.ceil((2 * (high - low) + 1) / _NUM_BINS)) / 2
+            num_bins = int((high - low) // width) + 1
+        else:
+            width = (high - low) / _NUM_BINS
+            num_bins = _NUM_BINS if width > 0 else 1
+        bins = ((inside - low) / width).astype(np.int64) if width > 0 else np.zeros(len(inside), np.int64)
+        counts = np.bincount(np.minimum(bins, num_bins - 1), minlength=num_bins)
+        num_below, num_above = int((halves < low).sum()), int((halves > high).sum())
+        return Histogram(float(2 * low), float(2 * width), tuple(counts.tolist()), num_below, num_above)
 
 
 def read_parts(lazy: Lazy) -> Iterator[tuple[Any, Any]]:
@@ -158,13 +194,28 @@ def as_numbers(part: Any) -> Array | None:
     return array if array.dtype.kind in "biuf" else None
 
 
-def measure(lazy: Lazy) -> ValueStatistics | None:
-    """Return statistics of one tensor; None if its elements are not numbers. See `read_parts` for errors."""
-    moments = None
-    for _, part in read_parts(lazy):
+def measure(lazy: Lazy, sample: ValueSample | None = None, digest: Any = None) -> ValueStatistics | None:
+    """Return statistics of one tensor without a histogram; None if its elements are not numbers. See `read_parts` for errors.
+
+    `sample` gets all values, and `digest`, a hash of xxhash, all bytes.
+    """
+    statistics: ValueStatistics | None = ValueStatistics()
+    for buffer, part in read_parts(lazy):
+        if digest is not None:
+            digest.update(buffer)
         numbers = as_numbers(part)
-        if numbers is None:
-            return None
-        moments = moments or Moments(numbers.dtype.kind != "f")
-        moments.add(numbers.reshape(-1))
-    return (moments or Moments()).result()
+        if numbers is None or statistics is None:
+            statistics = None
+            continue
+        numbers = numbers.reshape(-1)
+        statistics = merge_statistics(statistics, compute_statistics(numbers))
+        if sample is not None:
+            sample.add(numbers)
+    return statistics
+
+
+def measure_with_histogram(lazy: Lazy) -> ValueStatistics | None:
+    """Return statistics of one tensor as `measure`, with a histogram."""
+    sample = ValueSample()
+    statistics = measure(lazy, sample)
+    return statistics and replace(statistics, histogram=sample.make_histogram())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -22,23 +22,22 @@ from wds_tensorcache.cli.cache_argument import (
     open_cache,
     sample_key,
 )
-from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, number, values_text
+from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, values_text
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
-from wds_tensorcache.inspecting.heat_map import num_planes, read_plane
-from wds_tensorcache.inspecting.histogram import Histogram
-from wds_tensorcache.inspecting.tree import Node, sample_tree, tensor_text
-from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure
+from wds_tensorcache.inspecting.plane import find_planes
+from wds_tensorcache.inspecting.text import number_text, tensor_text
+from wds_tensorcache.inspecting.tree import Node, describe_samples
+from wds_tensorcache.inspecting.values import Histogram, ValueStatistics, as_numbers, measure_with_histogram
 
 _NUM_MEASURED = 200  # tensors of a sample
-_NUM_MAPS = 8
+_NUM_DRAWN, _NUM_PLANES = 8, 16
 _FEW_NUMBERS = 8  # numbers of a tensor that are shown instead of their statistics
 _MEMBER_CHARS = 200
 _MAX_NBYTES_PRINTED = 1 << 28
-_NUM_BARS, _BAR_WIDTH = 16, 40
-_STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": ""}
+_BAR_WIDTH = 40
 
 
 @click.command("show")
@@ -55,8 +54,9 @@ def show_command(
 ) -> None:
     """Show the sample KEY in CACHE: its structure, values, tensors and other members.
 
-    A heat map shows the first plane of a tensor, such as the first channel of a latent: dark for low values, bright for high
-    values, red for NaN and infinity. Colors range from the 2nd to the 98th percentile. --tensor shows more planes.
+    A heat map shows one plane of a tensor, such as the first channel of a latent, or of the middle frame of a video: dark for
+    low values, bright for high values, red for NaN and infinity. Colors range from the 1st to the 99th percentile. --tensor
+    shows more planes.
     """
     output = Output(as_json)
     maps = output.is_terminal if maps is None else maps
@@ -70,7 +70,7 @@ def show_command(
 
 
 def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, maps: bool) -> None:
-    root, tensors = sample_tree(sample), flatten(sample)
+    root, tensors = describe_samples([sample]), flatten(sample)
     measured = {name: _measured(key, lazy) for name, lazy in list(tensors.items())[:_NUM_MEASURED]}
     members = {suffix: cache.read_members([key], suffix)[0] for suffix in cache[[key]].members}
     nbytes = sum(lazy.nbytes for lazy in tensors.values())
@@ -88,69 +88,61 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
     )
     if output.as_json:
         return
-    drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[:_NUM_MAPS] if maps else ()))
     name = cache._name_at(cache._find(key), key)
     title = Text().append(f"sample {plain(repr(key))}", "bold")
     title.append(f" ({plain(name)})" if name not in (None, key) else "").append(f"  {nbytes:,} bytes of tensors")
     tree = Tree(title, guide_style="dim")
-    drawing.grow(tree, root.children or (root,))
+    drawn = list(tensors)[: _NUM_DRAWN * maps]
+
+    def grow(tree: Tree, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            label = Text().append(f"{plain(node.name)}  " if node.name else "", "bold")
+            if node.tensor in tensors:
+                lazy, values = tensors[node.tensor], measured.get(node.tensor)
+                tree.add(Group(*_tensor_lines(output, label, lazy, values, node.tensor in drawn)))
+            else:
+                style = {"value": "", "tensor": "cyan", "ndarray": "cyan"}.get(node.kind, "dim")
+                grow(tree.add(label.append(plain(node.text), style)), node.children)
+
+    grow(tree, root.children or (root,))
     output.show(tree)
     for suffix, content in members.items():
         output.line(f"member .{suffix}: {len(content):,} bytes{_preview(content)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    """The tensors of a sample, their statistics, and the names of those to draw."""
-
-    output: Output
-    tensors: dict[str, Lazy]
-    measured: dict[str, ValueStatistics | None]
-    drawn: frozenset[str]
-
-    def grow(self, tree: Tree, nodes: Iterable[Node]) -> None:
-        """Add nodes to a branch of a tree."""
-        for node in nodes:
-            label = Text().append(f"{plain(node.name)}  " if node.name else "", "bold")
-            if node.tensor in self.tensors:
-                tree.add(Group(*self._lines(label, node, self.tensors[node.tensor])))
-            else:  # a tensor in a set, or in the key of a dict, has no name
-                self.grow(tree.add(label.append(plain(node.text), _STYLES.get(node.kind, "dim"))), node.children)
-
-    def _lines(self, label: Text, node: Node, lazy: Lazy) -> list[Text]:
-        """Return the line about a tensor, and its heat map."""
-        label.append(plain(node.text), "cyan").append(" (numpy)" if node.kind == "ndarray" else "", "dim")
-        few, values = _few_values(lazy), self.measured.get(lazy.name)
-        if few:
-            return [label.append(f"  {plain(few)}")]
-        if values is not None:
-            label.append("  ").append_text(values_text(values))
-        plane = read_plane(lazy) if lazy.name in self.drawn else None
-        if plane is None:
-            return [label]
-        console = self.output.console
-        return [label, *heat_map(plane, console, min(48, max(8, console.width - 16)), 8)]
+def _tensor_lines(
+    output: Output, label: Text, lazy: Lazy, values: ValueStatistics | None, is_drawn: bool
+) -> list[Text]:
+    """Return the line about a tensor, and its heat map."""
+    label.append(plain(tensor_text(lazy)), "cyan").append(" (numpy)" * (lazy._reference.kind == "ndarray"), "dim")
+    few = _few_values(lazy)
+    if few:
+        return [label.append(f"  {plain(few)}")]
+    if values is not None:
+        label.append("  ").append_text(values_text(values))
+    planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if is_drawn else None
+    if planes is None:
+        return [label]
+    width = min(48, max(8, output.console.width - 16))
+    return [label, *heat_map(planes.load(lazy, 1), output.console, width, 8)]
 
 
 def _measured(key: str, lazy: Lazy) -> ValueStatistics | None:
     try:
-        return measure(lazy)
+        return measure_with_histogram(lazy)
     except tc.TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
 
 
 def _few_values(lazy: Lazy) -> str:
     """Return the values of a tensor with a few elements as text; `""` if it has none, or too many."""
-    if not 0 < int(np.prod(lazy.shape, dtype=np.int64)) <= _FEW_NUMBERS:
+    if not 0 < math.prod(lazy.shape) <= _FEW_NUMBERS:
         return ""
     value = lazy.load()
     if not isinstance(value, np.ndarray):
-        numbers = as_numbers(value)
-        if numbers is None:
-            return ""
-        if value.is_complex():
-            return f"{value.tolist()}"
-        value = numbers
+        value = value.numpy() if value.is_complex() and value.dtype.itemsize > 4 else as_numbers(value)
+    if value is None:
+        return ""
     return re.sub(r"\s+", " ", np.array2string(value, separator=", ", threshold=_FEW_NUMBERS)).replace("[ ", "[")
 
 
@@ -160,7 +152,7 @@ def _preview(content: bytes) -> str:
         text = content.decode()
     except UnicodeDecodeError:
         return ""
-    return f": {plain(text[:_MEMBER_CHARS].strip())}{'…' if len(text) > _MEMBER_CHARS else ''}"
+    return f": {plain(text[:_MEMBER_CHARS].strip())}{'…' * (len(text) > _MEMBER_CHARS)}"
 
 
 def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
@@ -181,17 +173,10 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
     numpy = " (numpy)" if lazy._reference.kind == "ndarray" else ""
     output.line(f"{plain(lazy.name)}  {tensor_text(lazy)}{numpy}  {lazy.nbytes:,} bytes", "bold")
     if values is not None:
-        rows = {
-            "values": f"{values.num_values:,}",
-            "min": repr(values.min),
-            "max": repr(values.max),
-            "mean": number(values.mean),
-            "std": number(values.std),
-            "zeros": f"{values.num_zero:,}",
-            "NaN": f"{values.num_nan:,}",
-            "Inf": f"{values.num_inf:,}",
-        }
-        output.table(["", ""], list(rows.items()))
+        counts = {"values": values.num_values, "zeros": values.num_zero, "NaN": values.num_nan, "Inf": values.num_inf}
+        rows = [("min", repr(values.min)), ("max", repr(values.max))]
+        rows += [("mean", number_text(values.mean)), ("std", number_text(values.std))]
+        output.table(["", ""], rows + [(name, f"{count:,}") for name, count in counts.items()])
         if values.histogram is not None:
             _show_histogram(output, values.histogram)
     if maps:
@@ -206,39 +191,33 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
 
 
 def _show_histogram(output: Output, histogram: Histogram) -> None:
-    rows = []
-    counts, merged = merge_bins(histogram, _NUM_BARS)
+    counts, merged = merge_bins(histogram)
+    total = histogram.num_below + int(counts.sum()) + histogram.num_above
     bar = "█" if is_unicode(output.console) else "#"
-    if histogram.num_below:
-        rows.append(("below", f"{histogram.num_below:,}", ""))
+    rows = [("below", histogram.num_below, "")] if histogram.num_below else []
     for at, count in enumerate(counts.tolist()):
-        begin = histogram.begin + at * merged * histogram.width
-        rows.append((number(begin), f"{count:,}", bar * -(-count * _BAR_WIDTH // int(counts.max()))))
-    if histogram.num_above:
-        rows.append(("above", f"{histogram.num_above:,}", ""))
-    output.table(["from", "values", ""], rows, right=["from", "values"])
+        begin = number_text(histogram.begin + at * merged * histogram.width)
+        rows.append((begin, count, bar * -(-count * _BAR_WIDTH // int(counts.max()))))
+    rows += [("above", histogram.num_above, "")] if histogram.num_above else []
+    cells = [(begin, f"{count / total:.1%}", bars) for begin, count, bars in rows]
+    output.table(["from", "share", ""], cells, right=["from", "share"])
 
 
 def _show_maps(output: Output, lazy: Lazy) -> None:
     """Draw the planes of a tensor, as many next to each other as the terminal has room for."""
+    planes = find_planes(lazy.name, lazy.dtype, lazy.shape)
+    if planes is None:
+        return
     width = output.console.width
     size = min(32, max(8, width - 2))
-    planes = []
-    for at in range(min(num_planes(lazy), 16)):
-        plane = read_plane(lazy, at)
-        if plane is not None:
-            planes.append(heat_map(plane, output.console, size, size // 2))
-    if not planes:
-        return
+    loaded = planes.load(lazy, _NUM_PLANES)
+    if len(loaded) == 1:
+        maps = [heat_map(loaded, output.console, min(width - 2, 128), 24)]
+    else:
+        maps = [heat_map(plane[None], output.console, size, size // 2) for plane in loaded]
+        output.line(f"the first {len(maps):,} of {planes.count:,} planes")
     columns = max(1, width // (size + 2))
-    if len(planes) == 1:
-        plane = read_plane(lazy)
-        planes = [heat_map(plane, output.console, min(width - 2, 128), 24)]
-    output.line(f"the first {len(planes):,} of {num_planes(lazy):,} planes" if num_planes(lazy) > 1 else "")
-    for begin in range(0, len(planes), columns):
-        for lines in zip(*planes[begin : begin + columns], strict=True):
-            joined = Text()
-            for line in lines:
-                joined.append_text(line).append("  ")
-            output.console.print(joined, soft_wrap=True)
+    for begin in range(0, len(maps), columns):
+        for lines in zip(*maps[begin : begin + columns], strict=True):
+            output.console.print(Text("  ").join(lines), soft_wrap=True)
         output.line()

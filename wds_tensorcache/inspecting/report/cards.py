@@ -13,14 +13,17 @@ from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.codec.tree import flatten, map_leaves
-from wds_tensorcache.inspecting.report.pictures import Planes, fit_png, planes_of
-from wds_tensorcache.inspecting.report.survey import READ_ERRORS, Mark, Survey, Values, load_planes
-from wds_tensorcache.inspecting.report.texts import cut, num_stored, number, visible, words
+from wds_tensorcache.inspecting.plane import Planes, find_planes
+from wds_tensorcache.inspecting.report.png import fit_png
+from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS
+from wds_tensorcache.inspecting.survey import Survey
+from wds_tensorcache.inspecting.text import cut, json_number, num_stored, page_text, shape_text, visible
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.structure import value_at
 
 _TEXT_NAMES = [re.compile(pattern, re.IGNORECASE) for pattern in ("prompt", "caption", "text|txt", "label|class|title")]
 _TEXT_MEMBERS = "txt", "caption", "cls", "json"
+_MAX_VALUES = 200
 _PICTURE_NAMES = re.compile(r"latent|sample|image|video|moment", re.IGNORECASE)
 _LATER_PICTURES = re.compile(r"flip|mask|control|cond|clean|ref", re.IGNORECASE)
 
@@ -44,144 +47,113 @@ class Limits:
     num_tensors: int
 
 
-def make_card(survey: Survey, at: int, limits: Limits) -> dict[str, Any]:
-    """Return the sample with index `at` for JSON. A sample that cannot be read has the message in `error`, and a mark."""
-    key = survey.cache.keys()[at]
-    card: dict[str, Any] = {
-        "number": at,
-        "key": visible(key),
-        "name": _name_of(survey, at, key),
-        "text": "",
-        "text_name": "",
-    }
-    card |= {
-        "values": [],
-        "tensors": [],
-        "num_more": 0,
-        "pictures": [],
-        "marks": [],
-        "error": survey.errors.get(at, ""),
-    }
+def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
+    """Return a sample for JSON. A sample that cannot be read has the message in `error`, and a mark."""
+    card = _new_card(survey, index) | {"tensors": [], "num_more": 0, "pictures": [], "marks": []}
     try:
-        sample = survey.cache[at]
-        _add_values(card, survey, at, sample, limits.text_nbytes)
+        sample = survey.cache[index]
+        _add_texts(card, survey, index, sample, limits.text_nbytes)
         lazies = flatten(sample)
-        values = survey.values[at] if at in survey.values else survey.measure(lazies)
-        card["marks"] = [_mark(mark) for mark in islice(survey.marks(values), 20)]
-        shown = [name for name in lazies if name in survey.positions][: limits.num_tensors]
-        card["tensors"] = [_tensor_row(survey, name, lazies[name], values) for name in shown]
-        card["num_more"] = len(lazies) - len(shown)
-        card["pictures"] = list(_pictures(survey, {name: lazies[name] for name in shown}, limits))
+        values = survey.samples[index] if index in survey.samples else survey.measure(lazies)
+        card["marks"] = [mark._asdict() for mark in survey.marks(values)[:20]]
+        names = [name for name in lazies if name in survey.positions][: limits.num_tensors]
+        for name in names:
+            shape, dtype = shape_text(lazies[name].shape), dtype_name(lazies[name].dtype)
+            card["tensors"].append([survey.positions[name], dtype, shape, values_record(values.get(name))])
+        card["num_more"] = len(lazies) - len(names)
+        card["pictures"] = list(_draw(survey, {name: lazies[name] for name in names}, limits))
     except READ_ERRORS as exc:
         card["error"] = visible(str(exc), 500)
     if card["error"]:
-        card["marks"] = [_mark(Mark("damaged", card["error"])), *card["marks"]]
+        card["marks"] = [{"short": "damaged", "text": card["error"]}, *card["marks"]]
     return card
 
 
-def text_of_sample(survey: Survey, at: int, max_nbytes: int) -> str:
+def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
     """Return the key and the small values of a sample as one text, in which to search. No tensor is read."""
-    key = survey.cache.keys()[at]
-    card: dict[str, Any] = {"text": "", "values": []}
+    card = _new_card(survey, index)
     try:
-        _add_values(card, survey, at, survey.cache[at], max_nbytes)
+        _add_texts(card, survey, index, survey.cache[index], max_nbytes)
     except READ_ERRORS:
-        return key
-    return "\n".join([key, _name_of(survey, at, key), card["text"], *(text for _, text in card["values"])])
+        return str(card["key"])
+    return "\n".join([card["key"], card["name"], card["text"], *(text for _, text in card["values"])])
 
 
-def _name_of(survey: Survey, at: int, key: str) -> str:
-    try:
-        name = survey.cache._name_at(at, key)
-    except READ_ERRORS:
-        return ""
-    return "" if name is None or name == key else visible(name, 300)
+def _new_card(survey: Survey, index: int) -> dict[str, Any]:
+    card = {"number": index, "key": visible(survey.cache.keys()[index]), "error": survey.errors.get(index, "")}
+    return card | {"name": "", "text": "", "text_name": "", "values": []}
 
 
-def _mark(mark: Mark) -> dict[str, str]:
-    return {"short": mark.short, "text": mark.text}
-
-
-def _add_values(card: dict[str, Any], survey: Survey, at: int, sample: Any, max_nbytes: int) -> None:
-    """Add the small values, and the one that is shown as the text of the sample."""
-    found: list[tuple[str, Any]] = []
-
-    def leaf(path: tuple[Any, ...]) -> None:
-        if len(found) < 200:
-            found.append((".".join(_part(step) for step in path), value_at(sample, path)))
-
-    map_leaves(sample, lambda lazy: None, leaf)
-    found += list(_member_texts(survey, at))
-    text = max(found, key=lambda pair: _text_rank(*pair), default=("", ""))
+def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, max_nbytes: int) -> None:
+    """Add the name of a sample, its small values, and the one that is shown as its text."""
+    key = survey.cache.keys()[index]
+    original = survey.cache._name_at(index, key)
+    card["name"] = "" if original in (None, key) else visible(str(original), 300)
+    pairs = list(islice(_small_values(survey, index, sample), _MAX_VALUES))
     left = max_nbytes
-    if _text_rank(*text) > (0,):
-        written = text[1] if isinstance(text[1], str) else "\n".join(each for each in text[1] if isinstance(each, str))
-        card["text"], card["text_name"] = cut(visible(written, left), left), visible(text[0], 120)
+    best = max(pairs, key=lambda pair: _text_rank(*pair), default=("", ""))
+    if _text_rank(*best) > (0,):
+        lines = [best[1]] if isinstance(best[1], str) else [line for line in best[1] if isinstance(line, str)]
+        card["text"], card["text_name"] = cut(visible("\n".join(lines), left), left), visible(best[0], 120)
         left -= num_stored(card["text"])
-    for name, value in found:
-        if name == text[0] and card["text"] and isinstance(value, str):
+    for name, value in pairs:
+        if value is None or left <= 0 or (name == best[0] and card["text"] and isinstance(value, str)):
             continue
-        if value is not None and left > 0:
-            most = min(left, max(200, max_nbytes // 4))
-            card["values"].append([visible(name, 120), cut(words(value, most), most)])
-            left -= sum(map(num_stored, card["values"][-1])) + 8
+        most = min(left, max(200, max_nbytes // 4))
+        card["values"].append([visible(name, 120), cut(page_text(value, most), most)])
+        left -= sum(map(num_stored, card["values"][-1])) + 8
 
 
-def _part(step: Any) -> str:
-    return component(step, 0) if type(step) in (str, int) else words(step, 40)
-
-
-def _text_rank(name: str, value: Any) -> tuple[int, ...]:
-    """Return how well a value serves as the text of a sample; `(0,)` if it does not."""
-    is_list = (
-        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, str) for each in islice(value, 8))
-    )
-    if not (isinstance(value, str) and value) and not is_list:
-        return (0,)
-    ranks = [len(_TEXT_NAMES) - at for at, pattern in enumerate(_TEXT_NAMES) if pattern.search(name)]
-    return (1, max(ranks, default=0), min(len(value), 1000) if isinstance(value, str) else 0)
-
-
-def _member_texts(survey: Survey, at: int) -> Iterator[tuple[str, str]]:
+def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of what is not a tensor, and the names and texts of other members."""
+    paths: list[tuple[Any, ...]] = []
+    map_leaves(sample, lambda lazy: None, paths.append)
+    for path in paths:
+        steps = (component(step, 0) if type(step) in (str, int) else page_text(step, 40) for step in path)
+        yield ".".join(steps), value_at(sample, path)
     for suffix in _TEXT_MEMBERS:
         if suffix in survey.description.members:
             try:
-                (content,) = survey.cache.read_members([at], suffix)
+                (content,) = survey.cache.read_members([index], suffix)
             except KeyError:
                 continue
             yield f".{suffix}", content[: 1 << 20].decode("utf-8", "replace")
 
 
-def _tensor_row(survey: Survey, name: str, lazy: Lazy, values: Values) -> list[Any]:
-    shape = f"[{', '.join(map(str, lazy.shape))}]"
-    return [survey.positions[name], dtype_name(lazy.dtype), shape, statistics(values.get(name))]
+def _text_rank(name: str, value: Any) -> tuple[int, ...]:
+    """Return how well a value serves as the text of a sample; `(0,)` if it does not."""
+    is_text = isinstance(value, str) or (
+        isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in islice(value, 8))
+    )
+    if not is_text or not value:
+        return (0,)
+    ranks = [len(_TEXT_NAMES) - at for at, pattern in enumerate(_TEXT_NAMES) if pattern.search(name)]
+    return (1, max(ranks, default=0), min(len(value), 1000) if isinstance(value, str) else 0)
 
 
-def statistics(values: ValueStatistics | None) -> dict[str, Any] | None:
+def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
     """Return statistics for JSON, without the histogram."""
     if values is None:
         return None
-    names = "num_nan", "num_inf", "min", "max", "mean", "std"
-    found = ((name, getattr(values, name)) for name in names)
-    return {name: None if value is None else number(value) for name, value in found}
+    numbers = {name: getattr(values, name) for name in ("num_nan", "num_inf", "min", "max", "mean", "std")}
+    return {name: None if number is None else json_number(number) for name, number in numbers.items()}
 
 
-def _pictures(survey: Survey, lazies: dict[str, Lazy], limits: Limits) -> Iterator[dict[str, Any]]:
-    drawn = [(name, lazy, planes_of(name, lazy.dtype, lazy.shape)) for name, lazy in lazies.items()]
-    chosen = [(name, lazy, planes) for name, lazy, planes in drawn if planes is not None]
-    chosen.sort(key=lambda each: _picture_rank(each[0], each[2]))
+def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits) -> Iterator[dict[str, Any]]:
+    """Yield pictures: latents before other pictures, and pictures before maps."""
+    drawn: list[tuple[Any, int, str, Lazy, Planes]] = []
+    for name, lazy in lazies.items():
+        planes = find_planes(name, lazy.dtype, lazy.shape)
+        if planes is not None and planes.height > 1 < planes.width:
+            is_later, size = bool(_LATER_PICTURES.search(name)), planes.height * planes.width
+            rank = planes.kind == "map", is_later, not _PICTURE_NAMES.search(name), -size
+            drawn.append((rank, len(drawn), name, lazy, planes))
     nbytes = limits.picture_nbytes
-    for name, lazy, planes in chosen[: limits.num_pictures]:
-        loaded = load_planes(lazy, planes)
+    for _, _, name, lazy, planes in sorted(drawn)[: limits.num_pictures]:
+        loaded = planes.load(lazy)
         colors = survey.colors_of(name, lazy, planes, loaded)
         png, width, height = fit_png(loaded, colors, planes.kind, limits.picture_side, nbytes)
         encoded = base64.b64encode(png).decode("ascii")
         place = {"tensor": survey.positions[name], "kind": planes.kind, "note": planes.note}
         yield {**place, "png": encoded, "width": width, "height": height}
         nbytes = limits.picture_nbytes // 2
-
-
-def _picture_rank(name: str, planes: Planes) -> tuple[bool, bool, bool, int]:
-    """Return a key that sorts latents before other pictures, and pictures before maps."""
-    later = bool(_LATER_PICTURES.search(name))
-    return planes.kind == "map", later, not _PICTURE_NAMES.search(name), -planes.height * planes.width

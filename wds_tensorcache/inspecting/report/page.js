@@ -45,33 +45,34 @@
     return (Number.isInteger(value) ? integer(value) : String(Number(value.toPrecision(4)))).replace("-", "−");
   }
 
+  const span = (name, text) => make("span", { class: name, dir: "auto" }, text);
+  const hint = (text) => make("p", { class: "hint" }, text);
+  const panel = (title, ...children) => make("div", { class: "panel" }, make("h2", {}, title), ...children);
+  const pair = ([name, text]) => [make("dt", {}, name), make("dd", { dir: "auto" }, text)];
+
   function bar(share, text) {
-    const picture = draw("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" });
-    picture.append(
+    return draw(
+      "svg",
+      { viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
       draw("rect", { class: "back", width: 100, height: 10, rx: 1.2 }),
       draw("rect", { class: "bar", width: Math.max(share * 100, 0.6), height: 10, rx: 1.2 }, draw("title", {}, text)),
     );
-    return picture;
   }
 
-  function histogram(counts, low, high, label) {
+  function histogram({ counts, low, high, num_outside }, label) {
     const most = Math.max(1, ...counts);
     const step = 100 / Math.max(counts.length, 12);
     const left = (100 - step * counts.length) / 2;
-    const picture = draw("svg", {
-      viewBox: "0 0 100 40",
-      preserveAspectRatio: "none",
-      role: "img",
-      "aria-label": label,
-    });
     const width = (high - low) / counts.length;
-    counts.forEach((count, at) => {
+    const total = counts.reduce((sum, count) => sum + count, num_outside);
+    const bars = counts.map((count, at) => {
       const height = count ? Math.max((count / most) * 40, 0.8) : 0;
-      const range = `${short(low + at * width)} to ${short(low + (at + 1) * width)}: ${integer(count)}`;
-      const place = { x: left + at * step + step * 0.06, width: step * 0.88 };
-      picture.append(draw("rect", { class: "bar", ...place, y: 40 - height, height }, draw("title", {}, range)));
+      const range = `${short(low + at * width)} to ${short(low + (at + 1) * width)}: ${((count / total) * 100).toFixed(1)}%`;
+      const place = { x: left + at * step + step * 0.06, width: step * 0.88, y: 40 - height, height };
+      return draw("rect", { class: "bar", ...place }, draw("title", {}, range));
     });
-    return picture;
+    const shape = { viewBox: "0 0 100 40", preserveAspectRatio: "none" };
+    return draw("svg", { ...shape, role: "img", "aria-label": label }, ...bars);
   }
 
   function barList(rows) {
@@ -86,8 +87,6 @@
       ]),
     );
   }
-
-  const panel = (title, ...children) => make("div", { class: "panel" }, make("h2", {}, title), ...children);
 
   function marked(text, words) {
     const parts = [];
@@ -126,86 +125,45 @@
       [bytes(report.file_nbytes), "on disk"],
       [integer(report.num_tensors), report.num_tensors === 1 ? "tensor" : "tensors"],
     ];
+    if (report.num_marked) tiles.push([integer(report.num_marked), "marked", "warn"]);
     $("tiles").append(
-      ...tiles.map(([value, label]) => make("div", { class: "tile" }, make("b", {}, value), make("span", {}, label))),
-    );
-    if (report.num_marked) {
-      $("tiles").append(
-        make("div", { class: "tile warn" }, make("b", {}, integer(report.num_marked)), make("span", {}, "marked")),
-      );
-    }
-    $("notes").append(...report.notes.map((note) => make("p", { class: "notice" }, note)));
-    $("structure").append(
-      report.structure.num_samples ? tree(report.structure, 0, true) : make("p", { class: "empty" }, "none"),
-    );
-    const pairs = report.fingerprint;
-    $("fingerprint").append(...(pairs.length ? pairs.flatMap(pair) : [make("dd", { class: "empty" }, "none")]));
-    $("shards").append(
-      barList(
-        report.shards.map(([label, count, samples]) => ({
-          label,
-          count,
-          text: `${integer(samples)} in ${bytes(count)}`,
-        })),
+      ...tiles.map(([value, label, kind]) =>
+        make("div", { class: `tile ${kind || ""}` }, make("b", {}, value), make("span", {}, label)),
       ),
     );
-    if (report.num_shards > report.shards.length) {
-      $("shards").append(make("p", { class: "hint" }, `and ${integer(report.num_shards - report.shards.length)} more`));
-    }
-    if (report.members.length) {
-      $("shards").append(
-        make(
-          "p",
-          { class: "hint" },
-          "Other members: " +
-            report.members.map(([suffix, count]) => `.${suffix} of ${counted(count, "sample")}`).join(", "),
-        ),
-      );
-    }
+    $("notes").append(...report.notes.map((note) => make("p", { class: "notice" }, note)));
+    const none = (tag) => make(tag, { class: "empty" }, "none");
+    $("structure").append(report.structure ? tree(report.structure, 0) : none("p"));
+    $("fingerprint").append(...(report.fingerprint.length ? report.fingerprint.flatMap(pair) : [none("dd")]));
+    const shards = report.shards.map(([label, count, samples]) => ({
+      label,
+      count,
+      text: `${integer(samples)} in ${bytes(count)}`,
+    }));
+    $("shards").append(barList(shards));
+    if (report.num_shards > shards.length)
+      $("shards").append(hint(`and ${integer(report.num_shards - shards.length)} more`));
+    const members = report.members.map(([suffix, count]) => `.${suffix} of ${counted(count, "sample")}`);
+    if (members.length) $("shards").append(hint(`Other members: ${members.join(", ")}`));
     $("made").textContent = `wds_tensorcache ${report.version}, ${report.made}`;
   }
 
-  const pair = ([name, text]) => [make("dt", {}, name), make("dd", { dir: "auto" }, text)];
-
-  function tree(node, depth, isRoot) {
-    const tensor = node.tensor === undefined ? undefined : report.tensors.find((each) => each.name === node.tensor);
-    const name = isRoot ? [] : [make("span", { class: "name" }, node.name), " "];
-    const lacking =
-      node.num_samples < report.structure.num_samples
-        ? ` in ${integer(node.num_samples)} of ${integer(report.structure.num_samples)}`
-        : "";
+  function tree(node, depth) {
+    const total = report.structure.num_samples;
+    const isEverywhere = node.kind === "more" || node.num_samples === total;
+    const lacking = isEverywhere ? "" : ` in ${integer(node.num_samples)} of ${integer(total)}`;
+    const name = node.name ? [span("name", node.name), " "] : [];
     if (node.children) {
-      const count = node.children.length + node.num_more;
-      const type = make("span", { class: "type" }, `${node.types.join(" or ")} of ${integer(count)}${lacking}`);
-      const more = node.num_more
-        ? [make("li", {}, make("div", { class: "leaf type" }, `… and ${integer(node.num_more)} more`))]
-        : [];
-      const children = node.children.map((child) => make("li", {}, tree(child, depth + 1, false)));
-      return make(
-        "details",
-        { open: depth < 3 },
-        make("summary", {}, ...name, type),
-        make("ul", {}, ...children, ...more),
-      );
+      const children = node.children.map((child) => make("li", {}, tree(child, depth + 1)));
+      const summary = make("summary", {}, ...name, span("type", node.text + lacking));
+      return make("details", { open: depth < 3 }, summary, make("ul", {}, children));
     }
-    if (node.tensor !== undefined) {
-      const shown = tensor ? `${tensor.dtype}${tensor.shape}` : "tensor";
-      const type = node.types.filter((each) => each !== "tensor");
-      return make(
-        "div",
-        { class: "leaf" },
-        ...name,
-        make("span", { class: "tensor" }, shown),
-        make("span", { class: "type" }, `${type.map((each) => ` or ${each}`).join("")}${lacking}`),
-      );
-    }
-    return make(
-      "div",
-      { class: "leaf" },
-      ...name,
-      make("span", { class: "type" }, `${node.types.join(" or ")}${lacking} `),
-      make("span", { class: "example", dir: "auto" }, node.example || ""),
-    );
+    const isTensor = node.kind === "tensor" || node.kind === "ndarray";
+    const types = node.types.filter((type) => type !== "tensor");
+    const parts = isTensor
+      ? [span("tensor", node.text), span("type", types.map((type) => ` or ${type}`).join("") + lacking)]
+      : [span("type", `${types.join(" or ")}${lacking} `), span("example", node.text)];
+    return make("div", { class: "leaf" }, ...name, ...parts);
   }
 
   // --- charts and the table of tensors -----------------------------------------------------------------------------------
@@ -214,153 +172,94 @@
     const charts = [];
     const largest = [...report.tensors].sort((one, two) => two.nbytes - one.nbytes).slice(0, 12);
     if (largest.length) {
-      charts.push(
-        panel(
-          "Bytes of each tensor, in all samples",
-          barList(
-            largest.map((each) => ({
-              label: each.name || "(the sample)",
-              count: each.nbytes,
-              text: `${bytes(each.nbytes)} · ${((each.nbytes / Math.max(report.nbytes, 1)) * 100).toFixed(1)}%`,
-            })),
-          ),
-        ),
-      );
+      const rows = largest.map((tensor) => ({
+        label: nameOf(tensor),
+        count: tensor.nbytes,
+        text: `${bytes(tensor.nbytes)} · ${((tensor.nbytes / Math.max(report.nbytes, 1)) * 100).toFixed(1)}%`,
+      }));
+      charts.push(panel("Bytes of each tensor, in all samples", barList(rows)));
     }
     const sizes = report.sample_sizes;
-    if (sizes && sizes.high > sizes.low) {
-      charts.push(
-        panel(
-          "Samples by bytes of their tensors",
-          make(
-            "div",
-            { class: "histogram" },
-            histogram(
-              sizes.counts,
-              sizes.low,
-              sizes.high,
-              `sizes of samples from ${bytes(sizes.low)} to ${bytes(sizes.high)}`,
-            ),
-            make("div", { class: "ends" }, make("span", {}, bytes(sizes.low)), make("span", {}, bytes(sizes.high))),
-          ),
-        ),
-      );
+    if (sizes && sizes.high > sizes.low + 1) {
+      const ends = make("div", { class: "ends" }, span("", bytes(sizes.low)), span("", bytes(sizes.high)));
+      const chart = histogram(sizes, `sizes of samples from ${bytes(sizes.low)} to ${bytes(sizes.high)}`);
+      charts.push(panel("Samples by bytes of their tensors", make("div", { class: "histogram" }, chart, ends)));
     } else if (sizes) {
-      charts.push(
-        panel(
-          "Samples by bytes of their tensors",
-          make("p", { class: "hint" }, `Each sample has ${bytes(sizes.low)} of tensors.`),
-        ),
-      );
+      const text = `Each sample has ${bytes(sizes.low)} of tensors.`;
+      charts.push(panel("Samples by bytes of their tensors", hint(text)));
     }
     const ragged = new Map(); // tensors whose first dimensions vary alike, such as a text and its mask, have one chart
-    for (const each of report.tensors.filter((tensor) => tensor.num_shapes > 1)) {
-      const key = each.shapes.map(([shape, count]) => `${shape.match(/\d*/g).find(Boolean)} ${count}`).join();
-      ragged.set(key, [...(ragged.get(key) || []), each]);
+    for (const tensor of report.tensors.filter((one) => one.num_shapes > 1)) {
+      const key = tensor.shapes.map(([shape, count]) => `${shape.match(/\d*/g).find(Boolean)} ${count}`).join();
+      ragged.set(key, [...(ragged.get(key) || []), tensor]);
     }
-    for (const [each, ...alike] of [...ragged.values()].slice(0, 6)) {
-      const common = each.shapes.slice(0, 8).sort(([one], [two]) => one.localeCompare(two, "en", { numeric: true }));
+    for (const tensors of [...ragged.values()].slice(0, 6)) {
+      const { shapes, num_shapes } = tensors[0];
+      const common = shapes.slice(0, 8).sort(([one], [two]) => one.localeCompare(two, "en", { numeric: true }));
       const rows = common.map(([label, count]) => ({ label, count, text: integer(count) }));
-      const more =
-        each.num_shapes > rows.length
-          ? [make("p", { class: "hint" }, `and ${counted(each.num_shapes - rows.length, "more shape")}`)]
-          : [];
-      charts.push(
-        panel(
-          `Shapes of ${[each, ...alike]
-            .slice(0, 3)
-            .map((one) => one.name || "the tensor")
-            .join(", ")}`,
-          barList(rows),
-          ...more,
-        ),
-      );
+      const more = num_shapes > rows.length ? [hint(`and ${counted(num_shapes - rows.length, "more shape")}`)] : [];
+      charts.push(panel(`Shapes of ${tensors.slice(0, 3).map(nameOf).join(", ")}`, barList(rows), ...more));
     }
     $("charts").append(...charts);
     $("sizes").hidden = !charts.length;
   }
 
+  const nameOf = (tensor) => tensor.name || "(the sample)";
+
   function showTensors() {
     const shown = report.tensors.length;
-    const hint =
-      shown < report.num_tensors ? `The first ${integer(shown)} of ${integer(report.num_tensors)} tensors. ` : "";
+    const all = shown < report.num_tensors ? `The first ${integer(shown)} of ${integer(report.num_tensors)} tensors. ` : "";
     $("tensors-hint").textContent = shown
-      ? `${hint}Numbers are those of ${counted(report.num_examined, "examined sample")}.`
+      ? `${all}Numbers are those of ${counted(report.num_examined, "examined sample")}.`
       : "No sample has a tensor.";
     if (!shown) return;
-    const head = ["Tensor", "Min", "Mean", "Max", "Std", "NaN", "Inf", "Histogram", "Bytes"];
-    const body = make("tbody", {});
-    const table = make(
-      "table",
-      {},
-      make(
-        "thead",
-        {},
-        make(
-          "tr",
-          {},
-          head.map((label) =>
-            make("th", { scope: "col", class: /Tensor|Histogram/.test(label) ? null : "num" }, label),
-          ),
-        ),
-      ),
-      body,
-    );
+    const [box, body] = statsTable("Tensor", ["Histogram", "Bytes"]);
     const add = (from, to) => body.append(...report.tensors.slice(from, to).map(tensorRow));
     add(0, 40);
-    const box = make("div", { class: "stats" }, table);
     $("tensor-table").append(box);
     if (shown > 40) {
-      const more = make(
-        "button",
-        {
-          type: "button",
-          class: "more",
-          onclick: () => {
-            add(40, shown);
-            more.remove();
-          },
-        },
-        `Show all ${integer(shown)} tensors`,
-      );
+      const all = () => (add(40, shown), more.remove());
+      const more = make("button", { type: "button", class: "more", onclick: all }, `Show all ${integer(shown)} tensors`);
       $("tensor-table").append(more);
     }
   }
 
+  const NUMBERS = [["Min", "min"], ["Mean", "mean"], ["Max", "max"], ["Std", "std"], ["NaN", "num_nan"], ["Inf", "num_inf"]];
+
+  // The table and its body, whose rows begin with a name and the numbers.
+  function statsTable(first, others, isPlain) {
+    const labels = [first, ...NUMBERS.map(([label]) => label), ...others];
+    const head = labels.map((label, at) =>
+      make("th", { scope: "col", class: at && label !== "Histogram" ? "num" : null }, label),
+    );
+    const body = make("tbody", {});
+    const table = make("table", {}, make("thead", {}, make("tr", {}, head)), body);
+    return [make("div", { class: isPlain ? "stats plain" : "stats" }, table), body];
+  }
+
+  function statsCells(name, text, stats) {
+    const numbers = NUMBERS.map(([label, key]) => {
+      const isBad = key.startsWith("num_") && stats && stats[key] > 0;
+      return make("td", { class: isBad ? "num bad" : "num", "data-label": label }, stats ? short(stats[key]) : "–");
+    });
+    const parts = [make("div", { class: "name" }, name), make("div", { class: "dtype" }, text)];
+    return [make("td", { class: "wide" }, ...parts), ...numbers];
+  }
+
   function tensorRow(tensor) {
-    const stats = tensor.stats;
-    const cell = (label, text, isBad) =>
-      make("td", { class: "num" + (isBad ? " bad" : ""), "data-label": label }, text);
     const some =
       tensor.num_samples < report.num_samples
         ? `, in ${integer(tensor.num_samples)} of ${counted(report.num_samples, "sample")}`
         : "";
-    const name = make(
-      "td",
-      { class: "wide" },
-      make("div", { class: "name" }, tensor.name || "(the sample)"),
-      make("div", { class: "dtype" }, tensor.dtype + tensor.shape + some),
-    );
-    const spark = make("td", { class: "spark" });
-    if (stats && stats.histogram) {
-      const { counts, low, high } = stats.histogram;
-      spark.append(histogram(counts, low, high, `histogram of ${tensor.name} from ${short(low)} to ${short(high)}`));
-    } else {
-      spark.append(make("span", { class: "empty" }, stats ? "" : "no numbers"));
-    }
-    const value = (key) => (stats ? short(stats[key]) : "–");
+    const bins = tensor.stats && tensor.stats.histogram;
+    const label = bins && `histogram of ${tensor.name} from ${short(bins.low)} to ${short(bins.high)}`;
+    const spark = bins ? histogram(bins, label) : span("empty", tensor.stats ? "" : "no numbers");
     return make(
       "tr",
       {},
-      name,
-      cell("Min", value("min")),
-      cell("Mean", value("mean")),
-      cell("Max", value("max")),
-      cell("Std", value("std")),
-      cell("NaN", value("num_nan"), stats && stats.num_nan > 0),
-      cell("Inf", value("num_inf"), stats && stats.num_inf > 0),
-      spark,
-      cell("Bytes", bytes(tensor.nbytes)),
+      ...statsCells(nameOf(tensor), tensor.dtype + tensor.shape + some, tensor.stats),
+      make("td", { class: "spark" }, spark),
+      make("td", { class: "num", "data-label": "Bytes" }, bytes(tensor.nbytes)),
     );
   }
 
@@ -471,15 +370,16 @@
     $("status").textContent = text || found;
   }
 
+  const titleOf = (card) => card.name || card.key;
+
   function picture(image, card) {
-    const tensor = report.tensors[image.tensor];
     return make("img", {
       src: `data:image/png;base64,${image.png}`,
       width: image.width,
       height: image.height,
       class: `pixels ${image.kind}`,
       decoding: "async",
-      alt: `${tensor ? tensor.name : "tensor"} of ${card.name || card.key}`,
+      alt: `${nameOf(report.tensors[image.tensor])} of ${titleOf(card)}`,
     });
   }
 
@@ -496,10 +396,10 @@
       .filter((each) => each[0] !== card.text_name)
       .slice(0, 4)
       .map(([name, text]) => `${name} ${text.slice(0, 60)}`);
-    const body = [make("span", { class: "key" }, ...marked(card.name || card.key, words))];
+    const body = [make("span", { class: "key" }, ...marked(titleOf(card), words))];
     if (card.text) body.push(make("span", { class: "text", dir: "auto" }, ...marked(card.text.slice(0, 400), words)));
     if (chips.length) body.push(make("span", { class: "small" }, chips.join(" · ")));
-    const label = `${card.name || card.key}. ${(card.text || "").slice(0, 200)} ${card.marks.map((mark) => mark.short).join(", ")}`;
+    const label = `${titleOf(card)}. ${(card.text || "").slice(0, 200)} ${card.marks.map((mark) => mark.short).join(", ")}`;
     const button = make(
       "button",
       {
@@ -594,7 +494,7 @@
     const head = make(
       "div",
       { class: "detail-head" },
-      make("h2", { id: "detail-title" }, card.name || card.key),
+      make("h2", { id: "detail-title" }, titleOf(card)),
       step("Previous sample", "←", at - 1, "previous"),
       step("Next sample", "→", at + 1, "next"),
       make("button", { type: "button", class: "close", "data-role": "close", onclick: () => detail.close() }, "Close"),
@@ -632,46 +532,17 @@
 
   function captionOf(image) {
     const tensor = report.tensors[image.tensor];
-    return [tensor ? `${tensor.name || "(the sample)"} ${tensor.dtype}` : "", image.note].filter(Boolean).join(" · ");
+    return [`${nameOf(tensor)} ${tensor.dtype}`, image.note].filter(Boolean).join(" · ");
   }
 
   function tensorTable(card) {
-    const head = ["", "Min", "Mean", "Max", "Std", "NaN", "Inf"].map((label) =>
-      make("th", { scope: "col", class: label ? "num" : null }, label),
+    const [box, body] = statsTable("", [], true);
+    const rows = card.tensors.map(([number, dtype, shape, stats]) =>
+      make("tr", {}, ...statsCells(nameOf(report.tensors[number]), dtype + shape, stats)),
     );
-    const rows = card.tensors.map(([number, dtype, shape, stats]) => {
-      const tensor = report.tensors[number];
-      const cell = (label, key) => {
-        const isBad = /NaN|Inf/.test(label) && stats && stats[key] > 0;
-        return make("td", { class: `num${isBad ? " bad" : ""}`, "data-label": label }, stats ? short(stats[key]) : "–");
-      };
-      const name = make(
-        "td",
-        { class: "wide" },
-        make("div", { class: "name" }, tensor.name || "(the sample)"),
-        make("div", { class: "dtype" }, dtype + shape),
-      );
-      return make(
-        "tr",
-        {},
-        name,
-        cell("Min", "min"),
-        cell("Mean", "mean"),
-        cell("Max", "max"),
-        cell("Std", "std"),
-        cell("NaN", "num_nan"),
-        cell("Inf", "num_inf"),
-      );
-    });
-    const more = card.num_more
-      ? [make("p", { class: "hint" }, `and ${counted(card.num_more, "more tensor")}, not listed`)]
-      : [];
-    return make(
-      "div",
-      { class: "stats plain" },
-      make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows)),
-      ...more,
-    );
+    body.append(...rows);
+    if (card.num_more) box.append(hint(`and ${counted(card.num_more, "more tensor")}, not listed`));
+    return box;
   }
 
   async function go(at) {

@@ -1,27 +1,17 @@
-"""The page: one HTML file with its style, script and data, which loads nothing and whose policy forbids that it does."""
+"""Build the page: one HTML file with its style, script and data; its policy forbids all requests."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
-import json
 import re
 from importlib import resources
 from typing import Any
 
+from wds_tensorcache.inspecting.text import as_json
+
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
-_SURROGATES = re.compile("[\ud800-\udfff]")
-# "<" so that no text ends the script element; the separators for scripts that are older than JSON
-_ESCAPED = re.compile("[<>&\u2028\u2029\x7f]")
-
-
-def as_json(value: Any) -> str:
-    """Return a value as JSON that may be in a script element: no text in it can end the element."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for pattern in (_ESCAPED, _SURROGATES):
-        text = pattern.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-    return text
 
 
 def build_page(report: dict[str, Any], *, is_served: bool = False) -> bytes:
@@ -45,10 +35,7 @@ def build_page(report: dict[str, Any], *, is_served: bool = False) -> bytes:
 
 
 def policy_of(style: str, script: str, is_served: bool) -> str:
-    """Return the Content-Security-Policy: this style, this script, pictures in the page, and nothing else.
-
-    Trusted Types without a policy forbid the script to make HTML from text.
-    """
+    """Return the Content-Security-Policy: this style, this script, pictures in the page, and nothing else."""
     rules = {
         "default-src": "'none'",
         "script-src": _digest(script),
@@ -57,6 +44,7 @@ def policy_of(style: str, script: str, is_served: bool) -> str:
         "connect-src": "'self'" if is_served else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",
+        # without a policy, the script cannot make HTML from text
         "require-trusted-types-for": "'script'",
         "trusted-types": "'none'",
     }

@@ -13,16 +13,16 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from wds_tensorcache.inspecting.report.cards import Limits, make_card, text_of_sample
-from wds_tensorcache.inspecting.report.page import as_json, build_page
-from wds_tensorcache.inspecting.report.survey import Survey
+from wds_tensorcache.inspecting.report.page import build_page
+from wds_tensorcache.inspecting.survey import Survey
+from wds_tensorcache.inspecting.text import as_json
 
 _HOST = "127.0.0.1"
 _NAMES = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d{1,5})?", re.ASCII)
 _CARD = Limits(text_nbytes=4000, num_pictures=1, picture_side=128, picture_nbytes=30_000, num_tensors=0)
 _DETAIL = Limits(text_nbytes=200_000, num_pictures=12, picture_side=512, picture_nbytes=600_000, num_tensors=300)
 _MAX_COUNT, _MAX_QUERY = 200, 1000
-_SEARCH_S = 0.7  # seconds after which a search answers with what it has found
-_TIMEOUT_S = 30  # seconds after which a silent client is disconnected
+_SEARCH_S = 0.7  # seconds after which a search answers with the matches so far
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -42,7 +42,7 @@ class PageServer(ThreadingHTTPServer):
     point here. No part of a request reaches the file system.
 
     Args:
-        survey: Findings in some samples of the cache.
+        survey: Findings for a page in some samples of the cache.
         report: Result of `overview`.
         port: Port to listen on; 0 chooses a free one.
 
@@ -58,7 +58,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, survey: Survey, report: dict[str, Any], port: int = 0) -> None:
         super().__init__((_HOST, port), _Handler)
-        self.survey, self.report = survey, report
+        self.survey = survey
         self.token = secrets.token_urlsafe(24)
         self.page = build_page(report, is_served=True)
         self.url = f"http://{_HOST}:{self.server_address[1]}/?token={self.token}"
@@ -70,100 +70,86 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
-    def is_allowed(self, token: str) -> bool:
-        """Return whether a request has the token, in a time that does not tell how much of it is right."""
-        return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
+    def search(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
+        """Return up to `count` samples from index `begin` on that have all words, and where to continue.
 
-    def find(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
-        """Return at most `count` samples from index `begin` on that have all words, and where to continue.
-
-        Answers after 0.7 s with what was found by then, but examines at least one sample.
+        Answers after 0.7 s with the matches so far, but examines at least one sample.
         """
-        found: list[dict[str, Any]] = []
+        samples: list[dict[str, Any]] = []
         deadline = time.monotonic() + _SEARCH_S
-        at, total = begin, len(self.survey.cache)
-        while at < total and len(found) < count:
-            if at > begin and time.monotonic() > deadline:
-                break
-            if not words or self._matches(at, words):
-                card = make_card(self.survey, at, _CARD)
+        index, total = begin, len(self.survey.cache)
+        while index < total and len(samples) < count and (index == begin or time.monotonic() < deadline):
+            text = text_of_sample(self.survey, index, _DETAIL.text_nbytes).lower() if words else ""
+            if all(word in text for word in words):
+                card = make_card(self.survey, index, _CARD)
                 if card["marks"] or not is_marked:
-                    found.append(card)
-            at += 1
-        return {"samples": found, "next": at if at < total else None, "searched": at}
-
-    def _matches(self, at: int, words: list[str]) -> bool:
-        text = text_of_sample(self.survey, at, _DETAIL.text_nbytes).lower()
-        return all(word in text for word in words)
-
-    def detail(self, at: int) -> dict[str, Any]:
-        """Return one sample with larger pictures and all its tensors."""
-        return make_card(self.survey, at, _DETAIL)
+                    samples.append(card)
+            index += 1
+        return {"samples": samples, "next": index if index < total else None, "searched": index}
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = _TIMEOUT_S
+    timeout = 30  # seconds after which a silent client is disconnected
     server_version, sys_version = "tensorcache", ""
 
     def do_GET(self) -> None:
+        self._answer(*self._respond())
+
+    def _respond(self) -> tuple[int, bytes, str]:
         if not _NAMES.fullmatch(self.headers.get("Host", "")):
-            self._answer(403, b"unknown host name\n")
-            return
+            return 403, b"unknown host name\n", "text/plain"
         try:
             parts = urlsplit(self.path)
             fields = {name: values[-1] for name, values in parse_qs(parts.query, max_num_fields=10).items()}
         except ValueError:
-            self._answer(400, b"the address is not valid\n")
-            return
-        given = fields.get("token", "") if parts.path == "/" else self.headers.get("X-Token", "")
-        if not self.server.is_allowed(given):
-            self._answer(403, b"the address needs the token that `tensorcache view --serve` prints\n")
-        elif parts.path == "/":
-            self._answer(200, self.server.page, "text/html")
-        elif parts.path in ("/samples", "/sample"):
-            with self.server.turn:
-                self._answer_json(parts.path, fields)
-        else:
-            self._answer(404, b"not found\n")
-
-    def _answer_json(self, path: str, fields: dict[str, str]) -> None:
-        total = len(self.server.survey.cache)
-        if path == "/sample":
-            number = _integer(fields.get("number"), 0, total - 1)
-            answer = None if number is None else self.server.detail(number)
-        else:
-            begin, count = _integer(fields.get("begin"), 0, total), _integer(fields.get("count"), 1, _MAX_COUNT)
-            query = fields.get("query", "")[:_MAX_QUERY].lower().split()
-            is_marked = fields.get("marked") == "1"
-            answer = None if begin is None or count is None else self.server.find(query, is_marked, begin, count)
+            return 400, b"the address is not valid\n", "text/plain"
+        token = fields.get("token", "") if parts.path == "/" else self.headers.get("X-Token", "")
+        # constant time
+        if not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
+            return 403, b"the address needs the token that `tensorcache view --serve` prints\n", "text/plain"
+        if parts.path == "/":
+            return 200, self.server.page, "text/html"
+        if parts.path not in ("/samples", "/sample"):
+            return 404, b"not found\n", "text/plain"
+        with self.server.turn:
+            answer = self._find_samples(fields) if parts.path == "/samples" else self._find_sample(fields)
         if answer is None:
-            self._answer(400, b"a number is missing or out of range\n")
-        else:
-            self._answer(200, as_json(answer).encode(), "application/json")
+            return 400, b"a number is missing or out of range\n", "text/plain"
+        return 200, as_json(answer).encode(), "application/json"
 
-    def _answer(self, status: int, content: bytes, kind: str = "text/plain") -> None:
+    def _find_sample(self, fields: dict[str, str]) -> dict[str, Any] | None:
+        survey = self.server.survey
+        index = _as_integer(fields.get("number"), 0, len(survey.cache) - 1)
+        return None if index is None else make_card(survey, index, _DETAIL)
+
+    def _find_samples(self, fields: dict[str, str]) -> dict[str, Any] | None:
+        begin = _as_integer(fields.get("begin"), 0, len(self.server.survey.cache))
+        count = _as_integer(fields.get("count"), 1, _MAX_COUNT)
+        words = fields.get("query", "")[:_MAX_QUERY].lower().split()
+        if begin is None or count is None:
+            return None
+        return self.server.search(words, fields.get("marked") == "1", begin, count)
+
+    def _answer(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
         for name, value in {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command != "HEAD":  # HTTP forbids a body there
-            self.wfile.write(content)
+        self.wfile.write(content)
 
     def __getattr__(self, name: str) -> Any:
         # the base class looks for a method named after each request: only GET is answered
         if name.startswith("do_"):
-            return lambda: self._answer(405, b"only GET is answered\n")
+            return lambda: self._answer(405, b"only GET is answered\n", "text/plain")
         raise AttributeError(name)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the addresses of requests contain the token."""
 
 
-def _integer(text: str | None, low: int, high: int) -> int | None:
-    """Return a number from a request; None if it is not one between `low` and `high`."""
+def _as_integer(text: str | None, low: int, high: int) -> int | None:
     if text is None or not re.fullmatch(r"\d{1,15}", text, re.ASCII):
         return None
-    number = int(text)
-    return number if low <= number <= high else None
+    return int(text) if low <= int(text) <= high else None

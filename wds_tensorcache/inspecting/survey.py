@@ -1,0 +1,290 @@
+"""A survey of a cache: statistics of its tensors and repeated tensors, and for a page also colors and unusual samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from wds_tensorcache.codec.dtypes import dtype_name
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.inspecting.plane import Colors, Planes, find_planes, fit_colors, shrink
+from wds_tensorcache.inspecting.repeats import RepeatCounter
+from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS, read_samples
+from wds_tensorcache.inspecting.text import visible
+from wds_tensorcache.inspecting.values import (
+    ValueSample,
+    ValueStatistics,
+    compute_statistics,
+    measure,
+    merge_statistics,
+)
+from wds_tensorcache.reading.cache import Cache
+from wds_tensorcache.reading.description import Description, TensorDescription
+
+Array = np.ndarray[Any, Any]
+# statistics of the tensors of one sample, by name; None for tensors of text or dates
+Values = Mapping[str, ValueStatistics | None]
+_MAX_TENSORS, _MAX_PAGE_TENSORS = 1000, 300  # tensors, by name, whose numbers are examined
+_NUM_KEYS = 8
+_MAX_FITTED = 48  # samples from which the colors of a tensor are computed
+_FITTED_SIDE = 64
+_MIN_SAMPLES = 8  # samples of a tensor from which a usual range is computed
+_MIN_VALUES = 16  # smaller tensors are never unusual
+_FAR = 10.0  # distances from the median, in robust standard deviations, that are unusual
+_RARE = 0.05  # share of samples in which a constant tensor is unusual
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """The properties of one tensor.
+
+    Attributes:
+        description: Dtype, shapes, bytes and number of samples, of all samples.
+        num_examined: Number of samples whose numbers were read.
+        values: Statistics of these numbers; None if no sample was examined, or if the elements are text or dates.
+        num_not_finite: Number of examined samples that have a NaN or an infinity in this tensor.
+        not_finite: Keys of the first of these samples, at most 8.
+    """
+
+    description: TensorDescription
+    num_examined: int
+    values: ValueStatistics | None
+    num_not_finite: int
+    not_finite: tuple[str, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Return all properties for JSON."""
+        return tensor_record(self.description) | {
+            "num_examined": self.num_examined,
+            "values": self.values,
+            "num_not_finite": self.num_not_finite,
+            "not_finite": self.not_finite,
+        }
+
+
+def tensor_record(tensor: TensorDescription) -> dict[str, Any]:
+    """Return the description of a tensor for JSON."""
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "dtypes": dtype_names(tensor),
+        "shape": tensor.shape,
+        "num_samples": tensor.num_samples,
+        "nbytes": tensor.nbytes,
+        "num_shapes": tensor.num_shapes,
+        "shapes": [{"shape": shape, "num_samples": count} for shape, count in tensor.shapes.items()],
+    }
+
+
+def dtype_names(tensor: TensorDescription) -> list[str]:
+    """Return the names of the dtypes of a tensor, such as `"bfloat16"`."""
+    return [dtype_name(dtype) for dtype in (tensor.dtype if isinstance(tensor.dtype, tuple) else (tensor.dtype,))]
+
+
+class Mark(NamedTuple):
+    """A reason to look at a sample, in a few words, and in a sentence that names the tensor."""
+
+    short: str
+    text: str
+
+
+@dataclass(slots=True)
+class _Total:
+    """The numbers of one tensor so far."""
+
+    statistics: ValueStatistics | None = None
+    sample: ValueSample = field(default_factory=ValueSample)
+    num_samples: int = 0
+    num_not_finite: int = 0
+    not_finite: list[str] = field(default_factory=list)
+
+    def add(self, values: ValueStatistics | None, key: str) -> None:
+        self.num_samples += 1
+        if values is None:
+            return
+        self.statistics = values if self.statistics is None else merge_statistics(self.statistics, values)
+        if not values.is_finite:
+            self.num_not_finite += 1
+            if len(self.not_finite) < _NUM_KEYS:
+                self.not_finite.append(key)
+
+    def values(self) -> ValueStatistics | None:
+        """Return the statistics, with a histogram."""
+        return self.statistics and replace(self.statistics, histogram=self.sample.make_histogram())
+
+
+class Survey:
+    """Findings in some samples of a cache. All their tensors are read once, in parts of at most 4 MiB.
+
+    Args:
+        cache: Cache, or a view of one.
+        indices: Indices of the samples to examine, ascending.
+        progress: Called with the number of samples that were examined, and of those to examine.
+        for_page: Also find colors, unusual samples, and samples that cannot be read, which are an error otherwise.
+
+    Attributes:
+        description: Properties of all samples, from the indexes; of the examined samples alone if a sample is damaged.
+        tensors: Statistics of each tensor, by name. Numbers are those of the first 1,000 tensors, 300 for a page.
+        sample_nbytes: Statistics of the bytes of the tensors of the examined samples.
+        repeats: Tensors that several of the examined samples have.
+        positions: Position of each tensor with numbers, by name.
+        samples, errors: For a page, statistics of the tensors of each examined sample, and messages of samples that cannot be
+            read, by index.
+
+    Raises:
+        FormatError: Unless for a page, a shard is damaged, or a sample needs a class that is not in `allow=`.
+
+    Memory: 128 KiB for each examined tensor; at most 100 MB for digests; for a page, also some hundred bytes for each tensor in
+        each sample.
+    Threads: immutable after `__init__`, so safe to share.
+    """
+
+    def __init__(
+        self,
+        cache: Cache[Any],
+        indices: Sequence[int],
+        progress: Callable[[int, int], object] = lambda done, total: None,
+        *,
+        for_page: bool = False,
+    ) -> None:
+        self.cache, self.indices = cache, indices
+        self.samples: dict[int, Values] = {}
+        self.errors: dict[int, str] = {}
+        self.description = _describe_intact(cache, indices) if for_page else cache.describe()
+        names = islice(self.description.tensors, _MAX_PAGE_TENSORS if for_page else _MAX_TENSORS)
+        self.positions = {name: at for at, name in enumerate(names)}
+        self._totals = {name: _Total() for name in self.positions}
+        self._repeats = RepeatCounter()
+        sizes = _Total()
+        planes: dict[tuple[str, int, bool], list[Array]] = {}
+        for done, (index, lazies, error) in enumerate(read_samples(cache, indices), 1):
+            try:
+                if error is not None:
+                    raise error
+                nbytes = np.array([sum(lazy.nbytes for lazy in lazies.values())])
+                values = self._examine(lazies, cache.keys()[index])
+                sizes.sample.add(nbytes)
+                sizes.add(compute_statistics(nbytes), "")
+                if for_page:
+                    self.samples[index] = values
+                    self._keep_planes(lazies, planes)
+            except READ_ERRORS as exc:
+                if not for_page:
+                    raise
+                self.errors[index] = visible(str(exc), 500)
+            progress(done, len(indices))
+        self.sample_nbytes = sizes.values() or ValueStatistics()
+        self.repeats = self._repeats.result()
+        self.tensors = {name: self._statistics_of(tensor) for name, tensor in self.description.tensors.items()}
+        del self._totals, self._repeats
+        self._colors = {key: fit_colors(kept, key[2]) for key, kept in planes.items()}
+        self._usual, self._constant = self._find_usual()
+
+    def _examine(self, lazies: Mapping[str, Lazy], key: str) -> Values:
+        values: dict[str, ValueStatistics | None] = {}
+        for name, lazy in lazies.items():
+            if name not in self.positions:
+                continue
+            total = self._totals[name]
+            # tensors are equal if their dtypes, shapes and bytes are
+            digest = xxhash.xxh3_64(f"{lazy._reference.kind} {lazy.dtype} {tuple(lazy.shape)}".encode())
+            try:
+                values[name] = measure(lazy, total.sample, digest)
+            except TensorCacheError as exc:
+                raise exc.at(f"sample {key!r}") from exc
+            total.add(values[name], key)
+            self._repeats.add(digest.intdigest(), name, key, lazy.nbytes)
+        return values
+
+    def _statistics_of(self, tensor: TensorDescription) -> TensorStatistics:
+        total = self._totals.get(tensor.name) or _Total()
+        not_finite = tuple(total.not_finite)
+        return TensorStatistics(tensor, total.num_samples, total.values(), total.num_not_finite, not_finite)
+
+    def measure(self, lazies: Mapping[str, Lazy]) -> Values:
+        """Return statistics of those tensors of a sample whose numbers are examined."""
+        return {name: measure(lazy) for name, lazy in lazies.items() if name in self.positions}
+
+    def _keep_planes(self, lazies: Mapping[str, Lazy], kept: dict[tuple[str, int, bool], list[Array]]) -> None:
+        for name, lazy in lazies.items():
+            planes = find_planes(name, lazy.dtype, lazy.shape) if name in self.positions else None
+            if planes is not None:
+                some = kept.setdefault(_color_key(name, lazy, planes), [])
+                if len(some) < _MAX_FITTED:
+                    some.append(shrink(planes.load(lazy), _FITTED_SIDE, _FITTED_SIDE))
+
+    def colors_of(self, name: str, lazy: Lazy, planes: Planes, loaded: Array) -> Colors:
+        """Return the colors of a tensor: the same for all samples, or its own if no examined sample has such a tensor."""
+        key = _color_key(name, lazy, planes)
+        return self._colors.get(key) or fit_colors([loaded], key[2])
+
+    def _find_usual(self) -> tuple[dict[tuple[str, str], tuple[float, float]], set[str]]:
+        """Return usual ranges by tensor and property, and the tensors that are constant in many samples."""
+        usual: dict[tuple[str, str], tuple[float, float]] = {}
+        constant: set[str] = set()
+        for name in self.positions if self.samples else ():
+            examined = [values[name] for values in self.samples.values() if name in values]
+            measured = [values for values in examined if values is not None and values.std is not None]
+            if sum(values.std == 0 for values in measured) > _RARE * len(measured):
+                constant.add(name)
+            if len(measured) < _MIN_SAMPLES or "float" not in str(self.description.tensors[name].dtype):
+                continue
+            for prop in ("mean", "std"):
+                numbers = np.array([getattr(values, prop) for values in measured])
+                numbers = numbers[np.isfinite(numbers)]
+                if not len(numbers):
+                    continue
+                median = float(np.median(numbers))
+                spread = 1.4826 * float(np.median(np.abs(numbers - median)))
+                if spread > 0:
+                    distance = max(_FAR * spread, 0.01 * abs(median))
+                    usual[name, prop] = (median - distance, median + distance)
+        return usual, constant
+
+    def marks(self, sample: Values) -> list[Mark]:
+        """Return the reasons to look at a sample: NaN, infinities, unusual means and deviations, and unusual constants."""
+        marks = []
+        for name, values in sample.items():
+            if values is None:
+                continue
+            shown = visible(name, 100) or "the tensor"
+            for word, count in (("NaN", values.num_nan), ("Inf", values.num_inf)):
+                if count:
+                    of = f"{count:,} of {values.num_values:,} numbers"
+                    marks.append(Mark(f"{count:,} {word}", f"{shown}: {of} {'are' if count > 1 else 'is'} {word}"))
+            if values.num_values < _MIN_VALUES or values.std is None:
+                continue
+            if values.std == 0 and name not in self._constant and len(self.samples) >= _MIN_SAMPLES:
+                marks.append(Mark("constant", f"{shown}: all numbers are {values.min:.6g}, unlike in other samples"))
+                continue
+            for prop in ("mean", "std"):
+                usual, number = self._usual.get((name, prop)), getattr(values, prop)
+                if usual is not None and not usual[0] <= number <= usual[1]:
+                    text = f"{shown}: {prop} {number:.4g}; {usual[0]:.4g} to {usual[1]:.4g} is usual"
+                    marks.append(Mark(f"unusual {prop}", text))
+        return marks
+
+
+def _color_key(name: str, lazy: Lazy, planes: Planes) -> tuple[str, int, bool]:
+    return name, planes.count if planes.kind == "picture" else 1, dtype_name(lazy.dtype) == "uint8"
+
+
+def _describe_intact(cache: Cache[Any], indices: Sequence[int]) -> Description:
+    """Describe all samples, or only the intact ones in `indices` if `describe` meets a damaged sample."""
+    try:
+        return cache.describe()
+    except FormatError:
+        intact = []
+        for index in indices:
+            try:
+                cache[index]
+                intact.append(index)
+            except READ_ERRORS:
+                continue
+        return cache[intact].describe()

@@ -1,0 +1,125 @@
+"""Numbers, shapes and values as text of bounded length, and the escapes of texts in the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.dtypes import dtype_name
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.tree import CONTAINERS
+
+# controls but tab and line feed, embeddings and overrides of the direction of text, isolates, and halves of characters
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# "<" so that no text ends the script element; the separators for scripts that are older than JSON
+_ESCAPED = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
+_MAX_DEPTH = 4
+_MAX_BITS = 4096  # a larger int takes long to print, or is refused
+_BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}")}
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+def words(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
+    """Return a value as Python writes it, in about `limit` characters."""
+    # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than it.
+    if isinstance(value, (str, bytes, bytearray)):
+        return repr(value[:limit]) + "…" * (len(value) > limit)
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"an int of {value.bit_length():,} bits"
+    if isinstance(value, Lazy):
+        return f"tensor {value.name!r:.80}"
+    is_dict = isinstance(value, Mapping)
+    if not is_dict and not isinstance(value, CONTAINERS):
+        return f"{value!r:.{limit}}"
+    begin, end = _BRACKETS.get(type(value), (f"{type(value).__name__}([", "])"))
+    if not depth:
+        return f"{begin}…{end}"
+    parts: list[str] = []
+    size = 0
+    for item in value.items() if is_dict else value:
+        if size > limit or len(parts) > 100:
+            parts.append("…")
+            break
+        pair = item if is_dict else (item,)
+        parts.append(": ".join(words(part, limit - size, depth - 1) for part in islice(pair, 2)))
+        size += len(parts[-1]) + 2
+    return f"{begin}{', '.join(parts)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
+
+
+def number_text(value: float | None) -> str:
+    """Return a number with four digits; `-` in place of None."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) and abs(value) < 10**9 else f"{value:.4g}"
+
+
+def shape_text(shape: Any) -> str:
+    """Return a shape, for example `[3..7, 16]`; `[…]` if samples differ in their number of dimensions."""
+    if shape is None:
+        return "[…]"
+    return f"[{', '.join('..'.join(map(str, size)) if isinstance(size, tuple) else str(size) for size in shape)}]"
+
+
+def dtype_text(dtype: Any) -> str:
+    """Return a short name of a dtype, such as `bf16`, `f8_e4m3fn` or `<U5`; `f16/f32` for several."""
+    if isinstance(dtype, tuple):
+        return "/".join(map(dtype_text, dtype))
+    if isinstance(dtype, np.dtype) and dtype.kind in "SUMm":
+        return str(dtype.str)
+    name = dtype_name(dtype)
+    stem = name.rstrip("0123456789") if "_" not in name else "float" if name.startswith("float") else name
+    return name.replace(stem, _SHORT[stem], 1) if stem in _SHORT else name
+
+
+def tensor_text(tensor: Any) -> str:
+    """Return the dtype and shape of a lazy tensor or of a tensor's schema, such as `bf16[77, 2048]`."""
+    return dtype_text(tensor.dtype) + shape_text(tensor.shape)
+
+
+def visible(text: str, limit: int = 200) -> str:
+    """Return at most `limit` characters of a text; characters that hide or reorder text become escapes."""
+    cut_text = text[:limit] + "…" * (len(text) > limit)
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), cut_text)
+
+
+def page_text(value: Any, limit: int = 200) -> str:
+    """Return a value for the page: a string unquoted, any other value as `words`."""
+    return visible(value if isinstance(value, str) else words(value, limit), limit)
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON that may be in a script element: no text in it can end the element."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def num_stored(text: str) -> int:
+    """Return how many bytes a text takes in the page."""
+    return len(as_json(text).encode()) - 2
+
+
+def cut(text: str, max_nbytes: int) -> str:
+    """Return a text, or a beginning of it and `…`, that takes at most `max_nbytes` in the page."""
+    if len(text) <= max_nbytes and num_stored(text) <= max_nbytes:
+        return text
+    room = max(0, max_nbytes - 3)  # "…" takes three bytes
+    text = text[:room]
+    while (nbytes := num_stored(text)) > room:
+        text = text[: len(text) * room // nbytes]
+    return text + "…"
+
+
+def json_number(value: float) -> float | int | str:
+    """Return a number for the page with six digits; NaN and infinities as text, because JSON has none."""
+    if isinstance(value, int):
+        return int(value) if abs(value) < 1 << 53 else f"{value:.6g}"
+    value = float(f"{value:.6g}")
+    if not math.isfinite(value):
+        return str(value)
+    return int(value) if value.is_integer() and abs(value) < 1e6 else value
