@@ -232,25 +232,6 @@ def test_beyond_the_limit_samples_pass_through(counted: Counted, directory: Path
         assert stats.misses == stats.passed_through + stats.num_samples
 
 
-def test_eviction_keeps_memory_under_tensors_that_are_in_use(tmp_path: Path, directory: Path) -> None:
-    counted = Counted(tmp_path / "log", COUNT)
-
-    def work(seed: int) -> None:
-        with tc.SharedDataset(counted, "lru", directory=directory, max_nbytes=1_000_000, eviction="lru") as shared:
-            kept = {index: shared[index]["x"] for index in range(0, COUNT, 3)}
-            views = {index: lazy.load(copy=False) for index, lazy in kept.items()}
-            read_all(shared, seed, 4)
-            for index in kept:
-                assert_same(Counted.sample(index)["x"], kept[index])
-                assert_same(Counted.sample(index)["x"], views[index])
-            assert shared.stats().nbytes <= 1_000_000
-            assert shared.stats().passed_through == 0
-
-    assert finish([start(lambda seed=seed: work(seed)) for seed in range(4)]) == [0] * 4  # type: ignore[misc]
-    wait_until_empty(directory)
-    assert sum(counted.loads().values()) > COUNT
-
-
 @pytest.mark.parametrize("verify", [False, True])
 def test_hits_share_nothing_that_can_be_changed(directory: Path, verify: bool) -> None:
     dataset = [{"x": torch.full((20_000,), i), "nested": [{"i": i}, (i, [i])]} for i in range(4)]
@@ -265,42 +246,6 @@ def test_hits_share_nothing_that_can_be_changed(directory: Path, verify: bool) -
                 found["nested"].append(-1)
                 found["more"] = found.pop("x")
         assert shared.stats().hits == 8
-
-
-def test_a_process_gives_up_the_maps_of_evicted_samples(directory: Path) -> None:
-    dataset = [{"x": torch.full((20_000,), i)} for i in range(COUNT)]  # 160 KB each
-
-    def num_removed() -> int:
-        """Return the number of maps of deleted segments."""
-        maps = Path("/proc/self/maps").read_text()
-        return sum("segment-" in line and line.endswith("(deleted)") for line in maps.splitlines())
-
-    with tc.SharedDataset(dataset, "removed", directory=directory, max_nbytes=1_600_000, eviction="lru") as shared:
-        held = []
-        for index in (0, 1, 2, 1, 0, 2) * 3:
-            held.append(shared[index])
-        assert shared.stats().misses == 3
-        for index in range(COUNT):
-            assert_same(dataset[index], shared[index])
-        assert num_removed() > 0  # the maps under tensors in use
-        for index, sample in zip((0, 1, 2, 1, 0, 2) * 3, held, strict=True):
-            assert_same(dataset[index], sample)
-        del sample
-        held.clear()
-        gc.collect()
-        assert_same(dataset[0], shared[0])  # evicted before, and loaded again
-        assert num_removed() == 0
-
-
-def test_least_recently_used_samples_are_evicted_first(directory: Path) -> None:
-    dataset = [{"x": torch.full((20_000,), i)} for i in range(COUNT)]  # 160 KB each, a segment for each
-    with tc.SharedDataset(dataset, "recent", directory=directory, max_nbytes=1_600_000, eviction="lru") as shared:
-        for index in range(1, COUNT):
-            assert_same(dataset[index], shared[index])
-            shared[0]
-        assert shared.stats().misses == COUNT  # sample 0 was never evicted, though it is the oldest one
-        shared[1]
-        assert shared.stats().misses == COUNT + 1
 
 
 class Label:
@@ -322,7 +267,6 @@ def test_allowed_classes_are_shared(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"eviction": "fifo"}, "eviction='fifo'"),
         ({"max_nbytes": 0}, "max_nbytes=0"),
         ({"fingerprint": 3}, "fingerprint=3"),
         ({"dataset": iter([1])}, "map-style"),

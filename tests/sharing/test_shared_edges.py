@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import mmap
 import os
 import pickle
 import random
 import re
-import signal
 import socket
 import sys
 import threading
@@ -23,7 +21,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import wds_tensorcache as tc
-from tests.children import finish, run_in_child, start
+from tests.children import finish, start
 from tests.same import assert_same
 from tests.sharing.datasets import wait_until_empty
 
@@ -59,11 +57,10 @@ def on_disk(folder: Path) -> int:
 def test_the_limit_holds_for_small_samples(directory: Path, seed: int) -> None:
     chance = random.Random(seed)
     samples = [{"x": b"." * chance.randrange(150), "i": torch.tensor(i)} for i in range(300)]
-    limits = {"max_nbytes": 100_000, "eviction": "lru"}
-    with tc.SharedDataset(samples, "small", directory=directory, **limits) as shared:  # type: ignore[arg-type]
+    with tc.SharedDataset(samples, "small", directory=directory, max_nbytes=30_000) as shared:
         for index in range(300):
             assert_same(samples[index], shared[index])
-            assert on_disk(directory / f"wds_tensorcache-{os.geteuid()}" / "small") <= shared.stats().nbytes <= 100_000
+            assert on_disk(directory / f"wds_tensorcache-{os.geteuid()}" / "small") <= shared.stats().nbytes <= 30_000
         for index in range(299, -1, -1):
             assert_same(samples[index], shared[index])
 
@@ -179,49 +176,6 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
         assert finish([child]) == [0]
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
-def test_a_child_that_is_forked_while_a_thread_starts_the_reaper_does_not_delay_it(
-    directory: Path, tmp_path: Path
-) -> None:
-    begun, may_begin, slow = tmp_path / "begun", tmp_path / "may_begin", tmp_path / "python-slow"
-    slow.write_text(
-        f'#!/bin/sh\ntouch {begun}\nwhile [ ! -e {may_begin} ]; do sleep 0.01; done\nexec {sys.executable} "$@"\n'
-    )
-    slow.chmod(0o700)
-    gate, opened = os.pipe()
-    result, told = os.pipe()
-
-    def wait() -> None:
-        os.close(opened)
-        os.write(told, b"x")
-        os.read(gate, 1)
-
-    def work() -> None:
-        sys.executable = str(slow)
-        shared: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: shared.append(tc.SharedDataset(Numbers(3), "reaped", directory=directory))
-        )
-        thread.start()
-        while not begun.exists():
-            time.sleep(0.001)
-        start(wait)
-        may_begin.touch()
-        thread.join()
-        assert tc.shared_list(directory)[0].holders == (os.getpid(),)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        assert run_in_child(work) == -signal.SIGKILL
-        os.close(told)
-        assert os.read(result, 1) == b"x"
-        wait_until_empty(directory)
-    finally:
-        os.close(opened)
-        os.close(gate)
-        assert os.read(result, 1) == b""  # the child has ended
-
-
 def test_clearing_right_after_closing(directory: Path) -> None:
     for _ in range(20):
         with tc.SharedDataset(Numbers(3), "cleared", directory=directory, persistent=True) as shared:
@@ -278,12 +232,12 @@ def test_samples_with_long_texts_are_not_kept(directory: Path) -> None:
     with tc.SharedDataset(samples, "private", directory=directory) as shared:
         for index in (*range(8), *range(8)):
             assert_same(samples[index], shared[index])
-        assert not shared._samples._segments._kept
+        assert not shared._samples._kept
         assert_same(samples[0], shared[0])
     with tc.SharedDataset(Numbers(3, LARGE), "short", directory=directory) as shared:
         list(shared)
         list(shared)
-        assert shared._samples._segments._kept
+        assert shared._samples._kept
 
 
 def test_a_batch_of_more_than_2_to_the_19_samples(directory: Path) -> None:
@@ -431,49 +385,11 @@ def test_repr_loads_nothing(directory: Path) -> None:
     assert "4 samples\n  tensors unknown: " in repr(shared)
 
 
-class Labeled(Numbers):
-    """A dataset with attributes that a SharedDataset lacks, and a property that needs a missing attribute."""
-
-    classes = ("cat", "dog")
-    name = "another name"
-
-    @property
-    def broken(self) -> Any:
-        raise RuntimeError
-
-
-class Described(tc.SharedDataset):
-    @property
-    def broken_too(self) -> Any:
-        return self.missing
-
-
-def test_errors_of_unknown_attributes_name_those_of_the_dataset(directory: Path) -> None:
-    with Described(Labeled(3), "labeled", directory=directory) as shared:
-        for name in ("classes", "numel", "broken"):
-            assert not hasattr(shared, name)
-            with pytest.raises(
-                AttributeError, match=f"'Described' object has no attribute '{name}'; use .dataset.{name}"
-            ):
-                getattr(shared, name)
-        assert shared.name == "labeled"
-        for name in ("unknown", "_fingerprints", "__array__"):
-            with pytest.raises(AttributeError, match=f"'Described' object has no attribute '{name}'$"):
-                getattr(shared, name)
-        with pytest.raises(AttributeError, match="no attribute 'missing'$"):
-            shared.broken_too  # noqa: B018
-        for copied in (copy.copy(shared), copy.deepcopy(shared), pickle.loads(pickle.dumps(shared))):
-            assert copied[2]["x"].tolist() == [2, 2, 2]
-            copied.close()
-        assert not hasattr(object.__new__(tc.SharedDataset), "classes")
-
-
 def test_each_process_follows_its_own_limit(directory: Path) -> None:
     dataset = Numbers(30, LARGE)  # 80 KB each
     with (
         tc.SharedDataset(dataset, "limits", directory=directory) as unlimited,
         tc.SharedDataset(dataset, "limits", directory=directory, max_nbytes=1_000_000) as limited,
-        tc.SharedDataset(dataset, "limits", directory=directory, max_nbytes=500_000, eviction="lru") as evicting,
     ):
         for index in range(20):
             limited[index]
@@ -484,14 +400,6 @@ def test_each_process_follows_its_own_limit(directory: Path) -> None:
         assert unlimited.stats().num_samples == 20
         limited[20]
         assert limited.stats().passed_through == num_passed + 1
-        evicting[21]
-        assert evicting.stats().passed_through == 0
-        assert unlimited.stats().nbytes <= 500_000
-
-
-def test_eviction_needs_a_limit(directory: Path) -> None:
-    with pytest.raises(ValueError, match="needs max_nbytes="):
-        tc.SharedDataset(Numbers(4), "limits", directory=directory, eviction="lru")
 
 
 def test_max_nbytes_may_be_a_numpy_integer(directory: Path) -> None:
