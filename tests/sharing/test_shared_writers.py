@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -13,9 +12,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.children import finish, run_in_child
+from tests.children import run_in_child
 from tests.same import assert_same
-from wds_tensorcache.storage.range_locks import RangeLocks
 
 NUMELS = [10, 1_000_000, 20, 1_000_000, 1_250_000]  # bytes
 SAMPLES = [{"x": torch.full((numel,), i, dtype=torch.uint8)} for i, numel in enumerate(NUMELS)]
@@ -57,33 +55,3 @@ def test_segments_that_other_users_may_read_are_refused(directory: Path) -> None
         refused = pytest.raises(PermissionError, match="segment-1 has owner .*this user alone")
         with tc.SharedDataset(SAMPLES, "owned", directory=directory) as other, refused:
             other[0]
-
-
-class Forking:
-    """A dataset that forks without Python's functions; its children keep all files open until `gate` is closed."""
-
-    def __init__(self, gate: int, opened: int) -> None:
-        self.gate, self.opened, self.children = gate, opened, list[int]()
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        child = ctypes.PyDLL(None).fork()
-        if child == 0:
-            os.close(self.opened)
-            os.read(self.gate, 1)
-            os._exit(0)
-        self.children.append(child)
-        return index
-
-
-def test_a_load_releases_its_lock_although_a_child_has_the_file_open(directory: Path) -> None:
-    gate, opened = os.pipe()
-    dataset = Forking(gate, opened)
-    with tc.SharedDataset(dataset, "forking", directory=directory) as shared:
-        assert shared[0] == 0
-        assert RangeLocks(str(folder_of(directory, "forking") / "locks")).lock(0)
-    os.close(opened)
-    os.close(gate)
-    assert finish(dataset.children) == [0]
