@@ -35,8 +35,8 @@ def test_resumed_at_every_iteration(cache: Any, native: bool, last_batch: str) -
         return dali.fn.cast(scalar, dtype=dali.types.FLOAT) + noise, number
 
     def of_the_native_reader() -> Any:
-        options = {"shuffle": True, "initial_fill": 5, "seed": 3, "last_batch": last_batch}
-        return dali_plugin.fn.native_reader(cache, tensors=["scalar"], **options)
+        order: Any = {"shuffle": True, "initial_fill": 5} if last_batch == "short" else {"shuffle_after_epoch": True}
+        return dali_plugin.fn.native_reader(cache, tensors=["scalar"], seed=3, last_batch=last_batch, **order)
 
     def begun() -> Any:
         if not native:
