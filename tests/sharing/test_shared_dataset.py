@@ -228,9 +228,9 @@ def test_errors_and_samples_that_pass_through_with_one_warning(directory: Path) 
             assert [type(each["deep"][0]) for each in shared.__getitems__([1, 2, 1])] == [object, int, object]
         stats = shared.stats()
         assert (stats.misses, stats.passed_through, stats.num_samples) == (4, 2, 2)
-    with tc.SharedDataset([{"x": torch.ones(2), "f": len}], "first", directory=directory) as shared:
-        with pytest.warns(UserWarning, match="is not shared"):
-            assert shared.schema == {}
+    warned = pytest.warns(UserWarning, match="is not shared")
+    with tc.SharedDataset([{"x": torch.ones(2), "f": len}], "first", directory=directory) as shared, warned:
+        assert shared.schema == {}
 
 
 @pytest.mark.parametrize("verify", [False, True])

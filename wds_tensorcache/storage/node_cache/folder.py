@@ -63,13 +63,16 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
 
     Raises:
         NotImplementedError: The system is not Linux, whose locks on byte ranges belong to open files, not to processes.
-        ValueError: The path is empty or a url, or on a network file system, which other nodes use, too.
+        ValueError: `max_nbytes` is not positive; or the path is empty or a url, or on a network file system, which other nodes
+            use, too.
         PermissionError: The folder belongs to another user, or other users may write into it.
         NotADirectoryError: The path is a file, or leads through one.
         OSError: The folder cannot be created for any other reason.
 
     A folder that cannot be created on a disk that is full or read-only has no effect but a warning, when it is needed.
     """
+    if max_nbytes is not None and max_nbytes < 1:
+        raise ValueError(f"cache_nbytes={max_nbytes}, expected at least 1, or None")
     if not (CAN_LOCK_RANGES and boot_id()):
         raise NotImplementedError("cache_dir= needs Linux and its /proc")
     path = os.fspath(path)
