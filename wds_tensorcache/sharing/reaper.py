@@ -44,6 +44,8 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
             remove_folder(folder)
     finally:
         if fd >= 0:
+            # closing is not enough while a child, forked meanwhile by another thread, has the file open
+            _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
             os.close(fd)
     return True
 
