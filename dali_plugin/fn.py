@@ -12,10 +12,10 @@ from nvidia.dali.pipeline import Pipeline, do_not_convert
 from nvidia.dali.types import Constant, DALIDataType
 from torch.utils.data import IterableDataset
 
-from dali_plugin.carriers import known_names
 from dali_plugin.native import NativeReader
 from dali_plugin.source import TensorCacheSource
 from dali_plugin.stream import TensorCacheStream
+from dali_plugin.tensors import is_tensor, match_names
 
 __all__ = ["native_reader", "tensorcache"]
 
@@ -81,7 +81,7 @@ def tensorcache(
     depth = pipeline.prefetch_queue_depth  # an int, or one for each of DALI's stages
     source.keep_at_least(4 + (max(depth.values()) if isinstance(depth, dict) else depth))
     layouts = dict(layouts or {})
-    known_names(layouts, source.tensors, "tensor of this source")
+    match_names(layouts, source.tensors, "tensor of this source")
     if parallel and isinstance(source, TensorCacheStream):
         raise ValueError("parallel=True needs a cache, because only one process can read a stream")
     pipeline.tensorcache_source = source  # TensorCacheIterator looks for it there
@@ -102,7 +102,7 @@ def tensorcache(
         layout=[layouts.get(name) for name in source.outputs],  # type: ignore[misc]
     )
     for at, name in enumerate(source.tensors):
-        node = nodes[at].gpu() if device == "gpu" and source.schema[name].kind == "tensor" else nodes[at]
+        node = nodes[at].gpu() if device == "gpu" and is_tensor(source.schema[name]) else nodes[at]
         nodes[at] = _floats(node) if name in source.as_float else node
     return tuple(nodes)
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from dali_plugin.carriers import as_torch
 from dali_plugin.source import NUMBER
-
-__all__ = ["TensorCacheIterator"]
+from dali_plugin.tensors import as_torch
 
 _SIMILAR = 0.8  # as difflib measures it: one wrong letter in a name of five
 

@@ -1,32 +1,43 @@
 """Source that reads a cache with DALI's own reader of WebDataset shards, without Python.
 
-Tensors are views of the bytes that this reader returns.
+The reader returns the bytes of whole tensor members, and where each comes from. Tensors are views of these bytes.
 """
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from nvidia.dali import fn
 
-from dali_plugin.native_members import PackedMembers
-from dali_plugin.source import NUMBER, BatchSource
+import wds_tensorcache as tc
+from dali_plugin.source import NUMBER, Array, BatchSource
+from wds_tensorcache.codec.views import check_array, check_tensor
+from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
+from wds_tensorcache.reading.batch.request import columns_of
+from wds_tensorcache.shards.dali_index import build_dali_index, list_members, seems_current
+from wds_tensorcache.shards.index_paths import dali_index_path
 
-__all__ = ["NativeReader"]
-
-PACKED = "packed"  # the output that contains the tensors' bytes
-HOST = "packed_host"  # the same bytes on the CPU, for arrays of numpy, if the first output is on a GPU
+_PACKED = "packed"  # the output that contains the tensors' bytes
+_HOST = "packed_host"  # the same bytes on the CPU, for arrays of numpy, if the first output is on a GPU
 _ALIGN = 64
+_MAX_ITEMSIZE = 16  # complex128
 
 
 class NativeReader(BatchSource):
     """The source that `fn.native_reader` creates; the docstring of that function describes the arguments."""
+
+    num_batches: int
 
     def __init__(
         self,
@@ -45,28 +56,18 @@ class NativeReader(BatchSource):
         count, world_size, batch_size = len(self.cache), steps["world_size"], steps["batch_size"]
         if count < world_size:
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")
-        self._packed = PackedMembers(self.cache, self.tensors)
+        self._check_shards()
+        self._narrow = self.cache.select(map(glob.escape, self.tensors))
+        self._has_arrays = any(self.cache.schema[name].kind == "ndarray" for name in self.tensors)
+        self._shards = self.cache._store.shards
+        self._starts: list[int] = self.cache._store.starts.tolist()
+        self._paths = [shard.path for shard in self._shards]
+        self._by_path = {path.encode(): number for number, path in enumerate(self._paths)}
+        self._begins: dict[int, tuple[list[int], list[int]]] = {}  # by shard; see `_begins_of`
+        self._index_paths = (
+            None if index_paths is None else self._checked_indexes([os.fspath(path) for path in index_paths])
+        )
         self._has_host = False
-        for member in self.members:
-            if self.cache.members[member] != count:
-                have = f"{self.cache.members[member]} of {count} samples have it"
-                raise ValueError(f"member {member!r}: {have}, but DALI's reader needs it in every sample")
-        for path in self._packed.paths:
-            try:
-                path.encode()
-            except UnicodeEncodeError as exc:
-                raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
-        self._index_paths = None if index_paths is None else [os.fspath(path) for path in index_paths]
-        for path in self._index_paths or ():
-            if not os.path.isfile(path):
-                raise FileNotFoundError(f"index_paths: there is no file {path!r}; pass names of tensors as tensors=")
-        if self._index_paths is not None and len(self._index_paths) != len(self._packed.paths):
-            what = f"{len(self._index_paths)} index_paths for {len(self._packed.paths)} shards"
-            raise ValueError(f"{what}, expected one for each shard")
-        for number, path in enumerate(self._index_paths or ()):
-            if not self._packed.is_index(number, path):
-                what = f"{path} is not an index of {self._packed.paths[number]}, or is stale"
-                raise ValueError(f"{what}; leave out index_paths= to have missing and stale indexes made")
         largest = -(-count // world_size)
         num_runs = -(-largest // batch_size)
         self._last_size = largest - (num_runs - 1) * batch_size if steps["last_batch"] == "short" else batch_size
@@ -75,22 +76,64 @@ class NativeReader(BatchSource):
         # its number of rows
         self._filled = (-1, 0, 0)
 
+    def _check_shards(self) -> None:
+        cache = self.cache
+        if not isinstance(cache, tc.TensorCache):
+            raise TypeError(f"DALI's reader reads whole shards of one cache, got {type(cache).__name__}")
+        if cache._order is not None:
+            raise ValueError(f"DALI's reader reads whole shards, but {cache!r} is a view of some samples")
+        if cache._store.has_remote:
+            raise ValueError("DALI's reader reads only local files, but shards are at urls; use fn.tensorcache")
+        paths = [shard.path for shard in cache._store.shards]
+        if len(set(map(os.path.realpath, paths))) < len(paths):
+            raise ValueError("a shard occurs twice in the cache, so its samples cannot be told apart; list it once")
+        for path in paths:
+            try:
+                path.encode()
+            except UnicodeEncodeError as exc:
+                raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
+
+    def _checked_indexes(self, paths: list[str]) -> list[str]:
+        """Return `paths`; raise FileNotFoundError or ValueError unless they are indexes of the shards, in order."""
+        for path in paths:
+            if not os.path.isfile(path):
+                raise FileNotFoundError(f"index_paths: there is no file {path!r}; pass names of tensors as tensors=")
+        if len(paths) != len(self._paths):
+            raise ValueError(f"{len(paths)} index_paths for {len(self._paths)} shards, expected one for each shard")
+        for shard, path in zip(self._shards, paths, strict=True):
+            if not seems_current(path, shard.index, shard.name):
+                raise ValueError(
+                    f"{path} is not an index of {shard.path}, or is stale; leave out index_paths= to have missing and stale "
+                    "indexes made"
+                )
+        return paths
+
+    def _make_indexes(self) -> list[str]:
+        """Return the paths of DALI's indexes of the shards; missing or stale ones are made in a temporary folder."""
+        folder = tempfile.mkdtemp(prefix="tensorcache-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        paths = []
+        for number, shard in enumerate(self._shards):
+            path = dali_index_path(shard.path)
+            if not seems_current(path, shard.index, shard.name):
+                path = dali_index_path(os.path.join(folder, str(number)))
+                Path(path).write_bytes(build_dali_index(list_members(shard.index)))
+            paths.append(path)
+        return paths
+
     @property
     def outputs(self) -> list[str]:
-        """Names of a batch's parts, in order."""
-        return [PACKED, *([HOST] if self._has_host else []), *self.members, NUMBER]
+        return [_PACKED, *([_HOST] if self._has_host else []), *self.members, NUMBER]
 
     def nodes(self, device: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Add the reader to the pipeline that is being defined, and return its nodes."""
-        if self._index_paths is None:
-            folder = tempfile.mkdtemp(prefix="tensorcache-")
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            self._index_paths = self._packed.index_paths(folder)
-        both = [self._packed.skeleton_suffix] if self._packed.has_others() else []
-        made: Any = fn.readers.webdataset(
-            paths=self._packed.paths,
-            index_paths=self._index_paths,
-            ext=[self._packed.suffix, *both, *self.members],
+        skeletons, tensors = self._shards[0].suffixes
+        # samples without this cache may have a member with the suffix of its tensors
+        both = [skeletons] if any(tensors in shard.index.members for shard in self._shards) else []
+        nodes: Any = fn.readers.webdataset(
+            paths=self._paths,
+            index_paths=self._index_paths or self._make_indexes(),
+            ext=[tensors, *both, *self.members],
             missing_component_behavior="skip",  # leaves out samples without this cache
             random_shuffle=self._steps["shuffle"],
             seed=self._steps["seed"],
@@ -99,23 +142,24 @@ class NativeReader(BatchSource):
             num_shards=self._steps["world_size"],
             **options,
         )
-        packed, *members = made if isinstance(made, (list, tuple)) else [made]
+        packed, *members = nodes if isinstance(nodes, (list, tuple)) else [nodes]
         members = members[len(both) :]
         origin = fn.pad(fn.get_property(packed, key="source_info"))  # texts, padded with zeros to form one array
-        if not self._packed.are_regular():
+        sizes = {int(size) for shard in self._shards for size in np.unique(shard.index.layouts.nbytes)}
+        if len(sizes) > 1 or sizes.pop() % _MAX_ITEMSIZE:
             # pads members to one aligned size, so that a batch is one array in which all tensors are aligned
             packed = fn.pad(packed, axes=[0], align=[_ALIGN])
         if device == "cpu":
             return packed, *members, origin
-        self._has_host = self._packed.has_arrays
+        self._has_host = self._has_arrays
         return packed.gpu(), *([packed] if self._has_host else []), *members, origin
 
     def nest(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         extra = dict(outputs)
-        packed, origins = extra.pop(PACKED), extra.pop(NUMBER)
-        host = extra.pop(HOST, packed)
+        packed, origins = extra.pop(_PACKED), extra.pop(NUMBER)
+        host = extra.pop(_HOST, packed)
         texts = origins.numpy()  # uint8 [B, longest], padded with zeros, which numpy removes from texts
-        numbers = self._packed.numbers(texts.view(f"S{texts.shape[1]}").ravel().tolist())
+        numbers = np.array(list(map(self._number, texts.view(f"S{texts.shape[1]}").ravel().tolist())), np.int64)
         # the reader repeats the last sample up to the end of a batch, or for a whole batch if other ranks have a batch more
         count = len(numbers)
         while count > 1 and numbers[count - 2] == numbers[-1]:
@@ -123,10 +167,91 @@ class NativeReader(BatchSource):
         width = max(count, self._last_size) if count < len(numbers) else count
         self._filled, self.last_number = (self.last_number, count, width), int(numbers[-1])
         request = self.cache._request(np.ascontiguousarray(numbers[:width]))
-        tensors: Any = self._packed.cut(request, packed[:width], host[:width]) if self.tensors else {}
+        tensors: Any = self._cut(request, packed[:width], host[:width]) if self.tensors else {}
         return self.cache.nest(request, tensors), {name: value[:width] for name, value in extra.items()}
 
-    def is_padding(self, iteration: int, count: int) -> np.ndarray[Any, Any]:
+    def is_padding(self, iteration: int, count: int) -> Array:
         before, num_samples, width = self._filled
         is_repeated = iteration > 0 and num_samples == 1 and before == self.last_number
         return np.arange(width) >= num_samples - is_repeated
+
+    def _number(self, origin: bytes) -> int:
+        """Return the index of the sample whose tensor member has the origin `PATH:FIRST_BYTE:NAME`."""
+        for path, first_byte, name in _places(origin):
+            number = self._by_path.get(path)
+            if number is not None:
+                begins, rows = self._begins_of(number)
+                at = bisect_left(begins, int(first_byte))
+                if at < len(begins) and begins[at] == int(first_byte):
+                    row, shard = rows[at], self._shards[number]
+                    if name.startswith(shard.index.keys.raw(shard.sample_row(row)) + b"."):
+                        return self._starts[number] + row
+        where = origin.decode(errors="replace")
+        raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")
+
+    def _begins_of(self, number: int) -> tuple[list[int], list[int]]:
+        """Return the offsets of a shard's tensor members, ascending, and for each the number of its sample in the shard."""
+        known = self._begins.get(number)
+        if known is None:
+            begins = self._shards[number].columns.tensors_begin
+            order = np.argsort(begins, kind="stable")
+            known = self._begins[number] = begins[order].tolist(), order.tolist()
+        return known
+
+    def _cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
+        """Return the tensors of samples by name: `[B, …]` if their shapes are equal, else a list of B.
+
+        Args:
+            request: Request for the samples.
+            members: Tensor members of the samples, uint8 `[B, n]`, on any device; shorter members are padded to n.
+            host: The same bytes on the CPU; arrays are made of them.
+
+        Memory: views of `members`. Unaligned or stacked tensors, bools on a GPU, and arrays are copies.
+        """
+        request = self._narrow._request(request)
+        layouts = layouts_of(request.rows)
+        columns, which = columns_of(request, layouts), layouts.which.tolist()
+        tensors: dict[str, Any] = {}
+        for column, name in enumerate(columns.names):
+            columns.check_present(layouts, column)
+            references = [reference for _, reference in columns.present(column)]
+            first = references[0]
+            if max(reference.end for reference in references) > members.shape[1]:
+                raise tc.FormatError(f"tensor {name!r} ends after its member: the shard does not match its index")
+            check_stackable(first, len(members), first.shape, request.rows.key(0))
+            source = host if first.kind == "ndarray" else members
+            if all((reference.begin, reference.shape) == (first.begin, first.shape) for reference in references):
+                tensors[name] = _cut(source, first)
+                continue
+            parts = [_cut(source[i : i + 1], references[layout])[0] for i, layout in enumerate(which)]
+            if any(reference.shape != first.shape for reference in references):
+                tensors[name] = parts
+            else:
+                tensors[name] = np.stack(parts) if first.kind == "ndarray" else torch.stack(parts)
+        return tensors
+
+
+def _places(origin: bytes) -> list[Sequence[bytes]]:
+    """Return every way to split `PATH:FIRST_BYTE:NAME` into its parts; path and name may contain colons."""
+    if origin.count(b":") == 2:
+        return [origin.split(b":")]
+    matches = re.finditer(rb"(?=:(\d+):)", origin)
+    return [(origin[: match.start()], match[1], origin[match.end(1) + 1 :]) for match in matches]
+
+
+def _cut(members: torch.Tensor, reference: Any) -> Any:
+    """Return one tensor of all `members` as `[n, …]`."""
+    count = len(members)
+    part = members[:, reference.begin : reference.end]
+    if reference.kind == "ndarray":
+        array = np.ascontiguousarray(part.numpy())
+        return check_array(np.ndarray((count, *reference.shape), reference.dtype, array))
+    dtype = reference.dtype
+    if reference.begin == reference.end:
+        return part.new_empty(0).view(dtype).view(count, *reference.shape)
+    if any(at % dtype.itemsize for at in (part.data_ptr(), part.storage_offset(), part.stride(0))):
+        part = part.clone(memory_format=torch.contiguous_format)
+    if dtype is torch.bool and part.device.type != "cpu":
+        # a check would wait for all work that is queued on the GPU; so any byte but 0 becomes True
+        return (part != 0).view(count, *reference.shape)
+    return check_tensor(part.view(dtype)).view(count, *reference.shape)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -13,10 +15,8 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
-from dali_plugin.carriers import Carried, as_dali, as_value, carried_schema, known_names, plain, restored
-from dali_plugin.read_ahead import ReadAhead
-
-__all__ = ["NUMBER", "BatchSource", "TensorCacheSource"]
+from dali_plugin.tensors import as_dali, as_value, carriers_of, is_tensor, match_names, restore
+from wds_tensorcache.codec.carriers import Carrier, dali_carrier
 
 Array = np.ndarray[Any, Any]
 _Self = TypeVar("_Self", bound="BatchSource")
@@ -33,10 +33,8 @@ class BatchSource:
     members: list[str]
     batch_size: int
     num_batches: int | None = None  # batches of an epoch; None for a stream
-    num_surplus: int | None = (
-        None  # additional batches that DALI returns after them; None if StopIteration ends an epoch
-    )
-    schema: dict[str, Carried]  # the tensors as they leave a pipeline
+    num_surplus: int | None = None  # batches that DALI returns after them; None if StopIteration ends an epoch
+    schema: dict[str, Carrier]  # the tensors as they leave a pipeline
     as_float: tuple[str, ...] = ()  # tensors that `fn.tensorcache` converts to float32
     settings: dict[str, Any] | None = None  # a checkpoint fits if these are equal; None if there can be no checkpoint
     last_number = -1  # last sample index returned, for a reader that repeats it; part of checkpoints
@@ -56,8 +54,15 @@ class BatchSource:
         self._sampler = tc.StepSampler(self.cache, **steps)
         self._reader = self._sampler._reader(choose)
         schema = self._reader.schema()
-        self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
-        self.members = known_names(members, self.cache.members, "member") if members else []
+        self.tensors = list(schema) if tensors is None else match_names(tensors, schema, "tensor")
+        counts = self.cache.members if members else {}
+        self.members = match_names(members, counts, "member")
+        if isinstance(self.cache, tc.TensorCache):  # others know only of loaded samples, or of each part
+            counts = counts | {name: schema[name].num_samples for name in self.tensors if choose is None}
+        for name in (*self.tensors, *self.members):
+            if (count := counts.get(name, len(self.cache))) < len(self.cache):
+                have = f"{count} of {len(self.cache)} samples have {name!r}"
+                raise tc.BatchError(f"{have}, but DALI needs it in every sample; leave it out, or filter the cache")
         self.batch_size, self.num_batches = steps["batch_size"], len(self._sampler)
         self.settings = {"samples": len(self.cache), "order": 2, **steps}  # version 1 of the order had no number
         self._shown = self._sampler._shown
@@ -87,9 +92,9 @@ class BatchSource:
 
     def for_pipeline(self: _Self) -> _Self:
         """Return a copy for one pipeline. It keeps its own batches and dtypes, and shares the cache or the stream."""
-        made = copy.copy(self)
-        made.schema, made._kept = dict(self.schema), deque(maxlen=self._kept.maxlen)
-        return made
+        source = copy.copy(self)
+        source.schema, source._kept = dict(self.schema), deque(maxlen=self._kept.maxlen)
+        return source
 
     def use_float(self, names: Iterable[str]) -> None:
         """Declare that these bfloat16 tensors leave the pipeline as float32.
@@ -97,11 +102,11 @@ class BatchSource:
         Raises:
             KeyError, TypeError: A tensor does not exist, or is not bfloat16.
         """
-        names = known_names(names, self.tensors, "tensor of this source")
+        names = match_names(names, self.tensors, "tensor of this source")
         for name in names:
-            if self.schema[name].dtype is not torch.bfloat16:
-                raise TypeError(f"as_float takes bfloat16 tensors, but {name!r} is {self.schema[name].dtype}")
-            self.schema[name] = Carried("tensor", torch.float32)
+            if self.schema[name].true is not torch.bfloat16:
+                raise TypeError(f"as_float takes bfloat16 tensors, but {name!r} is {self.schema[name].true}")
+            self.schema[name] = dali_carrier(torch.float32)
         self.as_float += tuple(names)
 
     def keep_at_least(self, count: int) -> None:
@@ -130,7 +135,7 @@ class BatchSource:
         """
         if NUMBER not in outputs:
             raise KeyError(f"no {NUMBER!r} among {', '.join(outputs)}; pass the last part of a batch by this name")
-        tensors, extra = restored({name: as_value(value) for name, value in outputs.items()}, self.schema)
+        tensors, extra = restore({name: as_value(value) for name, value in outputs.items()}, self.schema)
         numbers = torch.as_tensor(extra.pop(NUMBER)).cpu().numpy().reshape(-1)
         return self._nest(numbers, tensors), extra
 
@@ -169,8 +174,8 @@ class TensorCacheSource(BatchSource):
         KeyError: A tensor or member is unknown; the message lists similar names.
         ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch.
         TypeError: A tensor's dtypes differ between samples.
-        BatchError: A name or pattern in `choose` matches no tensor; or, when a batch is requested, a sample lacks one of the
-            tensors.
+        BatchError: A name or pattern in `choose` matches no tensor; or a sample of a cache lacks one of the tensors or members.
+            If the cache is joined or a `SharedDataset`, or has `choose`, this is raised when a batch is requested.
 
     Memory: `keep + prefetch_batches + 1` batches.
     Pipelines: each call of `dali_plugin.fn.tensorcache` makes a copy of the source for its pipeline. If you call
@@ -205,34 +210,48 @@ class TensorCacheSource(BatchSource):
         steps = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "rank": rank, "world_size": world_size}
         self._open(cache, tensors, members, steps | {"last_batch": last_batch}, choose)
         schema = self._reader.schema()
-        self.schema = carried_schema({name: schema[name] for name in self.tensors})
+        self.schema = carriers_of({name: schema[name] for name in self.tensors})
         if missing := [name for name in self._reader.chosen_names if name not in schema]:
             raise ValueError(
                 f"choose={{{missing[0]!r}: …}}: DALI takes alternatives that are tensors, but these are other values"
             )
+        if min(num_threads, prefetch_batches) < 0:
+            raise ValueError(f"num_threads={num_threads}, prefetch_batches={prefetch_batches}: expected 0 or more")
         self._narrow = self.cache.select(self._reader.patterns_for(self.tensors))
         # each thread reads whole batches, so reading one batch needs no further threads
         self._narrow_ahead = self._narrow._single_threaded()
-        self._ahead = ReadAhead(num_threads, prefetch_batches)
+        self._num_threads, self._num_ahead = num_threads, prefetch_batches
         self._kept = deque(maxlen=keep)
         self._is_pinned = pin_memory
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what belongs to one pipeline and one process."""
+        self._pool: ThreadPoolExecutor | None = None
+        self._jobs = deque[Future[Any]]()  # the batches that are read ahead
+        self._next = (0, 0, 0)  # process id, epoch and iteration of the first of them
         self._num_made, self._num_given = 0, 0
         # events after DALI's copies of batches in pinned memory, by batch number; None if the copies are complete
         self._events: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # worker processes get no batches, since they keep their own
-        return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen)}
+        unpickled: dict[str, Any] = {
+            "_kept": deque(maxlen=self._kept.maxlen),
+            "_pool": None,
+            "_jobs": deque(),
+            "_num_threads": 0,
+        }
+        return vars(self) | unpickled
 
     def for_pipeline(self) -> TensorCacheSource:
-        made = super().for_pipeline()
-        made._ahead = ReadAhead(self._ahead.num_threads, self._ahead.num_batches)
-        made._num_made, made._num_given, made._events = 0, 0, {}
-        return made
+        source = super().for_pipeline()
+        source._begin()
+        return source
 
     def read_on_request(self) -> None:
         """Read nothing ahead, for DALI's worker processes, each of which reads only some of the batches."""
-        self._ahead = ReadAhead(0, 0)
+        self._num_threads = 0
 
     def indices(self, epoch: int, iteration: int) -> Array:
         """Return the sample indices of a batch, int64 `[B]`.
@@ -264,7 +283,9 @@ class TensorCacheSource(BatchSource):
             raise TypeError("fn.external_source(source, …) needs batch_info=True; without a pipeline use source.batch")
         if info.iteration >= len(self):
             raise StopIteration
-        return self._keep(*self._ahead.read(self._read_ahead, info.epoch_idx, info.iteration, len(self)))
+        if not self._num_threads:
+            return self._keep(*self._read_for_dali(self._narrow, info.epoch_idx, info.iteration))
+        return self._keep(*self._read_next(info.epoch_idx, info.iteration))
 
     def batch(self, epoch: int, iteration: int) -> tuple[Any, ...]:
         """Return a batch, in the order of `outputs`, for use in DALI's dynamic mode.
@@ -274,30 +295,46 @@ class TensorCacheSource(BatchSource):
         """
         return self._keep(*self._read(self._narrow, epoch, iteration, None))
 
-    def _read_ahead(self, epoch: int, iteration: int) -> tuple[Array, Any, tuple[Any, ...], tuple[Any, ...]]:
-        """Read a batch for DALI; threads call this."""
-        cache = self._narrow_ahead if self._ahead.num_threads else self._narrow
+    def _read_next(self, epoch: int, iteration: int) -> Any:
+        """Return a batch, and let threads read the next ones of the epoch. Any other batch than the next discards those."""
+        pid = os.getpid()
+        if self._next[0] != pid:
+            # Hazard: a forked child must not use what its parent's threads may have locked.
+            self._pool, self._jobs = ThreadPoolExecutor(self._num_threads, "tensorcache-dali"), deque()
+        if self._next != (pid, epoch, iteration):
+            while self._jobs:
+                self._jobs.popleft().cancel()
+        assert self._pool is not None
+        end = min(iteration + self._num_ahead + 1, len(self))
+        for ahead in range(iteration + len(self._jobs), end):
+            self._jobs.append(self._pool.submit(self._read_for_dali, self._narrow_ahead, epoch, ahead))
+        self._next = pid, epoch, iteration + 1
+        job = self._jobs.popleft()
+        try:
+            return job.result()
+        finally:
+            del job  # an error's traceback refers to this frame, and would keep the job
+
+    def _read_for_dali(self, cache: Any, epoch: int, iteration: int) -> Any:
         # DALI takes page-locked memory for that of the current GPU, which is the first one in a new thread
         with torch.cuda.device(self.device_id) if self._is_pinned else nullcontext():
             return self._read(cache, epoch, iteration, self.layouts)
 
-    def _read(
-        self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None
-    ) -> tuple[Array, Any, tuple[Any, ...], tuple[Any, ...]]:
-        """Return the sample indices, the request and the batch of an iteration, and the batch in the form for DALI."""
+    def _read(self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None) -> Any:
+        """Return the arguments of `_keep` for an iteration."""
         step = self._step(epoch, iteration)
         numbers, request = step.indices, self._reader.request(step)
         batch = (*self._tensors_of(cache, request), *self._members_of(request), numbers)
         return numbers, request, batch, self._as_dali(batch, layouts)
 
-    def _keep(self, numbers: Array, request: Any, batch: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep a batch in memory until DALI has read it, and return it in the form for DALI."""
+    def _keep(self, numbers: Array, request: Any, batch: tuple[Any, ...], for_dali: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Keep the sample indices, request and tensors of a batch until DALI has read it; return it in the form for DALI."""
         if self._is_pinned and len(self._kept) == self._kept.maxlen:
             # DALI may still be copying the oldest batch, whose pinned memory is reused once it is dropped here
             self._wait_for_copies(self._num_made - len(self._kept))
         self._kept.append((numbers, request, batch))
         self._num_made += 1
-        return given
+        return for_dali
 
     def _wait_for_copies(self, number: int) -> None:
         if number in self._events:
@@ -329,22 +366,29 @@ class TensorCacheSource(BatchSource):
             if value is None or (isinstance(value, list) and any(row is None for row in value)):
                 lacking = next((i for i, row in enumerate(value or ()) if row is None), 0)
                 raise tc.BatchError(f"sample {request.key(lacking)!r} has no tensor {name!r}")
-        return [tuple(map(plain, value)) if isinstance(value, list) else plain(value) for value in values]
+        return [
+            tuple(dali_carrier(row.dtype).carry(row) for row in value)
+            if isinstance(value, list)
+            else dali_carrier(value.dtype).carry(value)
+            for value in values
+        ]
 
     def _members_of(self, request: Any) -> list[Any]:
-        found = [self.cache.read_members(request, suffix) for suffix in self.members]
-        return [tuple(np.frombuffer(raw, np.uint8) for raw in each) for each in found]
+        return [
+            tuple(np.frombuffer(raw, np.uint8) for raw in self.cache.read_members(request, suffix))
+            for suffix in self.members
+        ]
 
     def _as_dali(self, batch: tuple[Any, ...], layouts: Mapping[str, str] | None) -> tuple[Any, ...]:
         """Return a batch with DALI's own tensors in place of arrays in pinned memory; with `layouts`, of all arrays."""
         if layouts is None and not self._is_pinned:
             return batch
-        given = list(batch)
+        for_dali = list(batch)
         for at, name in enumerate(self.outputs):
-            is_pinned = self._is_pinned and at < len(self.tensors) and self.schema[name].kind == "tensor"
+            is_pinned = self._is_pinned and at < len(self.tensors) and is_tensor(self.schema[name])
             if is_pinned or layouts is not None:
-                given[at] = as_dali(batch[at], (layouts or {}).get(name, ""), is_pinned)
-        return tuple(given)
+                for_dali[at] = as_dali(batch[at], (layouts or {}).get(name, ""), is_pinned)
+        return tuple(for_dali)
 
     def _nest(self, numbers: Array, tensors: dict[str, Any]) -> Any:
         wanted = numbers.tobytes()

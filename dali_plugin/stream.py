@@ -11,11 +11,9 @@ import numpy as np
 from torch.utils.data import default_collate
 
 import wds_tensorcache as tc
-from dali_plugin.carriers import Carried, check_ndim, known_names, plain
 from dali_plugin.source import Array, BatchSource
+from dali_plugin.tensors import carrier_of, is_tensor, match_names
 from wds_tensorcache.errors import list_names
-
-__all__ = ["TensorCacheStream"]
 
 
 class TensorCacheStream(BatchSource):
@@ -73,17 +71,17 @@ class TensorCacheStream(BatchSource):
             raise KeyError(
                 f"samples have the fields {known}, but no {field!r:.100}; does the stream end in tc.decode()?"
             )
-        found = tc.flatten(first[field])
-        if not found:
+        lazies = tc.flatten(first[field])
+        if not lazies:
             raise ValueError(
                 f"field {field!r} has no lazy tensors; does the stream end in tc.decode(), which leaves tensors lazy?"
             )
         self._stream, self._field = stream, field
         self._has_all = tensors is None
-        self.tensors = list(found) if tensors is None else known_names(tensors, found, "tensor")
-        self.members = known_names(members, [name for name in first if isinstance(first[name], bytes)], "member")
-        self._known = {name: _carried(name, found[name]) for name in self.tensors}
-        self.schema = dict(self._known)
+        self.tensors = list(lazies) if tensors is None else match_names(tensors, lazies, "tensor")
+        self.members = match_names(members, [name for name in first if isinstance(first[name], bytes)], "member")
+        self._stored = {name: carrier_of(name, lazies[name].dtype, lazies[name].ndim) for name in self.tensors}
+        self.schema = dict(self._stored)
         self.batch_size, self._last_batch = batch_size, last_batch
         self._shown = f"{batch_size=}, {last_batch=}"
         self._iterator: Iterator[Any] = iter(())
@@ -91,9 +89,9 @@ class TensorCacheStream(BatchSource):
         self._kept = deque(maxlen=keep)
 
     def for_pipeline(self) -> TensorCacheStream:
-        made = super().for_pipeline()
-        made._iterator, made._iteration, made._count = iter(()), 0, 0
-        return made
+        source = super().for_pipeline()
+        source._iterator, source._iteration, source._count = iter(()), 0, 0
+        return source
 
     def __call__(self, info: Any) -> tuple[Any, ...]:
         """Return the next batch.
@@ -125,24 +123,24 @@ class TensorCacheStream(BatchSource):
 
     def _tensors_of(self, samples: list[Any]) -> Iterator[Any]:
         """Yield the tensors of a batch in the form that DALI accepts."""
-        found = [tc.flatten(sample) for sample in samples]
-        if self._has_all and (more := [name for tensors in found for name in tensors if name not in self.schema]):
+        by_sample = [tc.flatten(sample) for sample in samples]
+        if self._has_all and (more := [name for tensors in by_sample for name in tensors if name not in self.schema]):
             raise tc.BatchError(f"a sample of the stream has tensor {more[0]!r}, which the first sample lacks")
-        for name, known in self._known.items():
-            if any(name not in tensors for tensors in found):
+        for name, carrier in self._stored.items():
+            if any(name not in tensors for tensors in by_sample):
                 raise tc.BatchError(f"a sample of the stream has no tensor {name!r}")
-            lazies = [tensors[name] for tensors in found]
+            lazies = [tensors[name] for tensors in by_sample]
             for lazy in lazies:
-                if _carried(name, lazy) != known:
+                if carrier_of(name, lazy.dtype, lazy.ndim) != carrier:
                     raise tc.BatchError(
-                        f"tensor {name!r} is {known.dtype} at first, but {lazy.dtype} in a later sample"
+                        f"tensor {name!r} is {carrier.true} at first, but {lazy.dtype} in a later sample"
                     )
             if any(lazy.shape != lazies[0].shape for lazy in lazies):
-                yield tuple(plain(lazy.load()) for lazy in lazies)
-            elif known.kind == "ndarray":
-                yield plain(np.stack([lazy.load() for lazy in lazies]))
+                yield tuple(carrier.carry(lazy.load()) for lazy in lazies)
+            elif is_tensor(carrier):
+                yield carrier.carry(default_collate(lazies))
             else:
-                yield plain(default_collate(lazies))
+                yield carrier.carry(np.stack([lazy.load() for lazy in lazies]))
 
     def _nest(self, numbers: Array, tensors: dict[str, Any]) -> Any:
         return tc.nest([self._sample(number) for number in numbers.tolist()], tensors)
@@ -155,9 +153,3 @@ class TensorCacheStream(BatchSource):
             f"keep={self._kept.maxlen}: this batch is older than all that are kept; use a larger keep, "
             "or pipeline.tensorcache_source if you passed this stream to fn.tensorcache"
         )
-
-
-def _carried(name: str, lazy: Any) -> Carried:
-    """Return the kind and dtype of a lazy tensor; raise TypeError if DALI cannot represent a batch of it."""
-    check_ndim(name, lazy.ndim, lazy.dtype)
-    return Carried("ndarray" if isinstance(lazy, tc.LazyArray) else "tensor", lazy.dtype)

@@ -181,7 +181,7 @@ def _has_text(*texts: str) -> Callable[[ast.AST], bool]:
 
 HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
     "renaming files": (_calls_os("replace", "rename", "renames"), {"storage.atomic"}),
-    "locks": (_names("flock", "lockf"), {"storage.locks"}),
+    "locks": (_names("flock", "lockf"), {"storage.locks", "sharing.reaper"}),
     "calls of fcntl": (
         _names("fcntl"),
         {"storage.locks", "storage.range_locks", "sharing.reaper", "importers.conversion.pools"},

@@ -51,22 +51,16 @@ def assert_same(found: Any, batch: Any) -> None:
     assert found["id"] == batch["id"]
 
 
-def test_pipelines(cache: Any) -> None:
-    def pipe() -> Any:
-        return tc_fn.tensorcache(cache, shuffle=True, seed=2, choose=CHOOSE)
-
-    batches = TensorCacheIterator(pipeline(pipe, batch_size=4))
+def test_sources_and_pipelines(cache: Any) -> None:
+    options: Any = {"shuffle": True, "seed": 2, "choose": CHOOSE}
+    batches = TensorCacheIterator(pipeline(lambda: tc_fn.tensorcache(cache, **options), batch_size=4))
     for epoch in range(2):
         for found, (batch, _) in zip(batches, expected(cache, epoch), strict=True):
             assert_same(found, batch)
-
-
-def test_the_source(cache: Any) -> None:
-    source = TensorCacheSource(cache, batch_size=4, shuffle=True, seed=2, choose=CHOOSE)
+    source, other = (TensorCacheSource(cache, batch_size=4, **options) for _ in range(2))
     assert source.tensors == ["x", "latent", "text"]
-    some = TensorCacheSource(cache, ["text", "x"], batch_size=4, shuffle=True, seed=2, choose=CHOOSE)
+    some = TensorCacheSource(cache, ["text", "x"], batch_size=4, **options)
     assert some.tensors == ["text", "x"]
-    other = TensorCacheSource(cache, batch_size=4, shuffle=True, seed=2, choose=CHOOSE)
     for iteration, (batch, info) in enumerate(expected(cache, 3)):
         parts = source.batch(3, iteration)
         assert parts[-1].tolist() == info.indices.tolist()

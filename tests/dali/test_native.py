@@ -15,32 +15,35 @@ import webdataset as wds
 
 import dali_plugin
 import wds_tensorcache as tc
-from dali_plugin.native_members import PackedMembers
+from dali_plugin.native import NativeReader
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import pipeline, unbatched
 from tests.same import assert_same
 
+STEPS = {"batch_size": 4, "last_batch": "short", "rank": 0, "world_size": 1}
 
-def reader(paths: Any, batch_size: int = 6, depth: Any = 2, **options: Any) -> Any:
-    made = pipeline(
-        lambda: dali_plugin.fn.native_reader(paths, **options),
-        batch_size,
-        prefetch_queue_depth=depth,
-        enable_checkpointing=isinstance(depth, int),
-    )
+
+def reader(paths: Any, batch_size: int = 6, **options: Any) -> Any:
+    made = pipeline(lambda: dali_plugin.fn.native_reader(paths, **options), batch_size, enable_checkpointing=True)
     return dali_plugin.TensorCacheIterator(made)
+
+
+@pytest.mark.parametrize("depth", [1, 2, {"cpu_size": 3, "gpu_size": 2}], ids=str)
+@pytest.mark.parametrize("nodes", ["tensorcache", "native_reader"])
+def test_copied_batches_and_batches_that_are_kept_do_not_change(cache: Any, nodes: str, depth: Any) -> None:
+    made = pipeline(lambda: getattr(dali_plugin.fn, nodes)(cache), prefetch_queue_depth=depth)
+    kept = list(dali_plugin.TensorCacheIterator(made, copy=depth == 2))
+    assert [i for batch in kept for i in batch["id"]] == list(range(COUNT))
+    for batch in kept:
+        for at, i in enumerate(batch["id"]):
+            assert_same(sample(i), unbatched(batch, at))
 
 
 @pytest.mark.parametrize("last_batch", ["short", "pad", "drop"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 6), (2, 6), (3, 6), (3, 1), (3, 2)])
 def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int) -> None:
-    options = {
-        "members": ["bin"],
-        "shuffle": True,
-        "initial_fill": 8,
-        "last_batch": last_batch,
-        "world_size": world_size,
-    }
+    options: dict[str, Any] = {"members": ["bin"], "last_batch": last_batch, "world_size": world_size}
+    options |= {"shuffle_after_epoch": True} if world_size == 2 else {"shuffle": True, "initial_fill": 8}
     ranks = [reader(folder, batch_size, rank=rank, **options) for rank in range(world_size)]
     orders = []
     for _ in range(2):
@@ -68,47 +71,17 @@ def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int)
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("depth", [1, {"cpu_size": 3, "gpu_size": 2}], ids=str)
-def test_batches_that_are_kept_do_not_change(folder: Path, depth: Any) -> None:
-    kept = list(reader(folder, 3, depth, last_batch="short"))
-    assert [i for batch in kept for i in batch["id"]] == list(range(COUNT))
-    for batch in kept:
-        for at, i in enumerate(batch["id"]):
-            assert_same(sample(i), unbatched(batch, at))
-
-
-def test_shuffled_after_each_epoch(folder: Path) -> None:
-    """DALI's option reaches its reader: each epoch has another order, without a buffer, and resumes."""
-    options = {"shuffle_after_epoch": True, "seed": 5, "last_batch": "short"}
-    ranks = [reader(folder, 3, rank=rank, world_size=2, **options) for rank in range(2)]
-    epochs = []
-    for _ in range(3):
-        seen = []
-        for rank in ranks:
-            for batch in rank:
-                for at, i in enumerate(batch["id"]):
-                    assert_same(sample(i), unbatched(batch, at))
-                    seen.append(i)
-        assert sorted(seen) == list(range(COUNT))
-        epochs.append(seen)
-    assert len(set(map(tuple, epochs))) == 3
-    state = ranks[0].state_dict()
-    resumed = reader(folder, 3, world_size=2, **options)
-    resumed.load_state_dict(state)
-    assert [batch["id"].tolist() for batch in resumed] == [batch["id"].tolist() for batch in ranks[0]]
-
-
 def test_batches_on_another_device_take_nothing_from_it(folder: Path, cache: Any) -> None:
     """Arrays and bools of batches on a GPU: to look at them there, the host would wait for all work that is queued."""
     names = ["arrays.0", "arrays.10", "tensors.bool", "tensors.bfloat16", "cond.0.0"]
-    packed = PackedMembers(cache, names)
+    source = NativeReader(cache, None, names, [], STEPS)
     raw = [shard.read_bytes() for shard in sorted(folder.glob("*.tar"))]
     members = []
     for i in range(4):
         begin = cache._store.shards[0].columns.tensors_begin.item(i)
         members.append(torch.frombuffer(bytearray(raw[0][begin : begin + 6144]), dtype=torch.uint8))
     host = torch.stack(members)
-    found = packed.cut(range(4), host.to("meta"), host)
+    found = source._cut(range(4), host.to("meta"), host)
     for name in names[2:]:
         for tensor in found[name] if isinstance(found[name], list) else [found[name]]:
             assert tensor.device.type == "meta"
@@ -152,22 +125,23 @@ def test_unaligned_tensors_of_other_layouts(tmp_path: Path) -> None:
     assert list(batch) == ["z"]
 
 
-def test_what_is_refused(folder: Path, cache: Any, tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="unknown tensor 'scalr'; there are 'scalar'"):
-        reader(folder, tensors=["scalr"])
-    with pytest.raises(ValueError, match="is a view of some samples"):
-        reader(cache[2:])
-    with pytest.raises(TypeError, match="whole shards of one cache"):
-        reader(tc.join({"a": cache, "b": cache}))
-    with pytest.raises(ValueError, match="20 samples for world_size=21"):
-        reader(cache, world_size=21)
-    with pytest.raises(RuntimeError, match=r"native_reader\(\) makes nodes"):
-        dali_plugin.fn.native_reader(cache)
+def test_mistakes(folder: Path, cache: Any, tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
         sink.write("a", {"x": torch.ones(1)}, bin=b"")
         sink.write("b", {"x": torch.ones(1)})
-    with pytest.raises(ValueError, match="member 'bin': 1 of 2 samples have it"):
-        reader(tmp_path, members=["bin"])
+    for source, options, error, message in (
+        (folder, {"tensors": ["scalr"]}, KeyError, "unknown tensor 'scalr'; there are 'scalar'"),
+        (cache[2:], {}, ValueError, "is a view of some samples"),
+        (tc.join({"a": cache, "b": cache}), {}, TypeError, "whole shards of one cache"),
+        (cache, {"world_size": 21}, ValueError, "20 samples for world_size=21"),
+        (cache, {"last_batch": "wrap"}, ValueError, "can only repeat the last sample"),
+        (cache, {"index_paths": [__file__]}, ValueError, "1 index_paths for 3 shards"),
+        (tmp_path, {"members": ["bin"]}, tc.BatchError, "1 of 2 samples have 'bin'"),
+    ):
+        with pytest.raises(error, match=message):
+            reader(source, **options)
+    with pytest.raises(RuntimeError, match=r"native_reader\(\) makes nodes"):
+        dali_plugin.fn.native_reader(cache)
 
 
 def test_indexes_of_another_state(tmp_path: Path) -> None:
@@ -192,7 +166,7 @@ def test_indexes_of_another_state(tmp_path: Path) -> None:
         tc.open(tmp_path) as cache,
         pytest.raises(tc.FormatError, match="DALI's index of the shard is stale"),
     ):
-        PackedMembers(cache, ["x"]).numbers([f"{tmp_path}/0.tar:77:0.safetensors".encode()])
+        NativeReader(cache, None, None, [], STEPS)._number(f"{tmp_path}/0.tar:77:0.safetensors".encode())
 
 
 def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:
@@ -219,13 +193,3 @@ def test_names_of_shards_are_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"\\udcff.tar': DALI accepts only paths in UTF-8"):
         reader(".", 1)
     assert os.listdir() == ["\udcff.tar"]
-
-
-def test_tensors_that_samples_lack(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
-        for i in range(4):
-            sink.write(f"{i}", {"x": torch.zeros(2), "mask": torch.zeros(3) if i > 1 else None})
-    for first in (0, 1):  # the first batch lacks the mask in all samples, or in one
-        made = reader([tmp_path / "x.tar"], 2 + first)
-        with pytest.raises(tc.BatchError, match="has no tensor 'mask'|no sample of the batch has the tensor 'mask'"):
-            next(made)

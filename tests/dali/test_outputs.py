@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import dali_plugin
-from dali_plugin.carriers import as_torch
-from tests.dali.conftest import COUNT, sample
-from tests.dali.pipelines import dali, pipeline, unbatched
-from tests.same import assert_same
+from dali_plugin.tensors import as_torch
+from tests.dali.pipelines import dali
 
 _CUDA_HOST = 3  # DLPack's type of page-locked memory
 
@@ -54,13 +51,3 @@ def test_page_locked_memory(dtype: str, copy: bool) -> None:
     assert tensor.dtype == torch.from_numpy(array).dtype
     assert tensor[1:].tolist() == array[1:].tolist()
     assert tensor[0, 0].item() == (0 if copy else 7)
-
-
-@pytest.mark.parametrize("nodes", ["tensorcache", "native_reader"])
-def test_copies_of_outputs(cache: Any, nodes: str) -> None:
-    made = pipeline(lambda: getattr(dali_plugin.fn, nodes)(cache))
-    kept = list(dali_plugin.TensorCacheIterator(made, copy=True))
-    assert sum(len(batch["id"]) for batch in kept) == COUNT
-    for batch in kept:
-        for at, i in enumerate(batch["id"]):
-            assert_same(sample(i), unbatched(batch, at))

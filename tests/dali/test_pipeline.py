@@ -23,28 +23,18 @@ from wds_tensorcache.reading.batch.rows import locate
 LATENT = "tensors.float32"
 
 
-def test_every_dtype_comes_back(cache: Any) -> None:
-    iterator = dali_plugin.TensorCacheIterator(pipeline(lambda: dali_plugin.fn.tensorcache(cache, last_batch="short")))
+@pytest.mark.parametrize("depth", [1, 2, 5, {"cpu_size": 3, "gpu_size": 2}], ids=str)
+def test_every_dtype_comes_back_and_stays(cache: Any, depth: Any) -> None:
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, shuffle=depth != 2), prefetch_queue_depth=depth)
+    iterator = dali_plugin.TensorCacheIterator(made)
     assert len(iterator) == 4
     for _ in range(2):
-        seen = []
-        for batch in iterator:
-            for at in range(len(batch["id"])):
-                seen.append(batch["id"][at])
-                assert_same(sample(seen[-1]), unbatched(batch, at))
-        assert seen == list(range(COUNT))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5, {"cpu_size": 3, "gpu_size": 2}], ids=str)
-def test_batches_that_are_kept_do_not_change(cache: Any, depth: Any) -> None:
-    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, shuffle=True), 2, prefetch_queue_depth=depth)
-    for _ in range(2):
-        kept = list(dali_plugin.TensorCacheIterator(made))
-        assert len(kept) == 10
+        kept = list(iterator)
+        numbers = [i for batch in kept for i in batch["id"]]
+        assert (numbers if depth == 2 else sorted(numbers)) == list(range(COUNT))
         for batch in kept:
             for at, i in enumerate(batch["id"]):
                 assert_same(sample(i), unbatched(batch, at))
-        made.reset()
 
 
 @pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])
@@ -72,24 +62,19 @@ def test_last_batches_and_members(cache: Any, last_batch: str) -> None:
 
 def test_augmented_tensors_take_the_place_of_the_originals(cache: Any) -> None:
     def nodes() -> Any:
-        latent, number = dali_plugin.fn.tensorcache(cache, [LATENT])
-        return number, dali.fn.slice(latent, 1, 2, axes=[1]), dali.fn.cast(number, dtype=dali.types.FLOAT)
+        latent, flag, array, number = dali_plugin.fn.tensorcache(cache, [LATENT, "tensors.bool", "arrays.0"])
+        changed = dali.fn.cast(flag, dtype=dali.types.FLOAT), dali.fn.cast(array * 255, dtype=dali.types.UINT8)
+        return number, dali.fn.slice(latent, 1, 2, axes=[1]), *changed, dali.fn.cast(number, dtype=dali.types.FLOAT)
 
-    iterator = dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=["number", LATENT, "other"])
-    batch, others = next(iterator)
+    names = ["number", LATENT, "tensors.bool", "arrays.0", "other"]
+    batch, others = next(dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=names))
     assert torch.equal(others["other"], torch.arange(6.0))
     expected = torch.stack([sample(i)["tensors"]["float32"][:, 1:] for i in range(6)])
     assert torch.equal(batch["tensors"]["float32"].view(torch.int32), expected.view(torch.int32))
-
-
-def test_changed_dtypes_stay(cache: Any) -> None:
-    def nodes() -> Any:
-        flag, number = dali_plugin.fn.tensorcache(cache, ["tensors.bool"])
-        return dali.fn.cast(flag, dtype=dali.types.FLOAT), number
-
-    batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=["tensors.bool", "number"]))
-    expected = torch.stack([sample(i)["tensors"]["bool"] for i in range(6)]).float()
-    assert torch.equal(batch["tensors"]["bool"], expected)
+    # bools that operators have changed to another dtype keep it; those of another number than 1 are bools
+    assert torch.equal(batch["tensors"]["bool"], torch.stack([sample(i)["tensors"]["bool"] for i in range(6)]).float())
+    assert int(batch["arrays"]["0"].view("u1").max()) == 1
+    assert batch["arrays"]["0"].tolist() == [sample(i)["arrays"]["0"].tolist() for i in range(6)]
 
 
 # DALI leaves the sockets that its workers are reached by to the garbage collector
@@ -129,7 +114,10 @@ def test_shards_of_other_writers_and_two_pipelines(folder: Path, tmp_path: Path)
         assert sorted(seen) == list(range(COUNT))
 
 
-def test_joined_caches(cache: Any, tmp_path: Path) -> None:
+def test_joined_caches_and_views_with_repeated_samples(cache: Any, tmp_path: Path) -> None:
+    view = cache[[*range(3)] * 2]
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(view, ["scalar"]))
+    assert [i for batch in dali_plugin.TensorCacheIterator(made) for i in batch["id"]] == [0, 1, 2] * 2
     with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
         for key in reversed(list(cache.keys())):
             sink.write(key, {"caption": torch.tensor([int(key)]), "words": f"number {int(key)}"})
@@ -147,19 +135,48 @@ def test_joined_caches(cache: Any, tmp_path: Path) -> None:
     captions.close()
 
 
-def test_what_is_refused(cache: Any) -> None:
-    with pytest.raises(RuntimeError, match="call it in the function that @pipeline_def decorates"):
-        dali_plugin.fn.tensorcache(cache)
-    with pytest.raises(ValueError, match="batches of 4 for a pipeline of batch_size=6"):
-        pipeline(lambda: dali_plugin.fn.tensorcache(dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=4)))
-    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"]))
-    with pytest.raises(ValueError, match="'number' among them"):
-        dali_plugin.TensorCacheIterator(made, outputs=["scalar"])
+def test_mistakes(cache: Any) -> None:
+    tensorcache, iterator = dali_plugin.fn.tensorcache, dali_plugin.TensorCacheIterator
+    source = dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=6)
+    others = dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=4)
+    for nodes, error, message in (
+        (lambda: tensorcache(others), ValueError, "batches of 4 for a pipeline of batch_size=6"),
+        (lambda: tensorcache(cache, device="cuda"), ValueError, "device='cuda', expected 'cpu' or 'gpu'"),
+        (
+            lambda: (*tensorcache(cache), *tensorcache(cache)),
+            ValueError,
+            "already reads a cache; to read several, join",
+        ),
+        (lambda: tensorcache(source, ["scalar"]), TypeError, "has its tensors, members and options already"),
+        (lambda: tensorcache(source, shuffle=True), TypeError, "has its tensors, members and options already"),
+        (lambda: tensorcache(cache, layouts={"y": "CHW"}), KeyError, "unknown tensor of this source 'y'"),
+        (
+            lambda: dali_plugin.fn.native_reader(cache, ["scalar"]),
+            FileNotFoundError,
+            "pass names of tensors as tensors=",
+        ),
+        (lambda: tuple(dali.fn.external_source(source, num_outputs=2)), TypeError, "needs batch_info=True"),
+    ):
+        with pytest.raises(error, match=message):
+            pipeline(nodes).run()
+    made, other = pipeline(lambda: tensorcache(cache, ["scalar"])), pipeline(lambda: tensorcache(cache))
+    foreign = pipeline(lambda: dali.fn.random.uniform())
+    for pipes, options, error, message in (
+        ([], {}, ValueError, "expected a pipeline"),
+        ([made, made], {}, ValueError, "a list of different pipelines"),
+        ([made, other], {"source": source}, ValueError, "source= is for a single pipeline"),
+        (test_mistakes, {}, TypeError, "call the function that @pipeline_def decorates"),
+        (foreign, {}, ValueError, r"does not use dali_plugin\.fn"),
+        (made, {"outputs": "scalar"}, ValueError, "'number' among them; the pipeline must also return this node"),
+    ):
+        with pytest.raises(error, match=message):
+            iterator(pipes, **options)
     with pytest.raises(ValueError, match="the pipeline has 2 outputs, but 3 names"):
-        next(dali_plugin.TensorCacheIterator(made, outputs=["scalar", "x", "number"]))
-    other = pipeline(lambda: dali.fn.random.uniform())
-    with pytest.raises(ValueError, match=r"does not use dali_plugin\.fn"):
-        dali_plugin.TensorCacheIterator(other)
+        next(iterator(made, outputs=["scalar", "x", "number"]))
+    with pytest.raises(RuntimeError, match="call it in the function that @pipeline_def decorates"):
+        tensorcache(cache)
+    with pytest.raises(KeyError, match="no 'number' among scalar"):
+        source.nest({"scalar": torch.arange(6)})
 
 
 def test_a_misspelled_output_warns(cache: Any) -> None:
@@ -171,13 +188,6 @@ def test_a_misspelled_output_warns(cache: Any) -> None:
             dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=[typo, LATENT, "number"])
     for names in (["scalar", "scalars", "number"], ["other", LATENT, "number"]):  # each ends in an error if it warns
         dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=names)
-
-
-def test_caches_that_replace_missing_options(cache: Any) -> None:
-    """A view with repeated samples replaces `repeats=`, as docs/dali.md says."""
-    view = cache[[*range(3)] * 2]
-    made = pipeline(lambda: dali_plugin.fn.tensorcache(view, ["scalar"]))
-    assert [i for batch in dali_plugin.TensorCacheIterator(made) for i in batch["id"]] == [0, 1, 2] * 2
 
 
 def test_bfloat16_that_operators_compute_with(tmp_path: Path) -> None:
@@ -209,16 +219,6 @@ def test_operators_that_compute_with_bits(cache: Any, name: str) -> None:
         next(dali_plugin.TensorCacheIterator(pipeline(nodes)))
 
 
-def test_patterns(cache: Any) -> None:
-    source = dali_plugin.TensorCacheSource(cache, ["tensors.float*", "scalar"], batch_size=6)
-    floats = "float16 float32 float64 float8_e4m3fn float8_e5m2 float8_e8m0fnu"
-    assert sorted(source.tensors) == sorted(["scalar", *(f"tensors.{name}" for name in floats.split())])
-    with pytest.raises(KeyError, match=r"unknown tensor 'text\.\*'"):
-        dali_plugin.TensorCacheSource(cache, ["text.*"], batch_size=6)
-    with pytest.raises(ValueError, match="a name occurs twice"):
-        dali_plugin.TensorCacheSource(cache, ["tensors.float32", "tensors.float*"], batch_size=6)
-
-
 def test_dynamic_mode(cache: Any) -> None:
     ndd = pytest.importorskip("nvidia.dali.experimental.dynamic")
     source = dali_plugin.TensorCacheSource(
@@ -248,31 +248,12 @@ def test_without_dali(tmp_path: Path) -> None:
     assert "ImportError: this needs NVIDIA DALI: pip install nvidia-dali-cuda130" in found.stderr
 
 
-def test_layouts(cache: Any, tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"x": torch.arange(24.0).view(2, 3, 4)})
-
-    def nodes() -> Any:
-        x, number = dali_plugin.fn.tensorcache(tmp_path, layouts={"x": "CHW"})
-        return dali.fn.flip(x, horizontal=1), number
-
-    batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes, 1)))
-    assert torch.equal(batch["x"][0], torch.arange(24.0).view(2, 3, 4).flip(2))
-    with pytest.raises(KeyError, match="unknown tensor of this source 'y'"):
-        pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path, layouts={"y": "CHW"}), 1)
-
-
-@pytest.fixture
-def bfloat16s(tmp_path: Path) -> Path:
+def test_pipelines_that_share_a_source(tmp_path: Path) -> None:
+    """Each pipeline has its own layouts, dtypes and order of iterations, as if the source or stream were its own."""
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
         for i in range(8):
             image, text = torch.arange(12.0).view(1, 3, 4), torch.full((3,), float(i)).bfloat16()
             sink.write(str(i), {"image": image, "text": text, "i": i})
-    return tmp_path
-
-
-def test_pipelines_that_share_a_source(bfloat16s: Path) -> None:
-    """Each pipeline has its own layouts, dtypes and order of iterations, as if the source were its own."""
 
     def made(source: Any, **options: Any) -> Any:
         def nodes() -> Any:
@@ -281,93 +262,24 @@ def test_pipelines_that_share_a_source(bfloat16s: Path) -> None:
 
         return dali_plugin.TensorCacheIterator(pipeline(nodes, 4), source if options else None)
 
-    def first(batch: Any) -> Any:
-        return batch["image"].tolist(), batch["text"].tolist(), batch["text"].dtype, batch["i"].tolist()
-
+    source = dali_plugin.TensorCacheSource(tmp_path, batch_size=4)
     ways: list[dict[str, Any]] = [{"layouts": {"image": "CHW"}}, {}, {"as_float": ["text"]}, {"as_float": ["text"]}]
-    source = dali_plugin.TensorCacheSource(bfloat16s, batch_size=4)
-    shared = [made(source, **way) for way in ways]
-    alone = [made(dali_plugin.TensorCacheSource(bfloat16s, batch_size=4), **way) for way in ways]
-    expected = [list(map(first, each)) for each in alone]
-    assert [each[0][2] for each in expected] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
-    assert expected[0][0][0] != expected[1][0][0]
-    assert [list(each) for each in zip(*[map(first, each) for each in shared], strict=True)] == [
-        list(each) for each in zip(*expected, strict=True)
-    ]
+    image = torch.arange(12.0).view(1, 3, 4)
+    for begin, batches in zip((0, 4), zip(*[made(source, **way) for way in ways], strict=True), strict=True):
+        texts = torch.arange(begin, begin + 4.0)[:, None].expand(4, 3)
+        for batch, way in zip(batches, ways, strict=True):
+            assert torch.equal(batch["image"], (image.flip(2) if "layouts" in way else image).expand(4, 1, 3, 4))
+            assert_same((texts if "as_float" in way else texts.bfloat16()).contiguous(), batch["text"])
+            assert batch["i"] == list(range(begin, begin + 4))
     # the caller's source is as it was, and can be used itself
     assert source.as_float == ()
-    assert source.schema["text"].dtype is torch.bfloat16
     batch, _ = source.nest(dict(zip(source.outputs, source.batch(0, 1), strict=True)))
-    assert first(batch)[2:] == (torch.bfloat16, [4, 5, 6, 7])
-
-
-def test_pipelines_that_share_a_stream(bfloat16s: Path) -> None:
-    with tc.open(bfloat16s) as cache:
+    assert (batch["text"].dtype, batch["i"]) == (torch.bfloat16, [4, 5, 6, 7])
+    with tc.open(tmp_path) as cache:
         samples = [{"__key__": str(i), "tensorcache": cache[i]} for i in range(8)]
-        source = dali_plugin.TensorCacheStream(samples, batch_size=2)
-        made = [pipeline(lambda: dali_plugin.fn.tensorcache(source, as_float=["text"]), 2) for _ in range(2)]
-        pairs = zip(*map(dali_plugin.TensorCacheIterator, made), strict=True)
-        assert [[batch["i"] for batch in pair] for pair in pairs] == [[[i, i + 1]] * 2 for i in range(0, 8, 2)]
-
-
-def test_mistakes(cache: Any) -> None:
-    tensorcache, iterator = dali_plugin.fn.tensorcache, dali_plugin.TensorCacheIterator
-    source = dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=6)
-    for nodes, error, message in (
-        (lambda: tensorcache(cache, device="cuda"), ValueError, "device='cuda', expected 'cpu' or 'gpu'"),
-        (
-            lambda: (*tensorcache(cache), *tensorcache(cache)),
-            ValueError,
-            "already reads a cache; to read several, join them",
-        ),
-        (lambda: tensorcache(source, ["scalar"]), TypeError, "has its tensors, members and options already"),
-        (lambda: tensorcache(source, shuffle=True), TypeError, "has its tensors, members and options already"),
-        (lambda: tensorcache(cache, ["scalar", "scalar"]), ValueError, "a name occurs twice"),
-        (
-            lambda: dali_plugin.fn.native_reader(cache, ["scalar"]),
-            FileNotFoundError,
-            "pass names of tensors as tensors=",
-        ),
-        (lambda: tuple(dali.fn.external_source(source, num_outputs=2)), TypeError, "needs batch_info=True"),
-    ):
-        with pytest.raises(error, match=message):
-            pipeline(nodes).run()
-    made = pipeline(lambda: tensorcache(cache, ["scalar"]))
-    for pipes, options, error, message in (
-        ([], {}, ValueError, "expected a pipeline"),
-        ([made, made], {}, ValueError, "a list of different pipelines"),
-        (
-            [made, pipeline(lambda: tensorcache(cache))],
-            {"source": source},
-            ValueError,
-            "source= is for a single pipeline",
-        ),
-        (test_mistakes, {}, TypeError, "call the function that @pipeline_def decorates"),
-        (made, {"outputs": "scalar"}, ValueError, "the pipeline must also return this node"),
-    ):
-        with pytest.raises(error, match=message):
-            iterator(pipes, **options)
-    with pytest.raises(KeyError, match="no 'number' among scalar"):
-        source.nest({"scalar": torch.arange(6)})
-
-
-def test_bools_that_operators_change(cache: Any) -> None:
-    def nodes() -> Any:
-        flag, number = dali_plugin.fn.tensorcache(cache, ["arrays.0"])
-        return dali.fn.cast(flag * 255, dtype=dali.types.UINT8), number
-
-    batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=["arrays.0", "number"]))
-    assert int(batch["arrays"]["0"].view("u1").max()) == 1
-    assert batch["arrays"]["0"].tolist() == [sample(i)["arrays"]["0"].tolist() for i in range(6)]
-
-
-def test_tensors_that_some_samples_lack(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"x": torch.ones(1)})
-        sink.write("b", {"x": torch.ones(1), "y": torch.ones(1)})
-    made = pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path), 1)
-    with pytest.raises(tc.BatchError, match="sample 'a' has no tensor 'y'"):
-        next(dali_plugin.TensorCacheIterator(made))
+        stream = dali_plugin.TensorCacheStream(samples, batch_size=4)
+        pairs = zip(made(stream), made(stream, as_float=["text"]), strict=True)
+        assert [[batch["i"] for batch in pair] for pair in pairs] == [[[0, 1, 2, 3]] * 2, [[4, 5, 6, 7]] * 2]
 
 
 @pytest.mark.parametrize("is_joined", [False, True])

@@ -82,44 +82,27 @@ def test_states_of_an_object_do_not_mix(objects: Objects, path: Path) -> None:
     assert cached(cache, old).read(0, 2 * BLOCK) == before
 
 
-def test_eight_processes_request_each_block_once(objects: Objects, path: Path) -> None:
+def test_processes_and_threads_request_each_block_once(objects: Objects, path: Path) -> None:
+    """Four processes open the cache, four are forked from a reader, and six threads share it."""
     objects.latency_s = 0.002
     added = [objects.add(f"{number}.tar", 64 * BLOCK + 1 + number) for number in range(3)]
+    inherited = open_node_cache(path, None, objects.fetch)
+    of_parent = [cached(inherited, each) for each in added]
+    read_random(inherited, objects, of_parent, 99, 3)
 
     def work(seed: int) -> None:
-        cache = open_node_cache(path, None, objects.fetch)
-        files = [cached(cache, each) for each in added]
-        read_random(cache, objects, files, seed, 30)
+        cache = open_node_cache(path, None, objects.fetch) if seed % 2 else inherited
+        files = [cached(cache, each) for each in added] if seed % 2 else of_parent
+        read_random(cache, objects, files, seed, 20)
         cache.read_many([(file, 0, [bytearray(file.nbytes)]) for file in files])
 
     started = [children.start(lambda seed=seed: work(seed)) for seed in range(8)]
+    with ThreadPoolExecutor(6, "readers") as pool:
+        list(pool.map(lambda seed: read_random(inherited, objects, of_parent, seed, 20), range(10, 16)))
     assert children.finish(started) == [0] * 8
     counts = blocks_requested(objects.requests())
     assert set(counts.values()) == {1}
     assert len(counts) == 3 * 65
-
-
-def test_threads_request_each_block_once(objects: Objects, path: Path) -> None:
-    objects.latency_s = 0.002
-    added = [objects.add(f"{number}.tar", 32 * BLOCK) for number in range(2)]
-    cache = open_node_cache(path, None, objects.fetch)
-    files = [cached(cache, each) for each in added]
-    with ThreadPoolExecutor(6, "readers") as pool:
-        jobs = [pool.submit(read_random, cache, objects, files, seed, 20) for seed in range(6)]
-        for job in jobs:
-            job.result()
-    assert set(blocks_requested(objects.requests()).values()) == {1}
-
-
-def test_children_forked_from_a_reader(objects: Objects, path: Path) -> None:
-    added = [objects.add(f"{number}.tar", 32 * BLOCK) for number in range(2)]
-    cache = open_node_cache(path, None, objects.fetch)
-    files = [cached(cache, each) for each in added]
-    read_random(cache, objects, files, 0, 5)
-    started = [children.start(lambda seed=seed: read_random(cache, objects, files, seed, 20)) for seed in range(1, 5)]
-    read_random(cache, objects, files, 9, 20)
-    assert children.finish(started) == [0] * 4
-    assert set(blocks_requested(objects.requests()).values()) == {1}
 
 
 @pytest.mark.long

@@ -78,6 +78,8 @@ def test_the_second_epoch_makes_no_request(folder: Path, server: HttpServer, tmp
         epoch(cache, local, 0)
         assert set(blocks(server.log()).values()) == {1}
         epoch(cache, local, 1)
+        # all bytes of the samples are there, though not the index that follows them; nothing is left to check
+        assert set(cache._store.whole_copies) == set(range(NUM_SHARDS))
         seen = [n for batch in tc.Loader(cache.select("latent"), 7, num_threads=3, seed=3) for n in batch["n"]]
         assert sorted(seen) == list(range(NUM_SAMPLES))
         assert server.log() == []
@@ -90,19 +92,6 @@ def test_the_second_epoch_makes_no_request(folder: Path, server: HttpServer, tmp
     log = server.log()
     assert not blocks(log)  # the manifest, and one request for each index
     assert len(log) <= 1 + NUM_SHARDS
-
-
-def test_shards_are_known_to_be_whole_without_their_indexes(folder: Path, server: HttpServer, tmp_path: Path) -> None:
-    """An epoch reads all bytes of the samples, and not the index that follows them; nothing is left to check then."""
-    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
-        epoch(cache, local, 0)
-        epoch(cache, local, 1)
-        store = cache._store
-        assert set(store.whole_copies) == set(range(NUM_SHARDS))
-        for number, shard in enumerate(store.shards):
-            copy = store.whole_copies[number]()
-            assert copy is not None
-            assert shard.index.end <= copy.leading_nbytes() < copy.nbytes
 
 
 def test_a_spawned_process_shares_the_cache_of_a_pickled_one(folder: Path, server: HttpServer, tmp_path: Path) -> None:
@@ -192,22 +181,17 @@ def test_arguments(folder: Path, server: HttpServer, tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
-def test_a_server_without_ranges(folder: Path, server: HttpServer, tmp_path: Path) -> None:
-    server.set(ranges=False)
-    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
-        epoch(cache, local, 0)
-        server.log()
-        epoch(cache, local, 1)
-        assert server.log() == []
-
-
-def test_remote_and_local_shards_in_one_batch(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_local_shards_in_the_same_batch_and_servers_without_ranges(
+    folder: Path, server: HttpServer, tmp_path: Path, is_mixed: bool
+) -> None:
+    server.set(ranges=is_mixed)
     paths = [folder / f"train-{number:06d}.tar" for number in range(NUM_SHARDS)]
-    mixed = [f"{server.url}/{path.name}" if number % 2 else path for number, path in enumerate(paths)]
-    with tc.open(mixed, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+    shards = [path if is_mixed and number % 2 else f"{server.url}/{path.name}" for number, path in enumerate(paths)]
+    with tc.open(shards, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
         for number in range(3):
             epoch(cache, local, number)
-            assert bool(blocks(server.log())) == (number == 0)
+            assert bool(server.log()) == (number == 0)
 
 
 def test_samples_with_several_layouts_and_absent_tensors(server: HttpServer, folder: Path, tmp_path: Path) -> None:

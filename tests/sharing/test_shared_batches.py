@@ -125,14 +125,6 @@ def test_errors_of_a_batch_name_samples(shared: tc.SharedDataset) -> None:
         shared.read_batch([])
 
 
-def test_samples_without_room_are_batched_too(tmp_path: Path) -> None:
-    with tc.SharedDataset(Nested(), "room", directory=tmp_path, max_nbytes=400_000) as shared:
-        for _ in range(2):
-            found = shared.read_batch(range(COUNT), collate={"tokens": "pad"})
-            assert found["large"][:, 0].tolist() == list(range(COUNT))
-        assert 0 < shared.stats().num_samples < 6
-
-
 class Odd(Nested):
     """Sample 4 contains an object that the format cannot represent."""
 

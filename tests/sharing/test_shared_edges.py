@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import mmap
 import os
 import pickle
 import random
 import re
-import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import wds_tensorcache as tc
-from tests.children import finish, run_in_child, start
+from tests.children import finish, start
 from tests.same import assert_same
 from tests.sharing.datasets import wait_until_empty
 
@@ -55,17 +53,32 @@ def on_disk(folder: Path) -> int:
     return sum(512 * path.stat().st_blocks for path in folder.glob("segment-*")) // ratio
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_limit_holds_for_small_samples(directory: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_the_limit_holds(directory: Path, seed: int) -> None:
+    """Also with a limit that is an integer of numpy, and while a process without one adds more."""
     chance = random.Random(seed)
     samples = [{"x": b"." * chance.randrange(150), "i": torch.tensor(i)} for i in range(300)]
-    limits = {"max_nbytes": 100_000, "eviction": "lru"}
-    with tc.SharedDataset(samples, "small", directory=directory, **limits) as shared:  # type: ignore[arg-type]
-        for index in range(300):
-            assert_same(samples[index], shared[index])
-            assert on_disk(directory / f"wds_tensorcache-{os.geteuid()}" / "small") <= shared.stats().nbytes <= 100_000
-        for index in range(299, -1, -1):
-            assert_same(samples[index], shared[index])
+    samples += [{"x": torch.full((LARGE,), i)} for i in range(300, 304)]
+    # Segments of at most four pages: a file system such as ext4 lists more runs of a file's pages in a page of its own.
+    limit = np.uint64(200_000 if seed % 2 else 30_000)
+    with (
+        tc.SharedDataset(samples, "limit", directory=directory, max_nbytes=limit) as shared,  # type: ignore[arg-type]
+        tc.SharedDataset(samples, "limit", directory=directory) as unlimited,
+    ):
+        for _ in range(2):
+            for index in chance.sample(range(304), 304):
+                assert_same(samples[index], shared[index])
+                assert (
+                    on_disk(directory / f"wds_tensorcache-{os.geteuid()}" / "limit") <= shared.stats().nbytes <= limit
+                )
+        stats = shared.stats()
+        assert int(limit) - 100_000 < stats.nbytes
+        assert 0 < stats.num_samples < 304
+        assert stats.passed_through == 2 * (304 - stats.num_samples)
+        assert stats.misses == stats.passed_through + stats.num_samples
+        assert shared.read_batch(range(300))["i"].tolist() == list(range(300))
+        list(unlimited)
+        assert unlimited.stats().num_samples == 304
 
 
 class Waiting(Numbers):
@@ -84,16 +97,15 @@ class Waiting(Numbers):
 def test_closing_while_a_thread_loads(directory: Path) -> None:
     dataset = Waiting(3)
     shared = tc.SharedDataset(dataset, "closed", directory=directory)
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(shared[1]))
-    thread.start()
-    assert dataset.is_loading.wait(20)
-    shared.close()
-    with pytest.raises(ValueError, match="closed"):
-        shared[2]
-    dataset.may_finish.set()
-    thread.join()
-    assert found[0]["x"].tolist() == [1, 1, 1]
+    with ThreadPoolExecutor(1) as pool:
+        sample = pool.submit(shared.__getitem__, 1)
+        assert dataset.is_loading.wait(20)
+        shared.close()
+        with pytest.raises(ValueError, match="closed"):
+            shared[2]
+        dataset.may_finish.set()
+        assert sample.result()["x"].tolist() == [1, 1, 1]
+    del sample
     assert mapped_segments(directory) == 0
     wait_until_empty(directory)
     with tc.SharedDataset(Numbers(3), "closed", directory=directory) as again:
@@ -136,20 +148,10 @@ def test_closing_gives_up_memory_except_under_tensors_in_use(directory: Path) ->
 
 def test_threads_of_a_forked_child(directory: Path) -> None:
     def work() -> None:
-        failures: list[BaseException] = []
-
-        def read(index: int) -> None:
-            try:
-                assert shared[index]["x"].tolist() == [index] * 3
-            except BaseException as exc:
-                failures.append(exc)
-
-        threads = [threading.Thread(target=read, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
+        with ThreadPoolExecutor(8) as pool:
+            assert [sample["x"].tolist() for sample in pool.map(shared.__getitem__, range(8))] == [
+                [i] * 3 for i in range(8)
+            ]
 
     with tc.SharedDataset(Numbers(8), "forked", directory=directory) as shared:
         shared[0]
@@ -179,58 +181,8 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
         assert finish([child]) == [0]
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
-def test_a_child_that_is_forked_while_a_thread_starts_the_reaper_does_not_delay_it(
-    directory: Path, tmp_path: Path
-) -> None:
-    begun, may_begin, slow = tmp_path / "begun", tmp_path / "may_begin", tmp_path / "python-slow"
-    slow.write_text(
-        f'#!/bin/sh\ntouch {begun}\nwhile [ ! -e {may_begin} ]; do sleep 0.01; done\nexec {sys.executable} "$@"\n'
-    )
-    slow.chmod(0o700)
-    gate, opened = os.pipe()
-    result, told = os.pipe()
-
-    def wait() -> None:
-        os.close(opened)
-        os.write(told, b"x")
-        os.read(gate, 1)
-
-    def work() -> None:
-        sys.executable = str(slow)
-        shared: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: shared.append(tc.SharedDataset(Numbers(3), "reaped", directory=directory))
-        )
-        thread.start()
-        while not begun.exists():
-            time.sleep(0.001)
-        start(wait)
-        may_begin.touch()
-        thread.join()
-        assert tc.shared_list(directory)[0].holders == (os.getpid(),)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        assert run_in_child(work) == -signal.SIGKILL
-        os.close(told)
-        assert os.read(result, 1) == b"x"
-        wait_until_empty(directory)
-    finally:
-        os.close(opened)
-        os.close(gate)
-        assert os.read(result, 1) == b""  # the child has ended
-
-
-def test_clearing_right_after_closing(directory: Path) -> None:
-    for _ in range(20):
-        with tc.SharedDataset(Numbers(3), "cleared", directory=directory, persistent=True) as shared:
-            shared[0]
-        tc.shared_clear("cleared", directory)
-        assert tc.shared_list(directory) == []
-
-
 def test_clearing_removes_links_and_sockets_but_no_folders(directory: Path, tmp_path: Path) -> None:
+    """A link in the place of shared memory is neither opened nor cleared."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("kept")
@@ -255,35 +207,12 @@ def test_clearing_removes_links_and_sockets_but_no_folders(directory: Path, tmp_
     (folder / "inner").rename(tmp_path / "inner")
     tc.shared_clear("odd", directory)
     assert not folder.exists()
-    assert (outside / "file").read_text() == "kept"
-
-
-def test_a_link_in_place_of_shared_memory_is_neither_opened_nor_cleared(directory: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "file").write_text("kept")
-    os.utime(outside, (0, 0))
-    tc.SharedDataset(Numbers(3), "other", directory=directory).close()
-    [base] = directory.iterdir()
-    (base / "link").symlink_to(outside)
-    with pytest.raises(FileNotFoundError, match="no shared memory 'link'"):
-        tc.shared_clear("link", directory)
-    with pytest.raises(PermissionError, match="link has owner"):
-        tc.SharedDataset(Numbers(3), "link", directory=directory)
-    assert os.listdir(outside) == ["file"]
-
-
-def test_samples_with_long_texts_are_not_kept(directory: Path) -> None:
-    samples = [{"x": torch.zeros(LARGE), "text": "x" * 50_000}, {"x": torch.zeros(LARGE), "text": "y" * 50_000}] * 4
-    with tc.SharedDataset(samples, "private", directory=directory) as shared:
-        for index in (*range(8), *range(8)):
-            assert_same(samples[index], shared[index])
-        assert not shared._samples._segments._kept
-        assert_same(samples[0], shared[0])
-    with tc.SharedDataset(Numbers(3, LARGE), "short", directory=directory) as shared:
-        list(shared)
-        list(shared)
-        assert shared._samples._segments._kept
+    folder.symlink_to(outside)
+    with pytest.raises(FileNotFoundError, match="no shared memory 'odd'"):
+        tc.shared_clear("odd", directory)
+    with pytest.raises(PermissionError, match="odd has owner"):
+        tc.SharedDataset(Numbers(3), "odd", directory=directory)
+    assert [(file.name, file.read_text()) for file in outside.iterdir()] == [("file", "kept")]
 
 
 def test_a_batch_of_more_than_2_to_the_19_samples(directory: Path) -> None:
@@ -382,43 +311,18 @@ def test_tensors_that_only_some_samples_have(directory: Path) -> None:
             shared.select("musk")
 
 
-def count_calls(work: Callable[[], object]) -> int:
-    """Return how many functions of Python `work` calls."""
-    events: list[str] = []
-    sys.setprofile(lambda frame, event, argument: events.append(event))
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return events.count("call")
-
-
-def test_select_loads_nothing_and_looks_at_few_samples(directory: Path) -> None:
+def test_select_loads_nothing(directory: Path) -> None:
     samples = [{"x": torch.tensor(i), "last": torch.tensor(i) if i == 1999 else None} for i in range(2000)]
     with tc.SharedDataset(samples, "selected", directory=directory) as shared:
         assert shared.select("x").select("y")[3] == {"last": None}
         shared[:10].select("y")
         assert shared.stats().misses == 1
         list(shared)
-        assert count_calls(lambda: shared.select(["x", "?"])) < count_calls(lambda: shared.schema) / 10
         assert len(shared.schema) == 2
         assert list(shared.select("l*")[1999]) == ["last"]
         for view, pattern in ((shared, "y"), (shared.select("x"), "last"), (shared[[3, 3]], "last"), (shared[:0], "x")):
             with pytest.raises(KeyError, match=f"unknown tensor '{pattern}'"):
                 view.select(pattern)
-
-
-def test_the_first_sample_cannot_be_encoded(directory: Path) -> None:
-    samples: list[Any] = [{"x": torch.ones(2), "f": len}, {"x": torch.ones(3)}]
-    with tc.SharedDataset(samples, "mixed", directory=directory) as shared:
-        with pytest.warns(UserWarning, match="sample 0 of .* is not shared") as warned:
-            assert shared.schema == {}
-        assert shared.select("x")[1]["x"].shape == (3,)
-        assert len(warned) == 1
-        with tc.SharedDataset(samples, "mixed", directory=directory) as other:
-            with pytest.warns(UserWarning, match="is not shared") as warned:
-                other[0]
-            assert warned[0].filename == __file__
 
 
 def test_repr_loads_nothing(directory: Path) -> None:
@@ -429,72 +333,3 @@ def test_repr_loads_nothing(directory: Path) -> None:
         assert "1 of them in shared memory\n  x: int32 [3]\n" in repr(shared)
         assert (shared.stats().misses, shared.stats().hits) == (1, 0)
     assert "4 samples\n  tensors unknown: " in repr(shared)
-
-
-class Labeled(Numbers):
-    """A dataset with attributes that a SharedDataset lacks, and a property that needs a missing attribute."""
-
-    classes = ("cat", "dog")
-    name = "another name"
-
-    @property
-    def broken(self) -> Any:
-        raise RuntimeError
-
-
-class Described(tc.SharedDataset):
-    @property
-    def broken_too(self) -> Any:
-        return self.missing
-
-
-def test_errors_of_unknown_attributes_name_those_of_the_dataset(directory: Path) -> None:
-    with Described(Labeled(3), "labeled", directory=directory) as shared:
-        for name in ("classes", "numel", "broken"):
-            assert not hasattr(shared, name)
-            with pytest.raises(
-                AttributeError, match=f"'Described' object has no attribute '{name}'; use .dataset.{name}"
-            ):
-                getattr(shared, name)
-        assert shared.name == "labeled"
-        for name in ("unknown", "_fingerprints", "__array__"):
-            with pytest.raises(AttributeError, match=f"'Described' object has no attribute '{name}'$"):
-                getattr(shared, name)
-        with pytest.raises(AttributeError, match="no attribute 'missing'$"):
-            shared.broken_too  # noqa: B018
-        for copied in (copy.copy(shared), copy.deepcopy(shared), pickle.loads(pickle.dumps(shared))):
-            assert copied[2]["x"].tolist() == [2, 2, 2]
-            copied.close()
-        assert not hasattr(object.__new__(tc.SharedDataset), "classes")
-
-
-def test_each_process_follows_its_own_limit(directory: Path) -> None:
-    dataset = Numbers(30, LARGE)  # 80 KB each
-    with (
-        tc.SharedDataset(dataset, "limits", directory=directory) as unlimited,
-        tc.SharedDataset(dataset, "limits", directory=directory, max_nbytes=1_000_000) as limited,
-        tc.SharedDataset(dataset, "limits", directory=directory, max_nbytes=500_000, eviction="lru") as evicting,
-    ):
-        for index in range(20):
-            limited[index]
-        num_passed = limited.stats().passed_through
-        assert num_passed == 20 - limited.stats().num_samples > 0
-        for index in range(20):
-            unlimited[index]
-        assert unlimited.stats().num_samples == 20
-        limited[20]
-        assert limited.stats().passed_through == num_passed + 1
-        evicting[21]
-        assert evicting.stats().passed_through == 0
-        assert unlimited.stats().nbytes <= 500_000
-
-
-def test_eviction_needs_a_limit(directory: Path) -> None:
-    with pytest.raises(ValueError, match="needs max_nbytes="):
-        tc.SharedDataset(Numbers(4), "limits", directory=directory, eviction="lru")
-
-
-def test_max_nbytes_may_be_a_numpy_integer(directory: Path) -> None:
-    with tc.SharedDataset(Numbers(4), "limits", directory=directory, max_nbytes=np.uint64(10**6)) as shared:  # type: ignore[arg-type]
-        list(shared)
-        assert shared.stats().num_samples == 4

@@ -18,12 +18,12 @@ from tests.sharing.datasets import Counted, read_all, wait_until_empty
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("options", [{}, {"max_nbytes": 1_000_000}, {"max_nbytes": 1_000_000, "eviction": "lru"}])
+@pytest.mark.parametrize("options", [{}, {"max_nbytes": 1_000_000}])
 def test_killed_loaders_waiters_and_last_holders(tmp_path: Path, options: dict[str, Any]) -> None:
     chance = random.Random(len(options))
     directory = tmp_path / "shared"
     directory.mkdir()
-    for number in range(67):  # 201 rounds in all
+    for number in range(100):  # 200 rounds in all
         counted = Counted(tmp_path / f"log{number}", 40, chance.choice([0, 0.001]))
 
         def work(seed: int, counted: Counted = counted) -> None:

@@ -17,23 +17,23 @@ from wds_tensorcache.sharing.samples import ParsedSample, Samples
 Array = np.ndarray[Any, Any]
 
 
-def rows_of(samples: Samples, numbers: Sequence[int]) -> Rows:
+def rows_of(samples: Samples, indices: Sequence[int]) -> Rows:
     """Load the samples of a batch that are not in shared memory, and return the locations of all.
 
     Args:
         samples: Samples of the dataset.
-        numbers: Indices in the dataset, one for each sample of the batch.
+        indices: Indices in the dataset, one for each sample of the batch.
 
     Raises:
         EncodeError: A sample cannot be encoded, so it cannot be part of a batch.
     """
-    rows = np.arange(len(numbers), dtype=np.int64)
-    by_shard = ((0, slice(None), rows),) if len(numbers) else ()
-    parsed = samples.get_parsed(numbers)
+    rows = np.arange(len(indices), dtype=np.int64)
+    by_shard = ((0, slice(None), rows),) if len(indices) else ()
+    parsed = samples.get_parsed(indices)
     # A byte offset in the batch is `row << bits | offset in the member`. It fits int64 while rows times the longest member is
     # below 2^62.
-    bits = max((len(each.source.member) for each in parsed), default=0).bit_length()
-    shard = _BatchAsShard(samples, numbers, parsed, bits)
+    bits = max((len(sample.source.member) for sample in parsed), default=0).bit_length()
+    shard = _BatchAsShard(samples, indices, parsed, bits)
     return Rows([shard], np.zeros_like(rows), rows, rows << bits, by_shard)
 
 
@@ -43,15 +43,15 @@ class _BatchAsShard:
     is_remote = False
     layout_of_all = None
 
-    def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
-        self._samples, self._numbers, self._parsed = samples, numbers, parsed
+    def __init__(self, samples: Samples, indices: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
+        self._samples, self._indices, self._parsed = samples, indices, parsed
         self.file = _BatchAsFile(parsed, bits)
 
     def key(self, row: int) -> str:
-        return str(self._numbers[row])
+        return str(self._indices[row])
 
     def sample(self, row: int) -> Any:
-        return self._samples.build(self._parsed[row])
+        return self._parsed[row].build(self._samples.allow)
 
     def layout(self, row: int) -> Layout:
         """Return the layout of a sample with the strings of its references; without them if the skeleton needs `allow=`."""
@@ -73,8 +73,8 @@ class _BatchAsShard:
         """Return the distinct layouts of `rows`, and for each row the position of its layout among them."""
         layouts = [self.layout(row) for row in rows.tolist()]
         distinct = {id(layout): layout for layout in layouts}
-        numbers = {each: number for number, each in enumerate(distinct)}
-        return list(distinct.values()), np.array([numbers[id(layout)] for layout in layouts])
+        positions = {layout: at for at, layout in enumerate(distinct)}
+        return list(distinct.values()), np.array([positions[id(layout)] for layout in layouts])
 
     def template(self, row: int) -> Template | None:
         parsed = self._parsed[row]
@@ -88,7 +88,7 @@ class _BatchAsShard:
 
     def skeletons(self, rows: Array) -> tuple[list[bytes], list[int]]:
         parsed = [self._parsed[row] for row in rows.tolist()]
-        return [each.skeleton for each in parsed], [each.body for each in parsed]
+        return [sample.skeleton for sample in parsed], [sample.body for sample in parsed]
 
 
 class _BatchAsFile:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,13 +33,12 @@ from wds_tensorcache.reading.schema import (
 )
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.sharing.batch import rows_of
-from wds_tensorcache.sharing.folder import base_folder, open_folder
-from wds_tensorcache.sharing.identity import fingerprint_of
-from wds_tensorcache.sharing.owned_files import write_file
+from wds_tensorcache.sharing.folder import base_folder, fingerprint_of, open_folder
 from wds_tensorcache.sharing.samples import LOCKS, Samples, SharedStats
 from wds_tensorcache.sharing.table import TABLE, create_table
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.owned import write_file
 from wds_tensorcache.storage.system import num_cores
 
 if TYPE_CHECKING:
@@ -63,10 +61,8 @@ class SharedDataset(Cache[Any]):
     Args:
         dataset: A map-style dataset: it has `len()`, and `dataset[i]` returns a sample for each `i` in `range(len(dataset))`.
         name: Name of the shared memory, 1 to 128 bytes. Processes that pass the same name share it.
-        max_nbytes: Maximum bytes of all samples in shared memory; None for no limit.
+        max_nbytes: Maximum bytes of all samples in shared memory; further samples are loaded at each access. None for no limit.
         directory: Existing folder for the files; by default shared memory, `/dev/shm`. Use a folder on a local file system.
-        eviction: Way to make room when `max_nbytes` is reached: `"lru"` removes the least recently used samples, except under
-            tensors that are in use. None adds no more samples: they are loaded at each access.
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
         fingerprint: A string that describes the dataset, for example its version and transforms. All processes that share the
@@ -99,33 +95,26 @@ class SharedDataset(Cache[Any]):
         *,
         max_nbytes: int | None = None,
         directory: str | os.PathLike[str] | None = None,
-        eviction: Literal["lru"] | None = None,
         persistent: bool = False,
         verify: bool = False,
         fingerprint: str = "",
         allow: Iterable[type] = (),
         lazy: bool = True,
     ) -> None:
-        if eviction not in (None, "lru"):
-            raise ValueError(f"eviction={eviction!r}, expected None or 'lru'")
         if not isinstance(fingerprint, str):
             raise TypeError(f"fingerprint={fingerprint!r:.100}, expected a string")
         max_nbytes = None if max_nbytes is None else operator.index(max_nbytes)
         if max_nbytes is not None and max_nbytes < 1:
             raise ValueError(f"max_nbytes={max_nbytes}, expected at least 1")
-        if eviction is not None and max_nbytes is None:
-            raise ValueError(f"eviction={eviction!r} needs max_nbytes=, the bytes above which samples are removed")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"expected a map-style dataset with len() and dataset[i], got {type(dataset).__name__}")
-        allow = tuple(allow)
         self._options: dict[str, Any] = {
             "max_nbytes": max_nbytes,
             "directory": None if directory is None else os.path.abspath(directory),
-            "eviction": eviction,
             "persistent": persistent,
             "verify": verify,
             "fingerprint": fingerprint,
-            "allow": allow,
+            "allow": tuple(allow),
             "lazy": lazy,
         }
         self._open(dataset, name, fingerprint_of(dataset, fingerprint))
@@ -134,22 +123,21 @@ class SharedDataset(Cache[Any]):
         """Open or create the shared memory with the options in `_options`."""
         self.name, self._fingerprint = name, fingerprint
         options, count = self._options, len(dataset)
-        max_nbytes, directory, persistent = options["max_nbytes"], options["directory"], options["persistent"]
         self._is_lazy = options["lazy"]
 
         def create(path: str) -> None:
             write_file(os.path.join(path, LOCKS))
             create_table(os.path.join(path, TABLE), count)
 
-        folder = open_folder(base_folder(directory), name, self._fingerprint, persistent, create)
+        folder = open_folder(base_folder(options["directory"]), name, fingerprint, options["persistent"], create)
         pool = Pool()
         try:
-            evicts, allow = options["eviction"] == "lru", allow_table(options["allow"])
-            self._samples = Samples(dataset, folder, max_nbytes, evicts, pool, options["verify"], allow)
+            allow = allow_table(options["allow"])
+            self._samples = Samples(dataset, folder, options["max_nbytes"], pool, options["verify"], allow)
         except BaseException:
             folder.leave()
             raise
-        self._net = weakref.finalize(self._samples, folder.leave_if_idle)
+        self._net = weakref.finalize(self._samples, folder.leave)
         self._store = Store((), Files(), pool, min(4, num_cores()), {})
         self._narrow(np.arange(count), ())
 
@@ -196,9 +184,9 @@ class SharedDataset(Cache[Any]):
 
     def _present(self) -> Array:
         """Return the indices of the samples of this view that are in shared memory, int64, ascending."""
-        is_mine = np.zeros_like(present := self._samples.present())
-        is_mine[self._indices] = True
-        return np.flatnonzero(is_mine & present)
+        is_selected = np.zeros_like(present := self._samples.present())
+        is_selected[self._indices] = True
+        return np.flatnonzero(is_selected & present)
 
     def _schema_of(self, indices: Array) -> dict[str, TensorSchema]:
         return merge_shapes(chain.from_iterable(map(_shapes_in, map(self._tensors_of, indices.tolist()))))
@@ -206,9 +194,11 @@ class SharedDataset(Cache[Any]):
     def _tensors_of(self, number: int) -> dict[str, Any]:
         """Return the selected tensors of a sample by name, none if the sample cannot be encoded. Load it if it is absent."""
         sample = self._samples.peek(number)
-        found = flatten(self._samples.get(number) if sample is None else sample)
+        tensors = flatten(self._samples.get(number) if sample is None else sample)
         wanted = self._wanted
-        return {n: each for n, each in found.items() if isinstance(each, Lazy) and (wanted is None or wanted(n))}
+        return {
+            name: lazy for name, lazy in tensors.items() if isinstance(lazy, Lazy) and (wanted is None or wanted(name))
+        }
 
     @property
     def fingerprint(self) -> dict[str, object]:
@@ -223,19 +213,6 @@ class SharedDataset(Cache[Any]):
     def dataset(self) -> Any:
         """The dataset whose samples are shared."""
         return self._samples.dataset
-
-    if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError, which names the attribute of the dataset if that has one with this name."""
-            try:
-                return object.__getattribute__(self, name)  # raises the same error again, also that of a property
-            except AttributeError as exc:
-                samples = vars(self).get("_samples")
-                is_own = name.startswith("_") or hasattr(type(self), name)
-                if samples is None or is_own or inspect.getattr_static(samples.dataset, name, self) is self:
-                    raise
-                raise AttributeError(f"{exc}; use .dataset.{name}") from None
 
     def __repr__(self) -> str:
         """Return a summary: number of samples, some of their tensors, and the fingerprint. No sample is loaded."""
@@ -299,8 +276,8 @@ class SharedDataset(Cache[Any]):
 
     def _finish(self, sample: Any) -> Any:
         """Return a sample with the selected tensors, loaded unless samples are lazy."""
-        found = sample if self._wanted is None else project(sample, self._wanted)
-        return found if self._is_lazy else realize(found)
+        selected = sample if self._wanted is None else project(sample, self._wanted)
+        return selected if self._is_lazy else realize(selected)
 
     def _position(self, key: str) -> int | None:
         if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
@@ -308,15 +285,15 @@ class SharedDataset(Cache[Any]):
         index = int(key)
         if index < len(self) and self._indices.item(index) == index:
             return index
-        found = np.flatnonzero(self._indices == index)
-        return found.item(0) if len(found) else None
+        positions = np.flatnonzero(self._indices == index)
+        return positions.item(0) if len(positions) else None
 
     def _find(self, key: str) -> int:
-        found = self._position(key)
-        if found is None:
-            what = "the keys are indices of the dataset as strings"
-            raise KeyError(f"no sample {key!r:.100}; {what}: {self._near_keys(key)}")
-        return found
+        position = self._position(key)
+        if position is None:
+            keys = "the keys are indices of the dataset as strings"
+            raise KeyError(f"no sample {key!r:.100}; {keys}: {self._near_keys(key)}")
+        return position
 
     def _take(self, numbers: slice | Array) -> Self:
         return self._view(self._indices[numbers], self._selections, self._store)
@@ -328,18 +305,17 @@ class SharedDataset(Cache[Any]):
         for number in self._indices.tolist():
             tensors = flatten(self._samples.get(number))
             wanted = self._wanted if selected else None
-            shapes = {name: tuple(each.shape) for name, each in tensors.items() if wanted is None or wanted(name)}
-            yield make_entry(str(number), sum(each.nbytes for each in tensors.values()), shapes)
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if wanted is None or wanted(name)}
+            yield make_entry(str(number), sum(tensor.nbytes for tensor in tensors.values()), shapes)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
         present = self._present()
         numbers = [present.item(at) for at in spread(len(present), _NUM_COUNTED)]
-        # a sample may have been evicted meanwhile
-        samples = [sample for sample in map(self._samples.peek, numbers) if sample is not None]
+        samples = list(map(self._samples.peek, numbers))
         contents.num_counted = min(contents.num_counted, len(samples))
         wanted = self._wanted or (lambda name: True)
         for sample in samples:
-            contents.add_tensors(prefix, (each for each in _shapes_in(flatten(sample)) if wanted(each[0])))
+            contents.add_tensors(prefix, (tensor for tensor in _shapes_in(flatten(sample)) if wanted(tensor[0])))
         contents.add_values(prefix, (samples[at] for at in spread(len(samples), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Folders in shared memory, one for each name: their paths, permissions, holders and removal."""
+"""Folders in shared memory, one for each name: their paths, permissions, fingerprints and holders."""
 
 from __future__ import annotations
 
@@ -6,26 +6,42 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import stat
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import torch.utils.data
+import xxhash
+
 from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
-from wds_tensorcache.sharing.owned_files import check_owner, write_file
-from wds_tensorcache.sharing.reaper import HEAD, HOLDERS, IS_PERSISTENT, NUM_HOLDER_BYTES, remove_folder
-from wds_tensorcache.sharing.start_reaper import reaper_started
-from wds_tensorcache.storage.atomic import replace
+from wds_tensorcache.sharing.reaper import (
+    HEAD,
+    HOLDERS,
+    IN_USE,
+    IS_PERSISTENT,
+    NUM_HOLDER_BYTES,
+    reaped,
+    remove_folder,
+    remove_if_abandoned,
+)
+from wds_tensorcache.storage.locks import Flock, locked_folder
+from wds_tensorcache.storage.owned import check_owner, open_owned, write_file
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import boot_id
 
 _SHARED_MEMORY = "/dev/shm"
 _NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
 _MAX_NAME_NBYTES = 128  # in UTF-8
-_MAX_ATTEMPTS = 100
-_MAKING_S = 60  # the longest time that making a folder takes
+# A process that is opening a folder may hold the lock for longer. Then the reaper, or that process, removes the folder.
+_LEAVE_S = 0.1
+# the last one is missing in older releases of torch
+_WRAPPERS = tuple(
+    getattr(torch.utils.data, name)
+    for name in ("Subset", "ConcatDataset", "StackDataset")
+    if hasattr(torch.utils.data, name)
+)
 
 
 def base_folder(directory: str | os.PathLike[str] | None) -> str:
@@ -82,7 +98,6 @@ class SharedFolder:
         self._holders: RangeLocks | None = holders
         self.loads: list[int] = []
         self._pid = os.getpid()
-        holders.in_children = True
         _FOLDERS.add(self)
 
     def path_of(self, name: str) -> str:
@@ -93,30 +108,20 @@ class SharedFolder:
         """After a fork, hold the folder for this process alone; until then, it shares the parent's lock.
 
         Raises:
-            FileNotFoundError, ValueError: The folder was removed, or removed and made again.
+            FileNotFoundError, ValueError: Another program has removed the folder; or another process has made it again since.
         """
         if self._holders is None or self._pid == os.getpid():
             return
         self.loads.clear()  # this process has no other thread of its parent
-        mine = RangeLocks(self.path_of(HOLDERS))
-        if not os.path.sameopenfile(mine.fd, self._holders.fd):
+        holders = _hold(self.path)
+        if not os.path.sameopenfile(holders.fd, self._holders.fd):
             raise ValueError(f"{self.path} was removed and made again by another process; open the SharedDataset again")
-        mine.lock(os.getpid(), shared=True, wait=True)
-        mine.in_children = True
-        self._holders = mine
+        self._holders = holders
         self._pid = os.getpid()
 
     def holders(self) -> list[int]:
         """Return the process ids of the holders, ascending."""
         return folder_holders(self.path)
-
-    def leave_if_idle(self) -> None:
-        """Stop holding the folder, unless a load is running.
-
-        Hazard: a running load may add a file while the folder is being removed, so that the folder would remain.
-        """
-        if not self.loads:
-            self.leave()
 
     def leave(self) -> None:
         """Stop holding the folder; remove it if no process holds it and it is not persistent."""
@@ -124,7 +129,10 @@ class SharedFolder:
         if holders is None:
             return
         holders.close()
-        remove_if_abandoned(self.path)
+        # Hazard: a finalizer may call this while this thread holds the lock, to open another folder.
+        with contextlib.suppress(FileNotFoundError), Flock(os.path.dirname(self.path), wait_s=_LEAVE_S) as lock:
+            if lock.is_locked is not False:
+                remove_if_abandoned(self.path)
 
 
 _FOLDERS: weakref.WeakSet[SharedFolder] = weakref.WeakSet()
@@ -137,50 +145,47 @@ def _hold_in_child() -> None:
 
 
 # A comparison of process ids on use cannot do this: the child is a holder before its first access.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_hold_in_child)
+os.register_at_fork(after_in_child=_hold_in_child)
+
+
+def _hold(path: str) -> RangeLocks:
+    """Take the locks that hold a folder."""
+    holders = RangeLocks(os.path.join(path, HOLDERS))
+    check_owner(holders.path, os.fstat(holders.fd), stat.S_ISREG)
+    for byte in (os.getpid(), IN_USE):
+        holders.lock(byte, shared=True, wait=True)
+    holders.in_children = True
+    return holders
 
 
 def folder_holders(path: str) -> list[int]:
     """Return the process ids of the processes that hold a folder, ascending."""
     try:
-        found = RangeLocks(os.path.join(path, HOLDERS)).locked_by_others(0, NUM_HOLDER_BYTES)
+        holders = RangeLocks(os.path.join(path, HOLDERS)).locked_by_others(0, NUM_HOLDER_BYTES)
     except FileNotFoundError:
         return []
-    return [pid for pid in found if pid]  # a process that removes the folder has locked all bytes from 0 on
+    return [pid for pid in holders if pid]  # a process that removes the folder has locked all bytes from 0 on
 
 
 def read_head(path: str) -> dict[str, Any]:
     """Return the content of a folder's file `head.json`.
 
     Raises:
-        FormatError: The file is damaged.
-        FileNotFoundError: The folder has no such file: it is being removed, or was only partly removed.
+        FormatError: The file is missing or damaged.
         PermissionError: The file is not a regular file of this user alone.
     """
     where = os.path.join(path, HEAD)
-    fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        check_owner(where, os.fstat(fd), stat.S_ISREG)
-        try:
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        fd, _ = open_owned(where, os.O_RDONLY)
+        with open(fd, "rb") as file:
             head = json.loads(file.read())
-            if (
-                isinstance(head, dict)
-                and isinstance(head["fingerprint"]["length"], int)
-                and isinstance(head["name"], str)
-            ):
-                return head
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass
+        if isinstance(head, dict) and isinstance(head["fingerprint"]["length"], int) and isinstance(head["name"], str):
+            return head
     raise FormatError("the description of the samples is damaged; call tc.shared_clear", kind="damaged").at(where)
 
 
 def open_folder(
-    base: str,
-    name: str,
-    fingerprint: dict[str, Any],
-    persistent: bool,
-    create: Callable[[str], None],
+    base: str, name: str, fingerprint: dict[str, Any], persistent: bool, create: Callable[[str], None]
 ) -> SharedFolder:
     """Open the folder for a name, or create it, and hold it. Remove abandoned folders of all names.
 
@@ -196,127 +201,109 @@ def open_folder(
         StaleCacheError: The folder was made for a dataset with another fingerprint.
         PermissionError: The folder or a file in it does not belong to this user alone.
         FormatError: The folder's `head.json` is damaged.
-        OSError: The file system is full; or the folder can be neither opened nor replaced.
+        FileExistsError: Another process still held the lock of `base` after 60 s.
+        OSError: The file system is full.
     """
     path = named_folder(base, name)
-    for other in find_folders(base):
-        with contextlib.suppress(OSError):  # for example, a folder that another program made, with folders in it
-            remove_if_abandoned(other)
-    folder = None
-    for _ in range(_MAX_ATTEMPTS):
-        folder = _open(path) or _create(path, {"name": name, "fingerprint": fingerprint, "boot": boot_id()}, create)
-        if folder is not None:
-            break
-    if folder is None:
-        raise FileExistsError(f"{path} can be neither opened nor replaced; delete it, or use another name")
-    found = folder.head.get("fingerprint")
-    if found != fingerprint:
+    # This process may be killed at any moment. So the reaper is there before the folder.
+    with contextlib.nullcontext() if persistent else reaped(path), locked_folder(base):
+        for other in find_folders(base):
+            with contextlib.suppress(OSError):  # for example, a folder that another program made, with folders in it
+                remove_if_abandoned(other)
+        if os.path.lexists(path):
+            folder = _open(path)
+        else:
+            folder = _create(path, {"name": name, "fingerprint": fingerprint, "boot": boot_id()}, create)
+    stored = folder.head.get("fingerprint")
+    if stored != fingerprint:
         folder.leave()
-        holders = folder_holders(path)
         raise StaleCacheError(
-            f"{path} holds samples of another dataset, {found!r:.2000}, but this one is {fingerprint!r:.2000}; use another "
-            f"name, or close the SharedDataset in all processes (this one is {os.getpid()}, holders: {holders}) and call "
-            f"tc.shared_clear({name!r}, {os.path.dirname(base)!r})"
+            f"{path} holds samples of another dataset, {stored!r:.2000}, but this one is {fingerprint!r:.2000}; use another "
+            f"name, or close the SharedDataset in all processes (this one is {os.getpid()}, holders: {folder_holders(path)}) "
+            f"and call tc.shared_clear({name!r}, {os.path.dirname(base)!r})"
         )
     if persistent:
         os.close(
             os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         )
-    elif not os.path.exists(folder.path_of(IS_PERSISTENT)):
-        with reaper_started("wait", path, path):
-            return folder
+    else:
+        with reaped(path):
+            pass  # the one that was there has removed another folder with this path
     return folder
 
 
-def _open(path: str) -> SharedFolder | None:
-    """Open an existing folder and hold it; return None if there is none, or it was being removed."""
+def _open(path: str) -> SharedFolder:
+    check_owner(path, os.lstat(path), stat.S_ISDIR)
     try:
-        check_owner(path, os.lstat(path), stat.S_ISDIR)
-        holders = RangeLocks(os.path.join(path, HOLDERS))
-        check_owner(holders.path, os.fstat(holders.fd), stat.S_ISREG)
-        # A process that removes the folder has locked all bytes. After waiting for it, the folder is gone, or is a new one.
-        holders.lock(os.getpid(), shared=True, wait=True)
-        if os.stat(holders.path).st_ino != os.fstat(holders.fd).st_ino:
-            return None
-    except FileNotFoundError:
-        return None
+        holders = _hold(path)
+    except FileNotFoundError as exc:
+        problem = f"{HOLDERS} is missing; call tc.shared_clear"
+        raise FormatError(problem, kind="damaged").at(path) from exc
     try:
         return SharedFolder(path, holders, read_head(path))
-    except BaseException as exc:
+    except BaseException:
         holders.close()
-        if not isinstance(exc, FileNotFoundError):
-            raise
-        remove_if_abandoned(path)  # a process was killed while it removed the folder
-        return None
+        raise
 
 
-def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> SharedFolder | None:
-    """Create a folder under a temporary name, with all its files, hold it, and rename it to `path`.
-
-    Returns:
-        None if another process was faster.
-    """
-    base, name = os.path.split(path)
-    making = os.path.join(base, f".{name}.{secrets.token_hex(4)}.new")
+def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> SharedFolder:
+    os.mkdir(path, 0o700)
     try:
-        # This process may be killed at any moment. So the reaper makes the folder, waits until this process holds it or
-        # is gone, and removes it after its last holder.
-        with reaper_started("make", making, path):
-            if not os.path.exists(making):  # the reaper could not be started
-                os.mkdir(making, 0o700)
-                os.chmod(making, 0o700)
-                write_file(os.path.join(making, HOLDERS))
-            holders = RangeLocks(os.path.join(making, HOLDERS))
-            holders.lock(os.getpid(), shared=True, wait=True)
-        create(making)
-        write_file(os.path.join(making, HEAD), json.dumps(head).encode())
-        replace(making, path)
-    except OSError as exc:
-        with contextlib.suppress(FileNotFoundError):
-            remove_folder(making)
-        if isinstance(exc, (FileExistsError, FileNotFoundError)):
-            return None  # not found: another process has removed the unfinished folder as abandoned
+        os.chmod(path, 0o700)  # a umask may have removed permissions
+        write_file(os.path.join(path, HOLDERS))
+        holders = _hold(path)
+        create(path)
+        write_file(os.path.join(path, HEAD), json.dumps(head).encode())
+    except BaseException:
+        remove_folder(path)
         raise
     return SharedFolder(path, holders, head)
 
 
-def find_folders(base: str) -> Iterator[str]:
-    """Yield the paths of all folders in `base`, including folders that are being made or removed."""
+def find_folders(base: str) -> list[str]:
+    """Return the paths of all folders in `base`."""
     with os.scandir(base) as entries:
-        yield from [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def remove_if_abandoned(path: str, *, even_persistent: bool = False) -> bool:
-    """Remove a folder if no process holds it and, unless `even_persistent`, it is not persistent.
+def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
+    """Return the fingerprint of a dataset: its type and length, what it wraps and selects, and a text of the user.
 
-    Returns:
-        True if the folder is gone.
+    Of torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
+    of the indices. Of any dataset, it contains the attribute `_fingerprint`, if that is a string, as in Hugging Face's
+    `datasets`. It reads no sample, and it does not depend on the code of the dataset.
+
+    Raises:
+        TypeError: The dataset has no length.
     """
-    try:
-        is_young = time.time() - os.stat(path).st_mtime < _MAKING_S
-    except FileNotFoundError:
-        return True
-    if is_young and os.path.basename(path).startswith("."):
-        return False  # a process may be making it; if it was killed, the reaper removes the folder
-    try:
-        holders = RangeLocks(os.path.join(path, HOLDERS))
-    except FileNotFoundError:
-        if is_young:
-            return False  # a process may be removing it
-        # Another program has deleted the file, or the folder is empty: with a new file, its lock can be taken.
-        with contextlib.suppress(FileExistsError, FileNotFoundError):
-            write_file(os.path.join(path, HOLDERS))
-        try:
-            holders = RangeLocks(os.path.join(path, HOLDERS))
-        except FileNotFoundError:
-            return False
-    with contextlib.closing(holders), contextlib.suppress(FileNotFoundError):
-        if not holders.lock(0, NUM_HOLDER_BYTES):
-            return False
-        if os.stat(holders.path).st_ino != os.fstat(holders.fd).st_ino:
-            return True
-        is_kept = os.path.exists(os.path.join(path, IS_PERSISTENT)) and os.path.exists(os.path.join(path, HEAD))
-        if is_kept and not even_persistent:
-            return False
-        remove_folder(path)
-    return True
+    return {**_describe(dataset, ()), "length": len(dataset), "fingerprint": text}
+
+
+def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
+    """Describe a dataset; `around` has the ids of the wrappers that it is in."""
+    kind = type(dataset)
+    # in spawned processes, the module of the main script has another name
+    description: dict[str, object] = {
+        "type": f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__qualname__}"
+    }
+    with contextlib.suppress(Exception):  # an inner dataset may have no length, or not know it yet
+        description["length"] = len(dataset)
+    attributes = getattr(dataset, "__dict__", {})
+    if isinstance(digest := attributes.get("_fingerprint"), str):
+        description["digest"] = digest
+    if isinstance(dataset, _WRAPPERS):
+        if (indices := _digest(attributes.get("indices"))) is not None:
+            description["indices"] = indices
+        inner = attributes.get("datasets", [attributes.get("dataset")])
+        parts = inner.values() if isinstance(inner, Mapping) else inner
+        description["datasets"] = [_describe(part, (*around, id(dataset))) for part in parts if id(part) not in around]
+    return description
+
+
+def _digest(indices: Any) -> str | None:
+    """Return the digest of a sequence of ints, a tensor or an array; None if it is something else."""
+    with contextlib.suppress(Exception):  # anything may be in the place of indices
+        numbers = np.asarray(indices)
+        if numbers.dtype.kind in "iu":
+            return str(xxhash.xxh3_64_hexdigest(numbers.astype(np.int64).tobytes()))
+    return None

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from wds_tensorcache.sharing.folder import (
-    base_folder,
-    find_folders,
-    folder_holders,
-    named_folder,
-    read_head,
-    remove_if_abandoned,
-)
-from wds_tensorcache.sharing.reaper import IS_PERSISTENT
+from wds_tensorcache.sharing.folder import base_folder, find_folders, folder_holders, named_folder, read_head
+from wds_tensorcache.sharing.reaper import IS_PERSISTENT, remove_if_abandoned
 from wds_tensorcache.sharing.table import TABLE, Table
-
-_MAX_WAIT_S = 2.0  # for a process that is removing the folder, or checking whether it may
+from wds_tensorcache.storage.locks import locked_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +43,23 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
         FileNotFoundError: The directory does not exist.
         PermissionError: The folder in `directory` does not belong to this user alone.
     """
-    found = []
+    infos = []
     for path in find_folders(base_folder(directory)):
-        if os.path.basename(path).startswith("."):
-            continue  # a process is making it
-        # Leave out folders that another process is removing, and damaged ones: opening such a name raises the error.
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            described = read_head(path)
-            table = Table(os.path.join(path, TABLE), described["fingerprint"]["length"])
-            found.append(
+        # Leave out folders that another process is making or removing, and damaged ones: opening such a name raises the error.
+        with suppress(OSError, ValueError):
+            head = read_head(path)
+            table = Table(os.path.join(path, TABLE), head["fingerprint"]["length"])
+            infos.append(
                 SharedInfo(
-                    described["name"],
-                    described["fingerprint"],
+                    head["name"],
+                    head["fingerprint"],
                     int(table.present().sum()),
                     sum(segment.reserved for segment in table.segments()),
                     tuple(folder_holders(path)),
                     os.path.exists(os.path.join(path, IS_PERSISTENT)),
                 )
             )
-    return sorted(found, key=lambda each: each.name)
+    return sorted(infos, key=lambda info: info.name)
 
 
 def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> None:
@@ -83,24 +72,17 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
     Raises:
         FileNotFoundError: No shared memory has this name; the message lists the names that exist.
         InvalidKeyError: The name is not allowed.
-        BlockingIOError: Processes hold the shared memory, and the message lists their ids; or its removal has not ended.
+        BlockingIOError: Processes hold the shared memory, and the message lists their ids.
         IsADirectoryError: Another program has made a folder in it.
         NotImplementedError: The system is not Linux.
     """
-    path = named_folder(base_folder(directory), name)
+    base = base_folder(directory)
+    path = named_folder(base, name)
     if not os.path.isdir(path) or os.path.islink(path):
-        raise FileNotFoundError(
-            f"no shared memory {name!r:.200}; the names are {[each.name for each in shared_list(directory)]}"
-        )
-    deadline = time.monotonic() + _MAX_WAIT_S
-    while not remove_if_abandoned(path, even_persistent=True):
-        holders = folder_holders(path)
-        if holders or time.monotonic() > deadline:
-            if holders:
-                raise BlockingIOError(
-                    f"{path} is held by processes {holders}; close the SharedDataset there, or end them"
-                )
+        names = [info.name for info in shared_list(directory)]
+        raise FileNotFoundError(f"no shared memory {name!r:.200}; the names are {names}")
+    with locked_folder(base):
+        if not remove_if_abandoned(path, even_persistent=True):
             raise BlockingIOError(
-                f"{path} is being removed, or was only partly removed; call tc.shared_clear again later"
+                f"{path} is held by processes {folder_holders(path)}; close the SharedDataset there, or end them"
             )
-        time.sleep(0.01)  # another process is removing it, or checking whether it may

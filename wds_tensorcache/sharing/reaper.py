@@ -1,86 +1,150 @@
 """Remove a shared folder after the last process that holds it is gone, even if that process was killed.
 
-This file is also a script, the reaper: `reaper.py make|wait FOLDER RENAMED`. It imports no other module of this package, so
-that it starts fast and takes little memory.
+This file is also a script, the reaper: `reaper.py FOLDER`. At the top it imports no other module of this package, so that
+it starts fast and takes little memory. Folders are created and removed under a lock of the folder around them (`flock`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 import sys
-from contextlib import suppress
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 HEAD = "head.json"  # name, fingerprint and boot id
-HOLDERS = "holders"  # each process that holds the folder has a shared lock on byte `pid` of this file
+HOLDERS = "holders"  # each process that holds the folder has shared locks on byte `pid` and byte `IN_USE` of this file
 IS_PERSISTENT = "persistent"  # the folder is kept if a file with this name exists
 NUM_HOLDER_BYTES = 1 << 40
-REAPER_BYTE = NUM_HOLDER_BYTES + 1  # locked by the reaper
+IN_USE = NUM_HOLDER_BYTES  # the reaper waits for this byte, so that it never stands in the way of who removes the folder first
+_REAPER = NUM_HOLDER_BYTES + 1  # locked by the reaper
 
 
-def remove_folder(folder: str) -> None:
-    """Remove a folder and its files; the caller has locked the bytes of all holders.
+def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
+    """Remove a folder that no process holds, unless it is persistent. The caller has locked the folder around it.
 
-    `HEAD` is removed first, since no process uses a folder without it, and `HOLDERS` last. So if this process is killed
-    meanwhile, the next process that opens a folder removes the rest.
+    Returns:
+        False if a process holds it.
 
     Raises:
         IsADirectoryError: There is a folder in it. Then nothing is removed.
     """
-    order = {HEAD: -1, HOLDERS: 1}
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        return True
+    try:
+        fd = os.open(os.path.join(folder, HOLDERS), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        fd = -1  # the process that was making it was killed
+    try:
+        if fd >= 0 and not _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLK):
+            return False
+        is_kept = all(os.path.exists(os.path.join(folder, name)) for name in (IS_PERSISTENT, HEAD))
+        if even_persistent or not is_kept:
+            remove_folder(folder)
+    finally:
+        if fd >= 0:
+            # closing is not enough while a child, forked meanwhile by another thread, has the file open
+            _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
+            os.close(fd)
+    return True
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder and its files; see `remove_if_abandoned`."""
     with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: order.get(entry.name, 0))
-    for entry in found:
-        if entry.is_dir(follow_symlinks=False):
+        # First `HEAD`: without it, a folder is removed by the next process if this one is killed.
+        files = sorted(entries, key=lambda entry: entry.name != HEAD)
+    for file in files:
+        if file.is_dir(follow_symlinks=False):
             raise IsADirectoryError(
-                f"{entry.path} is a folder that another program made; remove it, and call tc.shared_clear"
+                f"{file.path} is a folder that another program made; remove it, and call tc.shared_clear"
             )
-    for entry in found:
-        os.unlink(entry.path)
-    with suppress(OSError):  # another process has renamed a new folder to the path of the empty one
+    for file in files:
+        os.unlink(file.path)
+    with suppress(OSError):  # another program has just added a file
         os.rmdir(folder)
 
 
-def _lock(fd: int, begin: int, length: int, command: int) -> bool:
+@contextmanager
+def reaped(folder: str) -> Iterator[None]:
+    """Start the reaper of a folder, unless it has one. At the end of the `with` block, it begins to wait for the holders.
+
+    Without a reaper, for example because the system allows no more processes, the next process that opens a folder removes
+    abandoned ones.
+    """
+    import subprocess
+
+    is_embedded = not os.path.basename(sys.executable or "").startswith(("python", "pypy"))
+    if is_embedded or _has_reaper(folder):
+        yield
+        return
+    gate, opened = os.pipe()
+    process = None
     try:
-        fcntl.fcntl(fd, command, struct.pack("@hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, begin, length, 0))
+        with suppress(OSError):  # no such executable, no more processes
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, folder],
+                stdin=gate,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        yield
+    finally:
+        # Closing the pipe is not enough while a child, forked meanwhile by another thread, has it open.
+        os.write(opened, b"\n")
+        os.close(opened)
+        os.close(gate)
+        if process is not None:
+            process.wait()  # the reaper itself runs in the background
+
+
+def _has_reaper(folder: str) -> bool:
+    from wds_tensorcache.storage.range_locks import RangeLocks
+
+    with suppress(OSError):
+        return bool(RangeLocks(os.path.join(folder, HOLDERS)).locked_by_others(_REAPER, 1))
+    return False
+
+
+def _lock(fd: int, begin: int, length: int, command: int, kind: int = fcntl.F_WRLCK) -> bool:
+    try:
+        fcntl.fcntl(fd, command, struct.pack("@hhqqi0q", kind, os.SEEK_SET, begin, length, 0))
     except BlockingIOError:
         return False
     return True
 
 
-def _wait_and_remove(fd: int, *paths: str) -> None:
-    """Wait until no process holds the folder whose file `HOLDERS` is open as `fd`, and remove it; its path is in `paths`."""
-    _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLKW)
-    for path in paths:
-        with suppress(FileNotFoundError):
-            is_same = os.stat(os.path.join(path, HOLDERS)).st_ino == os.fstat(fd).st_ino
-            if is_same and not os.path.exists(os.path.join(path, IS_PERSISTENT)):
-                remove_folder(path)
-    if paths[0] != paths[-1]:
-        with suppress(OSError):  # the process that made the folder was killed while it removed it
-            os.rmdir(paths[0])
+def _is_same(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
-def _make(folder: str) -> None:
-    """Make a folder that this user alone may use, with the file `HOLDERS`."""
-    os.umask(0o077)
-    os.mkdir(folder, 0o700)
-    os.close(os.open(os.path.join(folder, HOLDERS), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+def _reap(folder: str) -> None:
+    """Wait until no process holds a folder, and remove it."""
+    os.chdir("/")
+    os.read(0, 1)  # until the process that started this one holds the folder, or is gone
+    holders, fd = os.path.join(folder, HOLDERS), -1
+    with suppress(FileNotFoundError):
+        fd = os.open(holders, os.O_RDWR | os.O_NOFOLLOW)
+        if not _lock(fd, _REAPER, 1, fcntl.F_OFD_SETLK):
+            return
+        if os.fork():
+            return  # for this, the process that started this one waits
+    base = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)
+    while True:
+        if fd >= 0:
+            _lock(fd, IN_USE, 1, fcntl.F_OFD_SETLKW)
+            _lock(fd, IN_USE, 1, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
+        fcntl.flock(base, fcntl.LOCK_EX)  # at the latest until this process ends
+        # A folder that was made anew has another reaper. One that a process has opened since then is waited for again.
+        if (fd >= 0 and not _is_same(fd, holders)) or remove_if_abandoned(folder) or fd < 0:
+            return
+        fcntl.flock(base, fcntl.LOCK_UN)
 
 
 if __name__ == "__main__":
-    os.chdir("/")
-    _, action, *paths = sys.argv
-    if action == "make":
-        _make(paths[0])
-    _fd = os.open(os.path.join(paths[0], HOLDERS), os.O_RDWR | os.O_NOFOLLOW)
-    _is_first = _lock(_fd, REAPER_BYTE, 1, fcntl.F_OFD_SETLK)
-    if _is_first and not os.fork():  # the process that started this one waits for the parent alone
-        os.read(0, 1)  # until that process holds the folder, or is gone
-        _wait_and_remove(_fd, *paths)
+    _reap(sys.argv[1])

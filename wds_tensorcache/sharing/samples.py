@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +19,15 @@ from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.codec.skeleton.types import Allowed
 from wds_tensorcache.errors import EncodeError, FormatError
 from wds_tensorcache.sharing.folder import SharedFolder
-from wds_tensorcache.sharing.segments import Full, Members, Segments, SegmentSource, members_in_memory
+from wds_tensorcache.sharing.segments import Full, Members, Segments, SegmentSource
 from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 
 Array = np.ndarray[Any, Any]
-_MAX_KEPT_NBYTES = 1 << 12  # of the skeletons of samples that are kept
+# Parsed samples with large tensors and short skeletons are kept for the next hit; each takes up to tens of KB.
+_MAX_KEPT = 1 << 14
+_MAX_KEPT_NBYTES = 1 << 12  # of their skeletons
 LOCKS = "locks"  # name of the file; byte i is the lock of sample i
 
 
@@ -53,7 +55,7 @@ class SharedStats:
 
 @dataclass(slots=True, eq=False)
 class ParsedSample:
-    """An encoded sample whose headers are parsed. If its tensors are large, `Segments` keeps this object for the next hit.
+    """An encoded sample whose headers are parsed.
 
     Attributes:
         skeleton: Bytes of the skeleton.
@@ -75,8 +77,8 @@ class ParsedSample:
         """Return the sample, with lazy tensors; its containers are new at each call."""
         if self.matched is None:
             return decode_body(self.skeleton, self.body, self.layout, self.source, True, allow)
-        template, made = self.matched
-        return template.build(made.copy())
+        template, values = self.matched
+        return template.build(values.copy())
 
 
 def _parse(members: Members) -> ParsedSample:
@@ -87,81 +89,86 @@ def _parse(members: Members) -> ParsedSample:
 
 
 @dataclass(slots=True)
-class _Loaded:
-    """A sample: parsed; or, if it cannot be encoded, as the dataset returned it, with the error."""
+class _Unencodable:
+    """A sample as the dataset returned it, and the reason for which it cannot be encoded."""
 
-    parsed: ParsedSample | None
-    sample: Any = None
-    error: EncodeError | None = None
+    sample: Any
+    error: EncodeError
+
+    def build(self, allow: Allowed) -> Any:
+        return self.sample
 
 
 class Samples:
     """The samples of a dataset, in shared memory or loaded into it on demand.
 
     Args:
-        dataset: Map-style dataset. `number` is an index in it, from 0 to `len(dataset) - 1`.
+        dataset: Map-style dataset. An `index` is one of its indices, from 0 to `len(dataset) - 1`.
         folder: The folder in shared memory, which this object holds until `close`.
-        max_nbytes, evicts, pool: As in `Segments`.
+        max_nbytes, pool: As in `Segments`.
         verify: Compare digests at every access.
         allow: Other classes that samples may contain, as `allow_table` returns them.
+
+    Attributes:
+        allow: As the argument.
 
     Threads/fork: safe everywhere. Threads of one process may lose counts of `hits` and `misses`.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        folder: SharedFolder,
-        max_nbytes: int | None,
-        evicts: bool,
-        pool: Pool,
-        verify: bool,
-        allow: Allowed,
+        self, dataset: Any, folder: SharedFolder, max_nbytes: int | None, pool: Pool, verify: bool, allow: Allowed
     ) -> None:
-        self.dataset, self.folder = dataset, folder
-        self._verify, self._allow = verify, allow
+        self.dataset, self.folder, self.allow = dataset, folder, allow
+        self._verify = verify
         # after a crash of the machine, files on a disk may lack some of their bytes
         self._doubtful = bytearray(b"\1" * len(dataset)) if folder.is_doubtful else None
         self._is_closed = False
         self._thread_local = threading.local()
         self._pid = os.getpid()
         self._table = Table(folder.path_of(TABLE), len(dataset))
-        self._segments = Segments(folder.path, self._table, max_nbytes, evicts, pool)
+        self._segments = Segments(folder.path, self._table, max_nbytes, pool)
+        self._kept: dict[int, ParsedSample] = {}
         self._hits = self._misses = self._passed = 0
         self._has_warned = False
 
     def close(self) -> None:
         """Stop holding the folder once no load is running; drop the maps and the kept samples."""
         self._is_closed = True
+        self._kept.clear()
         self._segments.close()
-        self.folder.leave_if_idle()
+        # Otherwise a running load could add a file while the folder is being removed, so that the folder would remain.
+        if not self.folder.loads:
+            self.folder.leave()
 
-    def get(self, number: int) -> Any:
+    def get(self, index: int) -> Any:
         """Return a sample, with lazy tensors."""
-        found = self._find(number)
-        return found.build(self._allow) if found is not None else self._decode(self._load(number))
+        parsed = self._find(index)
+        return self.get_many([index])[0] if parsed is None else parsed.build(self.allow)
 
-    def get_many(self, numbers: Sequence[int]) -> list[Any]:
+    def get_many(self, indices: Sequence[int]) -> list[Any]:
         """Return samples, with lazy tensors; first load those that no other thread or process is loading now."""
-        return list(map(self._decode, self._load_many(numbers)))
+        return [loaded.build(self.allow) for loaded in self._load_many(indices)]
 
-    def get_parsed(self, numbers: Sequence[int]) -> list[ParsedSample]:
+    def get_parsed(self, indices: Sequence[int]) -> list[ParsedSample]:
         """Return parsed samples; load missing ones in the order of `get_many`.
 
         Raises:
             EncodeError: A sample cannot be encoded.
         """
-        result = []
-        for number, loaded in zip(numbers, self._load_many(numbers), strict=True):
-            if loaded.error is not None:
-                raise loaded.error.at(f"sample {number}")
-            assert loaded.parsed is not None
-            result.append(loaded.parsed)
-        return result
+        parsed = []
+        for index, loaded in zip(indices, self._load_many(indices), strict=True):
+            if isinstance(loaded, _Unencodable):
+                raise loaded.error.at(f"sample {index}")
+            parsed.append(loaded)
+        return parsed
 
-    def build(self, parsed: ParsedSample) -> Any:
-        """Return a parsed sample with lazy tensors."""
-        return parsed.build(self._allow)
+    def peek(self, index: int) -> Any:
+        """Return a sample, with lazy tensors, and do not count this as a hit or miss; None if it is not in shared memory."""
+        parsed = self._find(index)
+        if parsed is None:
+            return None
+        self._hits -= 1
+        return parsed.build(self.allow)
 
     def present(self) -> Array:
         """Return which samples are in shared memory, bool `[len(dataset)]`."""
@@ -189,118 +196,99 @@ class Samples:
             self._pid = os.getpid()
             self._hits = self._misses = self._passed = 0
 
-    def peek(self, number: int) -> Any:
-        """Return a sample, with lazy tensors, and do not count this as a hit or miss; None if it is not in shared memory."""
-        hits = self._hits
-        found = self._find(number)
-        self._hits = hits
-        return None if found is None else found.build(self._allow)
-
-    def _find(self, number: int) -> ParsedSample | None:
+    def _find(self, index: int) -> ParsedSample | None:
         """Return a sample; None if it is not in shared memory."""
         self._enter()
-        segments = self._segments
-        found: ParsedSample | None = segments.kept(number)
-        if found is None:
-            members = segments.find(number)
+        parsed = self._kept.get(index)
+        if parsed is None:
+            members = self._segments.find(index)
             if members is None:
                 return None
-            found = _parse(members)
-            is_small = len(found.skeleton) <= _MAX_KEPT_NBYTES
-            if is_small and found.matched is not None and isinstance(found.source, SegmentSource):
-                segments.keep(number, found.source, found)
-        if self._verify or (self._doubtful is not None and self._doubtful[number]):
+            parsed = _parse(members)
+            is_small = len(parsed.skeleton) <= _MAX_KEPT_NBYTES and len(self._kept) < _MAX_KEPT
+            if is_small and parsed.matched is not None and isinstance(parsed.source, SegmentSource):
+                self._kept[index] = parsed
+        if self._verify or (self._doubtful is not None and self._doubtful[index]):
             try:
-                decode_members(found.skeleton, found.source.member, True, True, self._allow)
+                decode_members(parsed.skeleton, parsed.source.member, True, True, self.allow)
             except FormatError as exc:
-                raise exc.at(f"{self.folder.path}, sample {number} (tc.shared_clear frees all samples)") from exc
+                raise exc.at(f"{self.folder.path}, sample {index} (tc.shared_clear frees all samples)") from exc
             if self._doubtful is not None:
-                self._doubtful[number] = 0
+                self._doubtful[index] = 0
         self._hits += 1
-        return found
+        return parsed
 
-    def _decode(self, loaded: _Loaded) -> Any:
-        return loaded.sample if loaded.parsed is None else loaded.parsed.build(self._allow)
-
-    def _load_many(self, numbers: Sequence[int]) -> list[_Loaded]:
+    def _load_many(self, indices: Sequence[int]) -> list[ParsedSample | _Unencodable]:
         """Find samples; load the missing ones, those that no other thread or process is loading first."""
-        found: dict[int, _Loaded | None] = {}
-        for number in numbers:
-            here = self._find(number)
-            found[number] = None if here is None else _Loaded(here)
-        missing = [number for number, loaded in found.items() if loaded is None]
-        for number in missing:
-            found[number] = self._load(number, wait=False)
-        for number in missing:
-            if found[number] is None:
-                found[number] = self._load(number)
-        return [loaded for number in numbers if (loaded := found[number]) is not None]
+        samples: dict[int, ParsedSample | _Unencodable | None] = {index: self._find(index) for index in indices}
+        missing = [index for index, loaded in samples.items() if loaded is None]
+        for wait in (False, True):
+            for index in missing:
+                samples[index] = samples[index] or self._load(index, wait)
+        return [loaded for index in indices if (loaded := samples[index]) is not None]
 
-    @overload
-    def _load(self, number: int) -> _Loaded: ...
-    @overload
-    def _load(self, number: int, *, wait: bool) -> _Loaded | None: ...
-    def _load(self, number: int, *, wait: bool = True) -> _Loaded | None:
+    def _load(self, index: int, wait: bool) -> ParsedSample | _Unencodable | None:
         """Load a sample. If another thread or process is loading it now, wait for that one, or return None.
 
         Raises:
             RecursionError: This thread is loading the same sample already.
         """
         # before `_enter`, so that either this thread sees a `close`, or `close` sees this load
-        self.folder.loads.append(number)
+        self.folder.loads.append(index)
         try:
             self._enter()
-            return self._load_alone(number, wait)
+            return self._load_alone(index, wait)
         finally:
-            if number in self.folder.loads:  # a child that was forked in this load has cleared them
-                self.folder.loads.remove(number)
+            if index in self.folder.loads:  # a child that was forked in this load has cleared them
+                self.folder.loads.remove(index)
             if self._is_closed:
-                self._segments.close()
-                self.folder.leave_if_idle()
+                self.close()
 
-    def _load_alone(self, number: int, wait: bool) -> _Loaded | None:
+    def _load_alone(self, index: int, wait: bool) -> ParsedSample | _Unencodable | None:
         """Load a sample under its lock; see `_load`."""
-        mine = self._thread_local.__dict__.setdefault("numbers", set())  # the samples that this thread is loading
-        if number in mine:
-            what = f"to load sample {number}, the dataset reads sample {number} itself from the SharedDataset"
-            raise RecursionError(f"{what}; remove that cycle")
+        loading = self._thread_local.__dict__.setdefault("indices", set())  # the samples that this thread is loading
+        if index in loading:
+            problem = f"to load sample {index}, the dataset reads sample {index} itself from the SharedDataset"
+            raise RecursionError(f"{problem}; remove that cycle")
         # Every load opens the file again, so that its locks exclude other threads, too. An interrupted load releases them.
         locks = RangeLocks(self.folder.path_of(LOCKS))
         try:
-            if not locks.lock(number, wait=wait and not mine):
+            if not locks.lock(index, wait=wait and not loading):
                 # Deadlock of two samples that need each other. A thread that loads one never waits for another load.
-                return self._load_locked(number, None) if mine else None
-            mine.add(number)
+                return self._load_locked(index, None) if loading else None
+            loading.add(index)
             try:
-                return self._load_locked(number, locks)
+                return self._load_locked(index, locks)
             finally:
-                mine.discard(number)
+                loading.discard(index)
         finally:
             locks.unlock(0, 0)  # closing is not enough while a child that was forked just now has the file open
             locks.close()
 
-    def _load_locked(self, number: int, locks: RangeLocks | None) -> _Loaded:
+    def _load_locked(self, index: int, locks: RangeLocks | None) -> ParsedSample | _Unencodable:
         """Load a sample whose lock is held in `locks`, and add it to the shared memory; if `locks` is None, do not add it."""
-        found = self._find(number)
-        if found is not None:
-            return _Loaded(found)
-        sample = self.dataset[number]
+        parsed = self._find(index)
+        if parsed is not None:
+            return parsed
+        sample = self.dataset[index]
         self._misses += 1
         try:
-            encoded = encode_views(sample, self._allow)
+            encoded = encode_views(sample, self.allow)
         except EncodeError as exc:
             self._passed += 1
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=user_level())
-            return _Loaded(None, sample, exc)
-        members = None
+                warnings.warn(f"sample {index} of {self.folder.path} is not shared: {exc}", stacklevel=user_level())
+            return _Unencodable(sample, exc)
         try:
             if locks is None:
                 raise Full("another thread or process is adding the sample")
-            self._segments.append(number, encoded, locks)
+            self._segments.append(index, encoded, locks)
         except Full:
             self._passed += 1
-        else:
-            members = self._segments.find(number)  # None if another process has evicted it already
-        return _Loaded(_parse(members_in_memory(encoded) if members is None else members))
+        # from the memory of this process if the sample was not added
+        members = self._segments.find(index) or (
+            encoded.skeleton,
+            MemorySource(b"".join((encoded.header, *encoded.buffers))),
+        )
+        return _parse(members)

@@ -14,6 +14,7 @@ import re
 import stat
 
 from wds_tensorcache.storage.files import Descriptor, ShardFile
+from wds_tensorcache.storage.owned import OTHERS_MAY_WRITE, is_owned
 from wds_tensorcache.storage.system import SHORTAGES, boot_id
 
 # bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes
@@ -23,19 +24,13 @@ _MAGIC = b"wds_tensorcache node cache 1\n".ljust(32, b"\0")
 _PRESENT = b"\1"  # bytes of the map
 _KNOWN = bytes(value == 1 for value in range(256))
 _next_present = re.compile(rb"[^\0]").search
-_FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-OTHERS_MAY_WRITE = 0o022  # permissions of a file or folder
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 BlockRuns = list[tuple[int, int]]  # half-open ranges of blocks, ascending
 
 
 class Evicted(Exception):
     """A file was evicted or removed while it was read."""
-
-
-def is_own_file(status: os.stat_result) -> bool:
-    """Return whether this is the status of a regular file of this user, into which no other user may write."""
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_MAY_WRITE
 
 
 def _num_blocks(nbytes: int) -> int:
@@ -46,16 +41,17 @@ def _header(digest: bytes) -> bytes:
     return (_MAGIC + digest + boot_id().encode()).ljust(BLOCK, b"\0")
 
 
-def write_layout(fd: int, digest: bytes, nbytes: int) -> None:
-    """Give a new, empty file the layout for an object of `nbytes` bytes, without any block; the header comes last.
+def write_layout(path: str, digest: bytes, nbytes: int) -> None:
+    """Give an empty file the layout for an object of `nbytes` bytes, without any block; the header comes last.
 
     Raises:
         OSError: The file system is full.
     """
     begin, count = _num_blocks(nbytes) * BLOCK, _num_blocks(nbytes)
-    os.ftruncate(fd, begin + BLOCK + count)
-    os.posix_fallocate(fd, begin, BLOCK + count)
-    os.pwrite(fd, _header(digest), begin)
+    with open(path, "r+b", buffering=0) as file:
+        file.truncate(begin + BLOCK + count)
+        os.posix_fallocate(file.fileno(), begin, BLOCK + count)
+        os.pwrite(file.fileno(), _header(digest), begin)
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
@@ -70,7 +66,8 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
         if exc.errno in SHORTAGES:
             raise
         return None
-    return file if is_own_file(file.status) and file.is_current() and file.has_header(digest) else None
+    is_ours = is_owned(file.status, stat.S_ISREG, OTHERS_MAY_WRITE)
+    return file if is_ours and file.is_current() and file.has_header(digest) else None
 
 
 class BlockFile(ShardFile):

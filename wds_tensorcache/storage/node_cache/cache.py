@@ -21,20 +21,7 @@ from wds_tensorcache.storage.remote.remote_file import RemoteFile
 def open_node_cache(
     path: str | os.PathLike[str], max_nbytes: int | None = None, fetch: Fetch = fetch_many, max_open: int = 128
 ) -> NodeCache:
-    """Open the cache in a folder, which is created if needed.
-
-    Args:
-        path: Path of the folder.
-        max_nbytes: The most bytes that the files of the folder may take on disk; None for all but a fiftieth of the disk.
-        fetch: Reads ranges of remote files.
-        max_open: The most local files that stay open while no read needs them.
-
-    Raises:
-        NotImplementedError, OSError, ValueError: As `open_folder`.
-        ValueError: `max_nbytes` is not positive.
-    """
-    if max_nbytes is not None and max_nbytes < 1:
-        raise ValueError(f"cache_nbytes={max_nbytes}, expected at least 1, or None")
+    """Open the cache in a folder; see `open_folder` for errors, and `NodeCache` for the other arguments."""
     return NodeCache(open_folder(path, max_nbytes), fetch, max_open)
 
 
@@ -43,11 +30,8 @@ def read_remote(ranges: Iterable[Range]) -> None:
     by_cache: dict[NodeCache | None, list[Range]] = {}
     for extent in ranges:
         by_cache.setdefault(extent[0].cache if isinstance(extent[0], CachedFile) else None, []).append(extent)
-    for cache, ranges_of_cache in by_cache.items():
-        if cache is None:
-            fetch_many(ranges_of_cache)
-        else:
-            cache.read_many(ranges_of_cache)
+    for cache, extents in by_cache.items():
+        (fetch_many if cache is None else cache.read_many)(extents)
 
 
 class NodeCache:

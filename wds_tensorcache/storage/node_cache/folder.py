@@ -14,14 +14,13 @@ from math import inf
 from wds_tensorcache.storage.locks import wait_for
 from wds_tensorcache.storage.node_cache.block_file import (
     BLOCK,
-    OTHERS_MAY_WRITE,
     SUFFIX,
     BlockFile,
     BlockRuns,
-    is_own_file,
     open_block_file,
     write_layout,
 )
+from wds_tensorcache.storage.owned import OTHERS_MAY_WRITE, check_owner, is_owned, write_file
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import boot_id, file_system
 from wds_tensorcache.storage.urls import is_url, shown
@@ -30,7 +29,6 @@ from wds_tensorcache.storage.urls import is_url, shown
 _SPACE = "space"
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}").fullmatch
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _WAIT_S = 60.0  # a process that holds the lock longer was probably stopped
 _KEPT_FREE = 50  # the cache leaves this part of the file system free
 # ext4 lists so many runs of a file's blocks in one further block, which the file also takes on disk
@@ -65,13 +63,16 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
 
     Raises:
         NotImplementedError: The system is not Linux, whose locks on byte ranges belong to open files, not to processes.
-        ValueError: The path is empty or a url, or on a network file system, which other nodes use, too.
+        ValueError: `max_nbytes` is not positive; or the path is empty or a url, or on a network file system, which other nodes
+            use, too.
         PermissionError: The folder belongs to another user, or other users may write into it.
         NotADirectoryError: The path is a file, or leads through one.
         OSError: The folder cannot be created for any other reason.
 
     A folder that cannot be created on a disk that is full or read-only has no effect but a warning, when it is needed.
     """
+    if max_nbytes is not None and max_nbytes < 1:
+        raise ValueError(f"cache_nbytes={max_nbytes}, expected at least 1, or None")
     if not (CAN_LOCK_RANGES and boot_id()):
         raise NotImplementedError("cache_dir= needs Linux and its /proc")
     path = os.fspath(path)
@@ -88,11 +89,7 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
         return CacheFolder(path, max_nbytes)  # reads then warn, and do without it
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "cache_dir= is a file; pass the path of a folder", path)
-    if status.st_uid != os.geteuid() or status.st_mode & OTHERS_MAY_WRITE:
-        raise PermissionError(
-            f"cache_dir={path!r} has owner {status.st_uid} and mode {stat.filemode(status.st_mode)}, expected a folder of user "
-            f"{os.geteuid()} into which no other user may write; pass another folder, or correct its owner and mode"
-        )
+    check_owner(path, status, stat.S_ISDIR, OTHERS_MAY_WRITE)
     kind, is_network = file_system(path)
     if is_network:
         raise ValueError(f"cache_dir={path!r} is on {kind}, a network file system; pass a folder on a local disk")
@@ -131,10 +128,8 @@ class CacheFolder:
                 self._make_room(2 * BLOCK + nbytes // BLOCK, space)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # it is damaged, or of an earlier boot
-                fd = os.open(path, _CREATE, 0o600)
-                with contextlib.closing(os.fdopen(fd, "r+b", 0)):
-                    os.fchmod(fd, 0o600)  # a umask may have removed permissions
-                    write_layout(fd, digest, nbytes)
+                write_file(path)
+                write_layout(path, digest, nbytes)
                 file = open_block_file(path, digest, nbytes)
         if file is None:
             raise FileNotFoundError(errno.ENOENT, "another program has removed or changed a file of the cache", path)
@@ -224,10 +219,9 @@ class CacheFolder:
         if not os.path.lexists(path):
             os.makedirs(self.path, 0o700, exist_ok=True)  # the folder may have been deleted
             with contextlib.suppress(FileExistsError):
-                os.close(os.open(path, _CREATE, 0o600))
+                write_file(path)
         with closing(RangeLocks(path)) as locks:
-            if not is_own_file(os.fstat(locks.fd)):
-                raise PermissionError(f"{path} is not a regular file of user {os.geteuid()}; delete it")
+            check_owner(path, os.fstat(locks.fd), stat.S_ISREG, OTHERS_MAY_WRITE)
             lock_within(locks, 0, 1, _WAIT_S)
             yield locks.fd
 
@@ -237,7 +231,7 @@ def _remove(path: str) -> bool:
     try:
         with closing(RangeLocks(path)) as locks:
             # A process that fills the file, this one included, has locked bytes through another open file.
-            if not is_own_file(os.fstat(locks.fd)) or not locks.lock(0, 0):
+            if not is_owned(os.fstat(locks.fd), stat.S_ISREG, OTHERS_MAY_WRITE) or not locks.lock(0, 0):
                 return False
             os.unlink(path)
             # A process that keeps the file open, perhaps without using it, would keep its space, too.

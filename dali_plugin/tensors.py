@@ -1,0 +1,158 @@
+"""Tensors in the form that DALI takes, and the outputs of pipelines as tensors."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from ctypes import c_void_p
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from wds_tensorcache.codec.carriers import Carrier, dali_carrier
+from wds_tensorcache.codec.dtypes import dtype_name
+from wds_tensorcache.codec.views import ARRAY_NDIM
+from wds_tensorcache.errors import unknown_name
+
+_CUDA = 2  # DLPack's type of a GPU
+
+
+def carrier_of(name: str, dtype: Any, ndim: int) -> Carrier:
+    """Return the carrier of a tensor; raise TypeError if a batch of it has more dimensions than a numpy array can have."""
+    carrier = dali_carrier(dtype)
+    if 1 + ndim + len(carrier.inner) > ARRAY_NDIM:
+        raise TypeError(
+            f"tensor {name!r} of {dtype} has {ndim} dimensions; a batch of it needs more than the {ARRAY_NDIM} that numpy "
+            "allows; store the tensor flattened, with its shape"
+        )
+    return carrier
+
+
+def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
+    """Return the carriers of tensors; raise TypeError for tensors that DALI cannot represent."""
+    for name, tensor in schema.items():
+        if isinstance(tensor.dtype, tuple):
+            dtypes = " and ".join(map(str, tensor.dtype))
+            raise TypeError(f"tensor {name!r} is {dtypes} in different samples; a DALI node has only one dtype")
+    return {name: carrier_of(name, tensor.dtype, len(tensor.shape or ())) for name, tensor in schema.items()}
+
+
+def is_tensor(carrier: Carrier) -> bool:
+    """Return whether a carrier is that of a tensor of torch, not of an array of numpy."""
+    return isinstance(carrier.true, torch.dtype)
+
+
+@lru_cache(maxsize=256)
+def _is_native(dtype: Any) -> bool:
+    return bool(dali_carrier(dtype).dtype.name == dtype_name(dtype))
+
+
+def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two dicts of a pipeline's outputs by name: the tensors that have `carriers`, as such, and all other outputs.
+
+    A bool tensor that an operator has changed to another dtype keeps that dtype.
+
+    Memory: aliases `values`, except for bools, and for arrays of outputs on a GPU, which are copied to the host. Tensors stay
+        on the device of `values`.
+    """
+    tensors, extra = {}, {}
+    for name, value in values.items():
+        carrier = carriers.get(name)
+        if carrier is None:
+            extra[name] = value
+        elif isinstance(value, list):
+            tensors[name] = [_restore(name, one, carrier) for one in value]
+        else:
+            tensors[name] = _restore(name, value, carrier)
+    return tensors, extra
+
+
+def _restore(name: str, value: Any, carrier: Carrier) -> Any:
+    if not isinstance(carrier.true, torch.dtype):
+        value = value.cpu().numpy()
+    if _is_native(carrier.true):
+        return value
+    if carrier.fits(value):
+        return carrier.restore(value)
+    if dtype_name(carrier.true) == "bool":
+        return value  # an operator has made numbers of 0 and 1, which is allowed
+    raise TypeError(
+        f"tensor {name!r} is {carrier.true}, which DALI lacks, so its bits pass through the pipeline as {carrier.dtype}; but "
+        f"the output is {value.dtype}{list(value.shape)}. If an operator computes with a bfloat16 tensor, use "
+        f"as_float=[{name!r}]; for other dtypes, store one that DALI supports. If no operator does, check that outputs= names "
+        "the outputs in the order of the pipeline"
+    )
+
+
+def as_dali(value: Any, layout: str, is_pinned: bool) -> Any:
+    """Return an array, or a tuple of arrays, as DALI's own tensors. DALI feeds them to a pipeline as they are.
+
+    Hazard: from arrays, DALI would make these objects itself, in the thread that runs the pipeline. It makes new ones also from
+    its own objects if a node has a layout, and the new ones are not marked as page-locked: they are copied once more.
+    """
+    from nvidia.dali.tensors import TensorCPU, TensorListCPU
+
+    options = {"is_pinned": True} if is_pinned else {}  # without a GPU, DALI refuses this argument
+    if isinstance(value, tuple):
+        return tuple(TensorCPU(one, layout, **options) for one in value)
+    return TensorListCPU(value, layout, **options)
+
+
+def as_torch(output: Any, copy: bool) -> Any:
+    """Return an output as a tensor `[B, …]`, or as a list of B tensors. Memory: with `copy`, torch's own, else DALI's own."""
+    if output.is_dense_tensor():
+        return _part_as_torch(output.as_tensor(), copy)
+    return [_part_as_torch(part, copy) for part in output]
+
+
+def _part_as_torch(part: Any, copy: bool) -> torch.Tensor:
+    kind, number = part.__dlpack_device__()
+    if int(kind) != _CUDA:
+        # torch refuses DLPack's device type of page-locked memory
+        tensor = torch.from_numpy(np.asarray(part))
+        return tensor.clone() if copy else tensor
+    if not copy:
+        return from_dlpack(part)
+    # Memory that DALI shares by DLPack is freed by a thread that synchronizes the device, even if a copy of it was
+    # made. So DALI itself copies, on torch's stream.
+    from nvidia.dali.types import to_numpy_type
+
+    array = np.empty(0, to_numpy_type(part.dtype))  # type: ignore[no-untyped-call]
+    copied = torch.empty(part.shape(), dtype=torch.from_numpy(array).dtype, device=torch.device("cuda", number))
+    if copied.numel():
+        stream = torch.cuda.current_stream(copied.device)
+        part.copy_to_external(c_void_p(copied.data_ptr()), c_void_p(stream.cuda_stream), non_blocking=True)
+    return copied
+
+
+def as_value(value: Any) -> Any:
+    """Return a value of numpy, or of DALI's dynamic mode, as a tensor `[B, …]`, or as a list of B tensors."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, (list, tuple)):
+        return list(map(as_value, value))
+    if isinstance(value, torch.Tensor) or not hasattr(value, "torch"):
+        return value
+    is_dense = not hasattr(value, "batch_size") or len({tuple(shape) for shape in value.shape}) == 1
+    return value.torch() if is_dense else [one.torch() for one in value]
+
+
+def match_names(names: Iterable[str] | str, known: Iterable[str], kind: str) -> list[str]:
+    """Return `names` as a list, with patterns (`"text.*"`) replaced by their matches in `known`.
+
+    Raises:
+        KeyError: A name or pattern matches none of `known`; `kind` says in the message what they name.
+        ValueError: A name occurs twice in the list.
+    """
+    known, matched = list(known), list[str]()
+    for name in [names] if isinstance(names, str) else names:
+        matches = [name] if name in known else fnmatch.filter(known, name)
+        if not matches:
+            raise KeyError(unknown_name(kind, name, known))
+        matched += matches
+    if len(set(matched)) < len(matched):
+        raise ValueError(f"{kind}: a name occurs twice in {matched}")
+    return matched
