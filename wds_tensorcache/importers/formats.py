@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, unknown_name
 from wds_tensorcache.importers.generic import (
-    exported,
     file_folder,
     hf_datasets,
     litdata,
@@ -46,7 +45,6 @@ FORMATS: tuple[Format, ...] = (
     nemo.FORMAT,
     onetrainer.FORMAT,
     simpletuner.FORMAT,
-    exported.FORMAT,
     webdataset_members.FORMAT,
 )
 
