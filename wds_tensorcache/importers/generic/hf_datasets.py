@@ -16,7 +16,7 @@ Folders of `load_dataset`'s cache are not read: save them with `save_to_disk`.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
@@ -25,6 +25,7 @@ from wds_tensorcache.importers.generic.media import READING, import_library, rea
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
+_NUM_ROWS, _MAX_KEPT = 256, 2  # of a block, which is read at once; blocks
 _STATE, _INFO = "state.json", "dataset_info.json"
 
 
@@ -71,20 +72,28 @@ def _open(folder: SourceFolder) -> Source:
             bad[root + _STATE] = f"datasets cannot open the folder: {exc!r:.300}"
             continue
         described[root.rstrip("/")] = features
+        read_block = lru_cache(_MAX_KEPT)(partial(_read_block, dataset))
         for at in range(len(dataset)):
             file = files[at * len(files) // len(dataset)]  # of save_to_disk, whose files have equal numbers of rows
-            load = partial(_load, dataset, at, features, lists, file)
+            load = partial(_load, read_block, at, features, lists, file)
             samples.append(SourceSample(f"{root}{at:08d}", (file, root + _STATE, root + _INFO), load))
     one = next(iter(described.values())) if len(described) == 1 else described
     return Source(samples, {"features": one}, bad)
 
 
-def _load(dataset: Any, at: int, features: dict[str, Any], lists: dict[str, Lists], file: str) -> Loaded:
+def _read_block(dataset: Any, block: int) -> Any:
+    with READING:
+        return dataset[block * _NUM_ROWS : (block + 1) * _NUM_ROWS]
+
+
+def _load(read_block: Any, at: int, features: dict[str, Any], lists: dict[str, Lists], file: str) -> Loaded:
     try:
-        with READING:
-            row = dataset[at].combine_chunks()
+        row = read_block(at // _NUM_ROWS).slice(at % _NUM_ROWS, 1).combine_chunks()
         return separate_media(
-            {name: value_of(row.column(name).chunk(0), features.get(name), lists[name]) for name in row.column_names}
+            {
+                name: value_of(column.chunk(0), features.get(name), lists[name])
+                for name, column in zip(row.column_names, row.columns, strict=True)
+            }
         )
     except FormatError as exc:
         raise exc.at(file) from exc

@@ -25,6 +25,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
+from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.generic.media import (
     READING,
@@ -199,7 +202,8 @@ def _load(dataset: Any, at: int, name: str, prepare: Callable[[], None]) -> Load
     try:
         with READING:
             prepare()
-            return separate_media(dataset[at])
+            # Hazard: litdata's tensors alias a map of the file, which it closes
+            return separate_media(rebuild(dataset[at], torch.clone, torch.Tensor))
     except FormatError as exc:
         raise exc.at(name) from exc
     except Exception as exc:

@@ -121,7 +121,8 @@ def _slice(expand: Callable[[], bytes], begin: int, end: int) -> bytes:
 def _load(read: Callable[[int, int], bytes], reader: Any, file: str, row: int, encodings: list[str]) -> Loaded:
     try:
         with READING:
-            count, begin, end = (int.from_bytes(read(at, at + 4), "little") for at in (0, 4 + 4 * row, 8 + 4 * row))
+            count = int.from_bytes(read(0, 4), "little")
+            begin, end = np.frombuffer(read(4 + 4 * row, 12 + 4 * row), "<u4").tolist()
             if count != reader.samples:
                 raise FormatError(f"has {count:,} samples, but the index lists {reader.samples:,}")
             raw = read(begin, end)

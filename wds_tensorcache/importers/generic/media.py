@@ -11,7 +11,6 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import torch
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import as_tensor
@@ -120,8 +119,6 @@ def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
         return type(value)(None if isinstance(item, Media) else item for item in items)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return as_tensor(np.frombuffer(value, np.uint8))
-    if isinstance(value, torch.Tensor):
-        return value.clone()  # Hazard: it may alias a map that its library closes
     if hasattr(value, "__array_interface__"):  # arrays and numbers of numpy, pictures of Pillow
         return as_tensor(np.asarray(value))
     return value
