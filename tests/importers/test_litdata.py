@@ -89,7 +89,7 @@ def test_indexes_that_are_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"filename": "../chunk-0-0.bin"}, "is missing, but the index lists it"),
+        ({"filename": "../chunk-0-0.bin"}, "is missing, although the index lists it"),
         ({"chunk_size": "1"}, "is not an index of litdata"),
         ({"chunk_bytes": 1 << 40}, "but the index lists 1,099,511,627,776"),
     ],
@@ -120,15 +120,22 @@ def test_a_trusted_pickle_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.long
-def test_a_missing_chunk_and_bad_samples(tmp_path: Path) -> None:
-    write_litdata(tmp_path / "in" / "good")
-    (tmp_path / "in" / "good" / "chunk-0-0.bin").unlink()
+def test_bad_samples_and_chunks(tmp_path: Path) -> None:
+    for name, options in {
+        "good": {},
+        "missing": {},
+        "damaged": {"compression": "zstd", "compression_level": "chunk"},
+    }.items():
+        write_litdata(tmp_path / "in" / name, **options)
+    (tmp_path / "in" / "missing" / "chunk-0-0.bin").unlink()
+    (tmp_path / "in" / "damaged" / "chunk-0-0.zstd.bin").write_bytes(b"(\xb5/\xfd nonsense")
     for kind, raw in {"tensor": b"\0\0\0\xff\0\0\0\0", "no_header_numpy:14": b"12345678", "str": b"\xff"}.items():
         write_leaf(tmp_path / "in" / kind.partition(":")[0], kind, raw)
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert list(found) == ["good/00000000"]
+    assert list(found) == [f"good/{number:08d}" for number in range(COUNT)]
     skipped = {each.name: each.what for each in report.skipped}
-    assert skipped["good/chunk-0-0.bin"] == "is missing, but the index lists it"
+    assert "chunk-0-0.bin: is missing" in skipped.pop("missing/index.json")
+    assert "damaged/index.json" in skipped
     assert all(
         "litdata cannot decode it" in skipped[f"{name}/00000000"] for name in ("tensor", "no_header_numpy", "str")
     )

@@ -16,13 +16,13 @@ datasets, encrypted chunks and Parquet are refused.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import shutil
 import tempfile
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.storage.atomic import write_atomically
 
 _PACKAGE = "litdata>=0.2.76"
-_WHOLE = (None, "chunk")  # levels of compression
 _PLAIN = frozenset(
     "tensor no_header_tensor numpy no_header_numpy int float bool str text json bytes pil jpeg_array".split()
 )
@@ -72,35 +71,22 @@ def _open(folder: SourceFolder) -> Source:
         try:
             content = read_json(folder, index)
             _check_config(content["config"], folder.trust)
-            counts = Counter(start + chunk["filename"] for chunk in content["chunks"])
-            chunks = []
-            for chunk in content["chunks"]:
-                name = start + chunk["filename"]
-                if fault := _find_fault(folder, name, counts[name], chunk, content["config"]):
-                    bad[name] = fault
-                else:
-                    chunks.append(chunk)
+            names = [start + chunk["filename"] for chunk in content["chunks"]]
+            for name, chunk in zip(names, content["chunks"], strict=True):
+                _check_chunk(folder, name, chunk["chunk_bytes"], content["config"].get("compression"))
+            counts = [operator.index(chunk["chunk_size"]) for chunk in content["chunks"]]
+            dataset = _open_dataset(folder, names, content)
             formats[start.rstrip("/")] = content["config"]["data_format"]
         except (FormatError, OSError) as exc:
             bad[index] = str(exc)
             continue
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
-            bad[index] = f"is not an index of litdata: {exc!r:.200}"
+        except (ImportError, MemoryError):
+            raise
+        except Exception as exc:  # hostile files may have any values
+            bad[index] = f"is not an index of litdata, or a chunk is damaged: {exc!r:.200}"
             continue
-        if chunks:
-            path, dataset = _open_dataset(folder, start, content, chunks)
-            codec = content["config"].get("compression")
-            is_expanded = bool(codec) and content["config"].get("compression_level") in _WHOLE
-            at = 0
-            for chunk in chunks:
-                name = start + chunk["filename"]
-                target = os.path.join(path, chunk["filename"]) if is_expanded else None
-                prepare = partial(_prepare, folder, name, target, codec, chunk["chunk_bytes"])
-                for _ in range(chunk["chunk_size"]):
-                    samples.append(
-                        SourceSample(f"{start}{at:08d}", (name, index), partial(_load, dataset, at, name, prepare))
-                    )
-                    at += 1
+        for at, name in enumerate(chain.from_iterable(map(repeat, names, counts))):
+            samples.append(SourceSample(f"{start}{at:08d}", (name, index), partial(_load, dataset, at, name)))
     return Source(samples, {"data_format": next(iter(formats.values())) if len(formats) == 1 else formats}, bad)
 
 
@@ -122,18 +108,13 @@ def _check_config(config: dict[str, Any], trust: bool) -> None:
         todo += spec["children_spec"]
 
 
-def _find_fault(folder: SourceFolder, name: str, count: int, chunk: dict[str, Any], config: dict[str, Any]) -> str:
+def _check_chunk(folder: SourceFolder, name: str, nbytes: int, codec: str | None) -> None:
     if name not in folder:
-        return "is missing, but the index lists it"
-    if count > 1:
-        return f"the index lists it {count:,} times"
-    if type(chunk["chunk_size"]) is not int or type(chunk["chunk_bytes"]) is not int:
-        raise TypeError("the numbers of a chunk are no integers")
+        raise FormatError("is missing, although the index lists it").at(name)
     # Hazard: litdata waits minutes for a chunk to grow to its length
-    nbytes = os.path.getsize(folder.locate(name))
-    if nbytes < chunk["chunk_bytes"] and not config.get("compression"):
-        return f"has {nbytes:,} bytes, but the index lists {chunk['chunk_bytes']:,}"
-    return ""
+    size = os.path.getsize(folder.locate(name))
+    if not codec and size < nbytes:
+        raise FormatError(f"has {size:,} bytes, but the index lists {nbytes:,}").at(name)
 
 
 class _Member:
@@ -160,27 +141,35 @@ class _Members:
         return split_list(bytes(raw), 0, "jpg")
 
 
-def _open_dataset(folder: SourceFolder, start: str, content: dict[str, Any], chunks: list[Any]) -> tuple[str, Any]:
-    """Open checked chunks in a temporary folder, with links to them; return the folder, too.
+def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any]) -> Any:
+    """Open checked chunks in a temporary folder, with links to them.
 
     Chunks that are compressed as wholes are expanded there: litdata would expand them in place, and delete them.
     """
     os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")  # it would ask a server
     litdata = import_library("litdata", _PACKAGE)
     path = tempfile.mkdtemp(prefix="tensorcache-")
-    config = content["config"]
-    if config.get("compression") and config.get("compression_level") in _WHOLE:
-        config = {**config, "compression": None, "compression_level": None}
-    else:
-        for chunk in chunks:
-            link = os.path.join(path, chunk["filename"])
-            os.symlink(os.path.abspath(folder.locate(start + chunk["filename"])), link)
-    with open(os.path.join(path, "index.json"), "w") as file:
-        json.dump({**content, "config": config, "chunks": chunks}, file)
+    config, codec = content["config"], content["config"].get("compression")
+    is_whole = codec and config.get("compression_level") in (None, "chunk")
     serializers = {**{kind: _Member(kind) for kind in _MEDIA}, "jpeg_array": _Members()}
-    dataset = litdata.StreamingDataset(path, serializers=serializers, batch_decode=0)
+    try:
+        for name in names:
+            target = os.path.join(path, name.rpartition("/")[2])
+            if is_whole:
+                expand = import_library("litdata.streaming.compression", _PACKAGE)._COMPRESSORS[codec].decompress
+                write_atomically(target, [expand(folder.read(name))], fsync=False)
+            else:
+                os.symlink(os.path.abspath(folder.locate(name)), target)
+        if is_whole:
+            config = {**config, "compression": None, "compression_level": None}
+        with open(os.path.join(path, "index.json"), "w") as file:
+            json.dump({**content, "config": config}, file)
+        dataset = litdata.StreamingDataset(path, serializers=serializers, batch_decode=0)
+    except BaseException:
+        shutil.rmtree(path)
+        raise
     weakref.finalize(dataset, _remove, path, os.getpid())
-    return path, dataset
+    return dataset
 
 
 def _remove(path: str, owner: int) -> None:
@@ -188,20 +177,9 @@ def _remove(path: str, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _prepare(folder: SourceFolder, name: str, target: str | None, codec: str, nbytes: int) -> None:
-    """Expand a chunk that is compressed as a whole."""
-    if target is not None and not os.path.exists(target):
-        expand = import_library("litdata.streaming.compression", _PACKAGE)._COMPRESSORS[codec].decompress
-        content = expand(folder.read(name))
-        if len(content) < nbytes:
-            raise FormatError(f"expands to {len(content):,} bytes, but the index lists {nbytes:,}")
-        write_atomically(target, [content], fsync=False)
-
-
-def _load(dataset: Any, at: int, name: str, prepare: Callable[[], None]) -> Loaded:
+def _load(dataset: Any, at: int, name: str) -> Loaded:
     try:
         with READING:
-            prepare()
             # Hazard: litdata's tensors alias a map of the file, which it closes
             return separate_media(rebuild(dataset[at], torch.clone, torch.Tensor))
     except FormatError as exc:

@@ -24,11 +24,10 @@ _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",
     b"GIF8": "gif",
-    b"BM": "bmp",
+    b"WEBP": "webp",
     b"II*\0": "tif",
     b"MM\0*": "tif",
 }
-_RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
 
 
 def import_library(module: str, package: str) -> Any:
@@ -45,16 +44,11 @@ def import_library(module: str, package: str) -> Any:
 
 def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
     """Yield the paths of the `index.json` files that begin with a list named `entry`, those of outer folders first."""
-    pattern = re.compile(rb'[{,]\s*"' + entry.encode() + rb'"\s*:\s*\[')
     for name in sorted(folder.by_suffix.get(".json", ()), key=lambda name: name.count("/")):
         if name.rpartition("/")[2] == "index.json":
-            try:
-                with folder.open(name) as file:
-                    begin = file.read(_NUM_PROBED)
-            except FormatError:
-                continue
-            if pattern.search(begin):
-                yield name
+            with folder.open(name) as file:
+                if f'"{entry}"'.encode() in file.read(_NUM_PROBED):
+                    yield name
 
 
 def read_json(folder: SourceFolder, name: str) -> dict[str, Any]:
@@ -129,9 +123,7 @@ def extension_of(content: bytes, name: str, default: str) -> str:
     suffix = name.rpartition("/")[2].rpartition(".")
     if suffix[1] and suffix[2].isascii() and suffix[2].isalnum() and len(suffix[2]) <= 5:
         return suffix[2].lower()
-    if content.startswith(b"RIFF"):
-        return _RIFF.get(content[8:12], default)
-    return next((found for start, found in _SIGNATURES.items() if content.startswith(start)), default)
+    return next((found for start, found in _SIGNATURES.items() if start in content[:12]), default)
 
 
 def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:
