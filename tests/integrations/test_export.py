@@ -176,7 +176,7 @@ def shared() -> dict[str, Any]:
     ("kind", "sample", "message"),
     [
         ("npz", cyclic(), "contains itself"),
-        ("safetensors", shared(), "262,144 values"),
+        ("safetensors", shared(), "65,536 values"),
         ("npz", {"k" * 70_000: torch.zeros(1)}, "10,000 char"),
         ("npz", {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, "two values would have the name 'a.b'"),
         ("safetensors", {1: torch.ones(1), "1": 3}, "two values would have the name '1'"),

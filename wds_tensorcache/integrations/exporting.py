@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,14 @@ from wds_tensorcache.reading.description import shown_value
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.storage.atomic import write_atomically
+from wds_tensorcache.storage.system import boot_id
 from wds_tensorcache.writing.new_folder import check_new, new_folder
 
 KINDS = ("pt", "npz", "safetensors", "webdataset")
 _TAR = "samples.tar"
 _MAX_PART_NBYTES, _MAX_PATH_NBYTES = 200, 1000  # file systems allow 255 for a part, with suffix and temporary name
 _REFUSED = frozenset('\\:*?"<>|')  # by other systems
-_MAX_VALUES = 1 << 18  # of a sample in an npz or safetensors file: a small one may contain one list any number of times
+_MAX_VALUES = 1 << 16  # of a sample in an npz or safetensors file: a small one may contain one list any number of times
 _MAX_NAME = 10_000
 
 
@@ -124,7 +125,8 @@ def _check_hidden(cache: Cache) -> None:
 
 def _identify(cache: Cache, kind: str) -> str:
     """Return a hash of the kind, the fingerprint, and all keys, names, shapes and digests; reads no tensor."""
-    found = hashlib.sha256(f"{kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
+    # Hazard: after a power cut, finished files may be empty; a new boot begins anew
+    found = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
     for i, entry in enumerate(cache._entries(selected=True)):
         extent = cache._stored_name(i), *_extent(cache, i)
         found.update(repr((entry.key, sorted(entry.shapes.items()), extent)).encode("utf-8", "surrogatepass"))
@@ -251,21 +253,21 @@ class _Export:
         arrays: dict[str, Any] = {}
         values: dict[str, Any] = {}
         try:
-            for number, (name, leaf) in enumerate(_leaves(sample, "")):
-                if number >= _MAX_VALUES or len(name) > _MAX_NAME:
-                    raise EncodeError(
-                        f"has more than {_MAX_VALUES:,} values, or a name of more than {_MAX_NAME:,} characters; use pt"
-                    )
-                if name in arrays or name in values:
-                    raise EncodeError(f"two values would have the name {name!r:.100}; use pt")
-                if isinstance(leaf, (torch.Tensor, np.ndarray)):
-                    if name == RESERVED or not name.isprintable():
-                        raise EncodeError(f"a tensor has the name {name!r:.100}; use pt")
-                    arrays[name] = self._as_array(name, leaf) if self._kind == "npz" else _as_tensor(leaf)
-                else:
-                    values[name] = self._as_json(name, leaf)
+            leaves = list(islice(_leaves(sample, ""), _MAX_VALUES + 1))
         except RecursionError as exc:
             raise EncodeError("is nested too deeply, or contains itself; use pt") from exc
+        if len(leaves) > _MAX_VALUES or any(len(name) > _MAX_NAME for name, _ in leaves):
+            what = f"has more than {_MAX_VALUES:,} values, or a name of more than {_MAX_NAME:,} characters; use pt"
+            raise EncodeError(what)
+        for name, leaf in leaves:
+            if name in arrays or name in values:
+                raise EncodeError(f"two values would have the name {name!r:.100}; use pt")
+            if not isinstance(leaf, (torch.Tensor, np.ndarray)):
+                values[name] = self._as_json(name, leaf)
+                continue
+            if name == RESERVED or not name.isprintable():
+                raise EncodeError(f"a tensor has the name {name!r:.100}; use pt")
+            arrays[name] = self._as_array(name, leaf) if self._kind == "npz" else _as_tensor(leaf)
         return arrays, values
 
     def _as_array(self, name: str, leaf: Any) -> Any:
