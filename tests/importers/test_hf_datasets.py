@@ -35,6 +35,7 @@ def features() -> Any:
             "nested": datasets.Sequence(datasets.Sequence(value("float32"))),
             "ragged": datasets.Sequence(datasets.Sequence(value("uint8"))),
             "gaps": datasets.Sequence(value("int32")),
+            "holes": datasets.Sequence(datasets.Sequence(value("int32"))),
             "raw": value("binary"),
             "label": datasets.ClassLabel(names=["cat", "dog"]),
             "caption": value("string"),
@@ -58,6 +59,7 @@ def row(number: int) -> dict[str, Any]:
         "nested": torch.full((2, 3 + number), number / 7),  # all lists of one row are equally long
         "ragged": [torch.arange(2, dtype=torch.uint8), torch.arange(number + 1, dtype=torch.uint8)],
         "gaps": [1, None] if number == 1 else [1, 2],
+        "holes": [[1, 2], None if number == 1 else [3, 4]],
         "raw": torch.arange(number, dtype=torch.uint8),
         "label": number % 2,
         "caption": f"a café {number}" if number else None,
@@ -195,4 +197,12 @@ def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     make(1).save_to_disk(tmp_path / "in")
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=f"pip install '{package}'"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_an_old_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run pickles in the files."""
+    make(1).save_to_disk(tmp_path / "in")
+    monkeypatch.setattr(arrow, "__version__", "14.0.0")
+    with pytest.raises(ImportError, match=r"may run code in files: pip install 'pyarrow>=14\.0\.1'"):
         import_cache(tmp_path / "in", tmp_path / "out")

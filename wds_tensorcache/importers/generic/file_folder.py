@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.codec.sample import decode_members
-from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
+from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.importers.safe_files import (
     load_npy,
     load_npz,
@@ -33,7 +33,7 @@ from wds_tensorcache.importers.safe_files import (
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_metadata
-from wds_tensorcache.shards.names import SKELETON, TENSORS, check_key, half_of, split_member
+from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, split_member
 
 _LOADERS: dict[str, Any] = {
     ".npy": load_npy,
@@ -68,7 +68,7 @@ def _open(folder: SourceFolder) -> Source:
         samples.append(SourceSample(stem, (*names, *texts.get(stem, ())), load))
     for key, files in extracted.items():
         load = partial(_load_extracted, folder, files)
-        samples.append(SourceSample(key, tuple(files.values()), load, key if _is_key(key) else None))
+        samples.append(SourceSample(key, tuple(files.values()), load, key))
     return Source(sorted(samples, key=lambda sample: sample.name))
 
 
@@ -84,14 +84,6 @@ def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
         if key in found:
             found[key][suffix] = name
     return found
-
-
-def _is_key(key: str) -> bool:
-    try:
-        check_key(key)
-    except InvalidKeyError:
-        return False
-    return True
 
 
 def _load_extracted(folder: SourceFolder, files: dict[str, str]) -> Loaded:

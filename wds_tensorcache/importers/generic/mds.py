@@ -77,9 +77,6 @@ def _open(folder: SourceFolder) -> Source:
             continue
         if listed.issuperset(files):
             continue
-        if len(set(files)) < len(files):
-            bad[index] = "lists a shard twice"
-            continue
         listed.update(files)
         streaming = import_library("streaming.base.format.mds", _PACKAGE)
         at = 0
