@@ -484,7 +484,7 @@ def test_completion_without_torch(cache: Path) -> None:
         (["show", "cache", "photos/00"], [f"plain,photos/{i:03d}%20a" for i in range(10)]),
         (["cat", "cache/1.tar", ""], [f"plain,photos/{i:03d}%20a" for i in range(4, 8)]),
         (["stats", ""], ["file,"]),
-        (["import", "x"], ["dir,x"]),
+        (["import", "x"], ["file,x"]),
     ):
         variables = {"_TENSORCACHE_COMPLETE": "bash_complete", "COMP_WORDS": "\n".join(["tensorcache", *words])}
         found = subprocess.run(

@@ -70,7 +70,6 @@ class Format:
             not tell, from the beginnings of a few files. 0 if the folder has another format.
         open: Function that finds the samples in a folder.
         is_generic: True for a format that fits the files of many programs. It is chosen only if no other format fits.
-        is_certain: True for a format whose folders name it. It is chosen before all other formats.
     """
 
     name: str
@@ -78,7 +77,6 @@ class Format:
     recognize: Callable[[SourceFolder], int]
     open: Callable[[SourceFolder], Source]
     is_generic: bool = False
-    is_certain: bool = False
 
 
 def one_or_all(names: set[str]) -> str | list[str]:

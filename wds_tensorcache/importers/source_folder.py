@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +34,7 @@ class SourceFolder:
     Args:
         path: The folder.
         trust: The user trusts the files: pickles and files of `torch.save` may name any class, and then run code.
+        files: Relative paths of the only files to import; None for all.
 
     Raises:
         NotADirectoryError: `path` is not a folder.
@@ -46,6 +47,7 @@ class SourceFolder:
 
     path: str
     trust: bool = False
+    files: Sequence[str] | None = None
     _found: _Listing = field(init=False, repr=False, compare=False)
 
     _shortages: list[OSError] = field(default_factory=list, repr=False, compare=False)
@@ -53,7 +55,9 @@ class SourceFolder:
     def __post_init__(self) -> None:
         if not os.path.isdir(self.path):
             raise NotADirectoryError(f"{self.path}: expected a folder with files to import")
-        object.__setattr__(self, "_found", _list(self.path))
+        files = self.files
+        found = _list(self.path) if files is None else _Listing(os.path.realpath(self.path), sorted(files))
+        object.__setattr__(self, "_found", found)
 
     @property
     def names(self) -> list[str]:

@@ -17,7 +17,7 @@ MAX_COMPLETIONS = 200
 _MAX_SECONDS = 1.0  # of scanning shards; then their indexes, which need torch, take less time
 _ABOUT_A_SAMPLE = ("show", "cat")  # commands with the arguments CACHE and KEY
 # of the first argument; for all other commands, "file"
-_KIND_OF_FIRST = {"import": "dir", "drop": "dir", "completion": None}
+_KIND_OF_FIRST = {"drop": "dir", "completion": None}
 
 
 def complete_quickly(app: object, variable: str, instruction: str, commands: frozenset[str]) -> str | None:
