@@ -1,0 +1,90 @@
+"""Pass tensors through libraries that lack their dtypes: as bits of a dtype that numpy, Arrow or DALI have, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.dtypes import STORED, TORCH_TRUE, dtype_name, numpy_true_dtype
+from wds_tensorcache.codec.views import SHARED, view_bytes, view_tensor
+
+Array = np.ndarray[Any, Any]
+_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DALI_HAS = frozenset(f"{kind}{bits}" for kind in ("uint", "int", "float") for bits in (8, 16, 32, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """The form in which the tensors of one dtype pass through another library.
+
+    Attributes:
+        true: The tensors' own dtype, of torch or numpy.
+        dtype: Dtype of the array that carries their bits.
+        inner: Dimensions that the array has after those of the tensor; `()` if an element carries an element.
+    """
+
+    true: torch.dtype | np.dtype[Any]
+    dtype: np.dtype[Any]
+    inner: tuple[int, ...] = ()
+
+    def carry(self, value: Any) -> Array:
+        """View a tensor on the CPU, or a little-endian array, as its carrier. Memory: aliases `value`."""
+        if isinstance(value, torch.Tensor):
+            value = (value if value.dtype in SHARED else value.view(_SIGNED[value.itemsize])).numpy()
+        if self.inner:
+            value = value.reshape(*value.shape, 1)
+        array: Array = value.view(self.dtype)
+        return array
+
+    def fits(self, value: Any) -> bool:
+        """Return whether a tensor or array has the dtype and the inner dimensions of the carrier."""
+        outer = value.ndim - len(self.inner)
+        return dtype_name(value.dtype) == self.dtype.name and outer >= 0 and tuple(value.shape[outer:]) == self.inner
+
+    def restore(self, value: Any) -> Any:
+        """View a carrier as the tensor or array whose bits it has.
+
+        Args:
+            value: An array; or a tensor on any device, if `true` is a dtype of torch. `fits` holds.
+
+        Memory: aliases `value`, unless it is an array that is not contiguous, or carries bools as integers.
+            Hazard: a tensor of a read-only array may be written, which changes memory that others read.
+        """
+        if isinstance(value, np.ndarray) and isinstance(self.true, torch.dtype):
+            shape = value.shape[: value.ndim - len(self.inner)]
+            flat: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            return view_tensor(view_bytes(memoryview(flat)), self.true, shape)
+        if self.true != self.dtype and dtype_name(self.true) == "bool":
+            return value != 0  # an operator may have made another number of a 1
+        return value.view(self.true)[..., 0] if self.inner else value.view(self.true)
+
+
+@lru_cache(maxsize=256)
+def arrow_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
+    """Return the carrier for numpy and Arrow: the stored form, with unsigned integers in place of the floats that numpy lacks.
+
+    Dates are int64. Complex numbers have two floats, and texts their bytes or code points, as a last dimension.
+
+    Raises:
+        ValueError: The format cannot store the dtype.
+    """
+    true = TORCH_TRUE.get(dtype) if isinstance(dtype, torch.dtype) else numpy_true_dtype(dtype)
+    if true is None:
+        raise ValueError(f"the format cannot store {dtype}")
+    if true.stored == "C64":
+        return Carrier(dtype, np.dtype("f4"), (2,))
+    return Carrier(dtype, np.dtype(STORED[true.stored][2] or f"u{true.itemsize}"), true.inner)
+
+
+@lru_cache(maxsize=256)
+def dali_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
+    """Return the carrier for DALI: an integer of the same width, or the bytes of an element as a last dimension."""
+    if dtype_name(dtype) in _DALI_HAS:
+        return Carrier(dtype, np.dtype(dtype_name(dtype)))
+    if dtype.itemsize in _SIGNED:
+        return Carrier(dtype, np.dtype("u1" if dtype.itemsize == 1 else f"i{dtype.itemsize}"))
+    return Carrier(dtype, np.dtype("u1"), (dtype.itemsize,))
