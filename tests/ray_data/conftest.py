@@ -57,6 +57,11 @@ def by_key(dataset: Any) -> list[dict[str, Any]]:
     return sorted(dataset.take_all(), key=lambda row: row["__key__"])
 
 
+def in_order(sample: Any) -> Any:
+    """Return nested dicts with their keys in order: rows have the columns of tensors before others."""
+    return {key: in_order(sample[key]) for key in sorted(sample, key=repr)} if type(sample) is dict else sample
+
+
 def every_kind(i: int) -> dict[str, Any]:
     """A sample with every kind of column: of one shape, ragged, optional, without dimensions, without elements, of values."""
     generator = torch.Generator().manual_seed(i)
@@ -99,13 +104,12 @@ def every_kind_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_cache(tmp_path: Path) -> Callable[..., Path]:
-    """Write samples by number into its own folder."""
+    """Write samples by number into a folder."""
 
-    def write(sample: Callable[[int], Any], count: int, name: str = "cache", **options: Any) -> Path:
-        folder = tmp_path / name
-        with tc.ShardWriter(folder, fsync=False, **options) as sink:
+    def write(sample: Callable[[int], Any], count: int, **options: Any) -> Path:
+        with tc.ShardWriter(tmp_path / "cache", fsync=False, **options) as sink:
             for i in range(count):
                 sink.write(f"{i:04d}", sample(i))
-        return folder
+        return tmp_path / "cache"
 
     return write

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import ray
 import ray.data
@@ -19,7 +18,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same
-from wds_tensorcache.ray.tasks.actors import Compute, Missing, sorted_digests
 
 pytestmark = pytest.mark.long
 MADE = {"model": "scale", "factor": 3}
@@ -150,16 +148,17 @@ def test_batches_of_tensors(tmp_path: Path) -> None:
         assert_same({"deep": {"y": torch.full((4,), 2.0 * i).bfloat16()}, "id": i}, cache[str(i)])
 
 
-def test_an_actor_checks_keys_and_samples() -> None:
-    table = pa.table({"id": [3, 4], "x": [1.0, 2.0]})
-    with pytest.raises(KeyError, match="no_such_column"):
-        Compute(Batched, (), {}, "no_such_column", ())(table)
-    with pytest.raises(tc.InvalidKeyError, match="text or integers"):
-        Compute(Batched, (), {}, "x", ())(table)
-    with pytest.raises(ValueError, match="expected one row"):
-        Compute(lambda: lambda batch: [{}], (), {}, "id", ())(table)
-    with pytest.raises(tc.EncodeError, match="sample '4'"):
-        Compute(lambda: lambda batch: [{}, {"x": object()}], (), {}, "id", ())(table)
-    assert Compute(Batched, (), {}, "id", ())(table[:0]).num_rows == 0
-    missing = Missing(ray.put(sorted_digests([str(i) for i in range(0, 1000, 2)])), "id")
-    assert missing(pa.table({"id": range(998, 1004)}))["id"].to_pylist() == [999, 1000, 1001, 1002, 1003]
+@pytest.mark.parametrize(
+    ("key", "function", "error", "match"),
+    [
+        ("no_such_column", lambda batch: [{}] * 20, KeyError, "no_such_column"),
+        ("x", lambda batch: [{}] * 20, tc.InvalidKeyError, "text or integers"),
+        ("id", lambda batch: [{}], ValueError, "expected one row"),
+        ("id", lambda batch: [*([{}] * 19), {"x": object()}], tc.EncodeError, "sample '19'"),
+    ],
+    ids=["no column", "arrays as keys", "too few samples", "an object"],
+)
+def test_wrong_keys_and_samples(tmp_path: Path, key: str, function: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        tc.ray.build_ray(items(20, 1), lambda: function, tmp_path / "out", fingerprint={}, key=key)
+    assert list((tmp_path / "out").iterdir()) == []
