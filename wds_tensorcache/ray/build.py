@@ -15,7 +15,7 @@ from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.ray.batches import ray_to_torch
 from wds_tensorcache.ray.columns import column_values
-from wds_tensorcache.ray.commit import commit, key_digests, writing
+from wds_tensorcache.ray.commit import commit, key_digests, load_shards, writing
 from wds_tensorcache.ray.rows import KEY, Mark, as_key, exact_columns, key_column
 from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, checked_folder, open_written
 from wds_tensorcache.reading.cache import TensorCache
@@ -24,7 +24,6 @@ from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.build_batch import Batch
-from wds_tensorcache.writing.whole_shards import load_shards
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 
@@ -127,20 +126,17 @@ def _keys(table: Any, key: str) -> list[str]:
 
 
 def _leave_out(table: Any, digests: Any, key: str) -> Any:
-    """Return the rows of a block whose keys have none of the sorted digests, which stay in Ray's memory, once for a node."""
+    """Return the rows of a block whose keys are not among the sorted digests."""
     if not table.num_rows:
         return table
-    finished = ray.get(digests) if isinstance(digests, ray.ObjectRef) else digests
+    finished = ray.get(digests)  # a view of Ray's memory, which a node has once
     keys = key_digests(_keys(table, key))
     first = np.minimum(np.searchsorted(finished[:, 0], keys[:, 0]), len(finished) - 1)
     return table.filter(pa.array(~(finished[first] == keys).all(1)))
 
 
 class _Compute:
-    """An actor with a model: a function of a block that returns exact rows.
-
-    Threads/fork/pickle: made in its actor, whose calls Ray makes one after another; not pickled.
-    """
+    """An actor with a model: a function of a block that returns exact rows."""
 
     def __init__(
         self,
@@ -163,7 +159,7 @@ class _Compute:
 
 @contextlib.contextmanager
 def _own_errors(dataset: Any) -> Iterator[None]:
-    """Let Ray raise errors of functions as what they are, so that callers can catch them by their class."""
+    """Let Ray raise errors of functions as what they are."""
     context = dataset.context
     before = context.raise_original_map_exception
     context.raise_original_map_exception = True
@@ -175,7 +171,7 @@ def _own_errors(dataset: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting(path: str) -> Iterator[None]:
-    """Add a note to an exception: where finished samples are, and that the next call resumes after them."""
+    """Add a note to an exception about the samples that are finished."""
     try:
         yield
     except BaseException as exc:

@@ -11,21 +11,16 @@ import pyarrow as pa
 from ray.data.extensions import ArrowPythonObjectType, ArrowTensorArray, ArrowVariableShapedTensorArray
 
 Array = np.ndarray[Any, Any]
+# of one shape, of one number of dimensions, lacking in some samples, or anything; Ray cannot combine blocks of two kinds
 Kind = Literal["fixed", "ragged", "optional", "object"]
 PLAIN = {"str": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "bytes": pa.binary()}
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def tensor_column(arrays: Any, kind: Kind, absent: Array | None = None) -> Any:
-    """Return the Arrow array of a column of tensors.
+    """Return the column of an array `[B, …]`, or of B arrays, None where a sample lacks the tensor.
 
-    Args:
-        arrays: An array `[B, …]`, or B arrays; None where a sample lacks the tensor.
-        kind: `"fixed"` for tensors of one shape, `"ragged"` for tensors of one number of dimensions, `"optional"` for those
-            that some samples lack, `"object"` for any. Ray cannot combine blocks whose kinds of a column differ.
-        absent: Empty array of the dtype and number of dimensions of optional tensors.
-
-    Memory: aliases an array `[B, …]`; copies a list.
+    `absent` is an empty array of the dtype and number of dimensions of optional tensors.
     """
     if kind == "fixed":
         return ArrowTensorArray.from_numpy(arrays if isinstance(arrays, np.ndarray) else np.stack(arrays))
@@ -43,8 +38,8 @@ def tensor_column(arrays: Any, kind: Kind, absent: Array | None = None) -> Any:
 
 
 def object_column(values: Sequence[Any]) -> Any:
-    """Return a column of Python objects, each pickled, where None is a null; Ray itself would pickle None, too."""
     kind = ArrowPythonObjectType()
+    # Ray itself would pickle None, too
     pickled = [None if value is None else pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
     return kind.wrap_array(pa.array(pickled, kind.storage_type))
 
@@ -69,7 +64,7 @@ def _is_text(value: str) -> bool:
 
 
 def value_column(values: Sequence[Any], declared: str = "") -> Any:
-    """Return a column of small values, None for nulls; `declared` is its kind in other blocks, "" if that is not known."""
+    """Return a column of small values; `declared` is its kind in other blocks, if known."""
     kind = value_kind(values) or declared
     if "object" in (kind, declared):
         return object_column(values)
@@ -77,11 +72,7 @@ def value_column(values: Sequence[Any], declared: str = "") -> Any:
 
 
 def values_by_column(batch: Any) -> dict[str, Sequence[Any]]:
-    """Return the values of each column of a block or batch: an Arrow table, a data frame, or a dict of columns.
-
-    Raises:
-        TypeError: The batch is none of those.
-    """
+    """Return the values of each column of a table, data frame, or dict of columns."""
     if isinstance(batch, pa.Table):
         return {name: column_values(batch.column(at)) for at, name in enumerate(batch.column_names)}
     if isinstance(batch, Mapping):
@@ -92,13 +83,7 @@ def values_by_column(batch: Any) -> dict[str, Sequence[Any]]:
 
 
 def column_values(column: Any) -> Any:
-    """Return the values of a column, one for each row: an array `[B, …]` of numbers, or else a list.
-
-    Args:
-        column: An Arrow array, a series of pandas, an array of numpy, or a sequence.
-
-    Memory: arrays alias the column if Arrow holds it in one piece.
-    """
+    """Return the values of a column of any format: an array `[B, …]` of numbers, or a list."""
     if isinstance(column, (pa.Array, pa.ChunkedArray)):
         return _arrow_values(column)
     if hasattr(column, "to_numpy") and hasattr(column, "iloc") and isinstance(column.dtype, np.dtype):

@@ -22,12 +22,15 @@ import xxhash
 from wds_tensorcache.errors import InvalidKeyError, list_names
 from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.fingerprint import check_same
-from wds_tensorcache.shards.manifest import MANIFEST, Manifest, change_manifest
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
+from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest
 from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.locks import Flock, is_held
 from wds_tensorcache.storage.urls import shown
-from wds_tensorcache.writing.whole_shards import Shards, delete_shards, list_shards, load_shards
+from wds_tensorcache.writing.resume import load_finished
 
+Shards = dict[str, tuple[ShardEntry, ShardIndex]]  # by name
 Mode = Literal["create", "append", "overwrite", "build"]
 # files of shards, and the lock on their pattern; the groups are the shard without `.tar`, and number and id of the write
 _PART = re.compile(r"\.?(part-([0-9]{3,})-[0-9]{6,}-([0-9a-f]{8})[0-9a-f]{6}-(?:[0-9]{6,}|%06d))\..*", re.DOTALL)
@@ -60,29 +63,34 @@ def _marker(write: str) -> str:
 
 
 def is_running(job: WriteJob) -> bool:
-    """Return whether the marker of a write exists."""
     return folder_of(job.folder).read(_marker(job.id)) is not None
 
 
 def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:
-    """Return, by id of each other write with a marker, whether it may be running."""
+    """Return the ids of other writes that have a marker, and whether they may be running."""
     ids = {match[1]: name for name in folder.names() if (match := _MARKER.fullmatch(name)) and match[1] != job.id}
     return {write: folder.is_remote or is_held(folder.locate(name)) for write, name in ids.items()}
 
 
+def load_shards(folder: Folder, names: Iterable[str]) -> Shards:
+    paths = {folder.locate(name): name for name in names}
+    finished = load_finished(dict.fromkeys(paths, (None, None)))
+    return {paths[path]: (finished.entry(path), index) for path, index in finished.indexes.items()}
+
+
+def _list(manifest: Manifest, shards: Shards) -> None:
+    for entry, index in shards.values():
+        manifest.add(entry, index)
+
+
+def delete_shards(folder: Folder, names: Iterable[str]) -> None:
+    """Delete shards and their indexes, as far as they exist."""
+    folder.delete([file for name in names for file in (name, dali_index_path(name), sidecar_path(name))])
+
+
 @contextlib.contextmanager
 def writing(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
-    """Prepare a folder for a write, and remove at the end what is not listed in the manifest.
-
-    An empty manifest hides the shards of the write from readers until it is complete. With mode `"build"`, finished shards of
-    this write, and those that killed builds have left, are listed in any case, also if the `with` block raises.
-
-    Raises:
-        FileExistsError: With mode `"create"`, the folder contains shards, or another write is in progress or was killed; with
-            `"overwrite"` or `"build"`, another write is in progress.
-        StaleCacheError: With mode `"build"`, a shard has another fingerprint.
-        FormatError: A shard that the folder contains is damaged.
-    """
+    """Prepare a folder for a write, and remove at the end what the manifest does not list."""
     folder = folder_of(path)
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]
@@ -95,6 +103,7 @@ def writing(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iter
         lock = Flock(folder.locate(_marker(job.id)), os.O_RDWR | os.O_CREAT | os.O_EXCL, wait_s=60)
     try:
         try:
+            # an empty manifest hides the shards from readers until the write is complete
             change_manifest(folder, lambda manifest: _prepare(folder, job, manifest))
         except BaseException:
             folder.delete([_marker(job.id)])
@@ -109,7 +118,7 @@ def writing(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iter
 
 
 def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """Check that a write may begin, and list shards that the folder contains but does not list."""
+    """Check that a write may begin, and list unlisted shards that stay."""
     writes, names, mode = _other_writes(folder, job), folder.names(), job.mode
     shards = shard_names(names)
     in_progress = [write for write in writes if writes[write] or mode == "create"]
@@ -122,7 +131,7 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
         raise FileExistsError(f"{shown(job.folder)} contains {len(shards)} shards; {remedy}")
     if mode == "append" and MANIFEST not in names:
         # shards of a killed write may be doubles
-        list_shards(manifest, load_shards(folder, [name for name in shards if not _PART.fullmatch(name)]))
+        _list(manifest, load_shards(folder, [name for name in shards if not _PART.fullmatch(name)]))
     if mode == "build":
         _adopt(folder, job, manifest)
     if mode in ("overwrite", "build"):
@@ -130,14 +139,7 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
 
 
 def commit(job: WriteJob, names: Sequence[str]) -> None:
-    """List the shards of a write in the manifest, in one change; with mode `"overwrite"`, then delete all other shards.
-
-    Raises:
-        InvalidKeyError: Two samples have one key. Nothing is listed.
-        FileExistsError: With mode `"create"`, another write has finished in the folder meanwhile. Nothing is listed.
-        FormatError: A shard is damaged.
-        FileNotFoundError: A shard has vanished.
-    """
+    """List the shards of a write in one change, unless a key occurs twice; an overwrite then deletes all others."""
     folder = folder_of(job.folder)
     shards = load_shards(folder, names)
     _check_unique(job, shards)
@@ -152,7 +154,7 @@ def commit(job: WriteJob, names: Sequence[str]) -> None:
             raise FileExistsError(f"{problem}; write to another folder, or pass append=True")
         if others and shards:
             _check_unique(job, {**load_shards(folder, others), **shards})
-        list_shards(manifest, shards)
+        _list(manifest, shards)
 
     change_manifest(folder, change)
     if job.mode == "overwrite":
@@ -160,7 +162,7 @@ def commit(job: WriteJob, names: Sequence[str]) -> None:
 
 
 def key_digests(keys: Iterable[str]) -> np.ndarray[Any, Any]:
-    """Return hashes of keys, uint64 `[N, 2]`."""
+    """Hash keys to uint64 `[N, 2]`."""
     hashes = (xxhash.xxh3_128_digest(key.encode("utf-8", "surrogatepass")) for key in keys)
     return np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 2)
 
@@ -180,7 +182,7 @@ def _check_unique(job: WriteJob, shards: Shards) -> None:
 
 
 def _end(folder: Folder, job: WriteJob) -> None:
-    """Remove the marker and the shards that are not listed; if the folder then has no shards, also its empty manifest."""
+    """Remove the marker, unlisted shards, and the manifest of a folder without shards."""
     # first the marker, so that a late task finds that the write has ended
     folder.delete([_marker(job.id)])
     if job.mode == "build":
@@ -201,23 +203,17 @@ def _end(folder: Folder, job: WriteJob) -> None:
 
 
 def _adopt(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """List the finished shards of killed and failed builds, as long as no key occurs twice.
-
-    Two attempts of one task may both have finished shards, with the same keys in other combinations. Shards with more samples
-    come first. A shard with a key that is already there is left out, so its other samples are computed again.
-
-    Raises:
-        StaleCacheError: A shard has another fingerprint.
-        FormatError: A shard is damaged.
-    """
+    """List the finished shards of killed and failed builds, as long as no key occurs twice."""
     unlisted = [name for name in shard_names(folder.names()) if name not in manifest.entries]
     shards = load_shards(folder, (*manifest.entries, *unlisted))
     for name, (_, index) in shards.items():
         fingerprint = index.fingerprint if index.fingerprint is not None else manifest.fingerprint(name)
         check_same(f"{shown(job.folder)}/{name}", fingerprint, job.options["fingerprint"])
+    # Two attempts of one task may both have finished shards, with the same keys in other combinations. Shards with more samples
+    # come first. A shard with a key that is already there is left out, so its other samples are computed again.
     keys = {key for name in manifest.entries for key in shards[name][1].keys}
     for name in sorted(unlisted, key=lambda name: (-len(shards[name][1].keys), name)):
         new = list(shards[name][1].keys)
         if keys.isdisjoint(new):
-            list_shards(manifest, {name: shards[name]})
+            _list(manifest, {name: shards[name]})
             keys.update(new)

@@ -68,13 +68,13 @@ class Plan:
         return "ragged" if any(isinstance(size, tuple) for size in tensor.shape) else "fixed"
 
     def absent(self, name: str) -> Array:
-        """Return the empty array that an optional column has in place of a tensor that a sample lacks."""
+        """Return the empty array in an optional column where a sample lacks the tensor."""
         tensor: Any = self.schema[name]
         carrier = arrow_carrier(tensor.dtype)
         return np.empty(((0,) * len(tensor.shape)) + carrier.inner, carrier.dtype)
 
     def with_value_kinds(self, cache: Cache[Any], numbers: Array) -> Plan:
-        """Return a plan that has the kinds of the columns of small values, from those of the samples at `numbers`."""
+        """Return the plan with kinds for the columns of the small values of these samples."""
         request = cache._request_chosen(numbers, self.randomness)
         values: dict[str, list[Any]] = {}
         for i in range(len(numbers)):
@@ -127,7 +127,7 @@ class CacheDatasource(Datasource):  # type: ignore[misc]
 
 
 def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
-    """Return at most `count` ranges of samples, `[begin, end)`, with about equal bytes; none of them is empty."""
+    """Cut samples into at most `count` ranges of about equal bytes, none of them empty."""
     # each sample counts as a few bytes more, so that samples without tensors are spread, too
     ends = np.cumsum(nbytes + 64)
     cuts = np.searchsorted(ends - (nbytes + 64) / 2, ends[-1] * np.arange(1, max(count, 1)) / max(count, 1))
@@ -137,7 +137,7 @@ def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Read:
-    """A read task: yields tables of the samples from `begin` on, in blocks of about 32 MiB, but of at least one sample."""
+    """A read task: yields the samples from `begin` on in tables of about 32 MiB."""
 
     reference: Any
     begin: int
@@ -157,7 +157,7 @@ class _Read:
 
 
 def _open_once(reference: Any) -> Cache[Any]:
-    """Return the cache of this process: tasks in one process share its files and indexes."""
+    """Return the cache of this process, whose tasks share its files and indexes."""
     name = reference.hex()
     cache = _caches.get(name)
     if cache is None:
@@ -169,10 +169,7 @@ def _open_once(reference: Any) -> Cache[Any]:
 
 
 def read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None = None) -> Any:
-    """Return the table of the samples at `numbers`, with only these columns, if they are given.
-
-    Cost: one batch of ranged reads for the tensors, and one read for each skeleton and each member.
-    """
+    """Return the rows of the samples at `numbers`, with all columns or only these."""
     request = cache._request_chosen(numbers, plan.randomness)
     keys = [request.key(i) for i in range(len(numbers))]
     suffixes = {MEMBER + suffix: suffix for suffix in plan.members if columns is None or MEMBER + suffix in columns}
@@ -200,7 +197,7 @@ def read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[
 
 
 def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
-    """Return the tensor that was read for a lazy one of sample `i`."""
+    """Return the tensor of sample `i` that was read in place of a lazy one."""
     batch = tensors.get(lazy.name)
     if batch is None or (isinstance(batch, list) and batch[i] is None):
         return lazy
@@ -224,7 +221,7 @@ def _carry(value: Any) -> Array | None:
 
 
 def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) -> dict[str, Any]:
-    """Return the columns of the samples' small values and of their marks; a tensor has its column before a value."""
+    """Return the columns of small values, unless a tensor has that name, and of marks."""
     rows = [describe_sample(sample, has_values=plan.has_values) for sample in samples]
     names = dict.fromkeys((*plan.value_kinds, *chain.from_iterable(values for _, values, _ in rows)))
     table = {
@@ -243,7 +240,7 @@ def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) ->
 
 
 def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> dict[str, Any]:
-    """Return tensors by name: a batch `[B, …]`, or B tensors with None where a sample lacks the tensor."""
+    """Return batches `[B, …]`, or B tensors, None where a sample lacks the tensor."""
     tensors: dict[str, Any] = {}
     regular = [name for name in names if not isinstance(plan.schema[name].dtype, tuple)]
     if regular:
@@ -259,6 +256,5 @@ def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan:
 
 
 def _request(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> Any:
-    """Return the request for the tensors `names` of samples."""
     request = cache._request_chosen(numbers, plan.randomness)
     return request if len(names) == len(plan.schema) else request.keeping(tuple(names))

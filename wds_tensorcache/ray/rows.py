@@ -92,10 +92,7 @@ def marks_of(columns: dict[str, Sequence[Any]]) -> Sequence[Mark | None]:
 
 
 def describe_sample(sample: Any, *, has_values: bool) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Return the lazy tensors and the small values of a sample by column, and whether they are all of it.
-
-    Values in dicts under keys that are neither text nor an int have no column, nor have values that are named like a tensor.
-    """
+    """Return the lazy tensors and small values of a sample by column, and whether they are all of it."""
     tensors, values = flatten(sample), dict[str, Any]()
 
     def note(path: tuple[Any, ...]) -> None:
@@ -114,7 +111,7 @@ def describe_sample(sample: Any, *, has_values: bool) -> tuple[dict[str, Any], d
 
 
 def _is_nested(value: Any, has_values: bool, seen: set[int]) -> bool:
-    """Return whether nested dicts at the dots of the columns' names are a sample, in which no object occurs twice."""
+    """Return whether a sample is nested dicts of columns, with no object in two places."""
     if type(value) is not dict and not isinstance(value, Lazy):
         return has_values and value_kind([value]) in PLAIN
     # an empty dict inside the sample has no column
@@ -128,7 +125,7 @@ def _is_nested(value: Any, has_values: bool, seen: set[int]) -> bool:
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a value stands for a null in a batch: an empty tensor of numpy, or NaN in place of a number."""
+    """Return whether a value may stand for a null in a batch of numpy or pandas."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and not value.size
     return value is None or (isinstance(value, (float, np.floating)) and bool(value != value))
@@ -151,9 +148,9 @@ def own_values(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -
 
 
 def as_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return a value of a column for a sample: a tensor or array of `dtype`, a tensor of any other array, or Python's numbers.
+    """Return a value of a column as a tensor or array of `dtype`, a tensor, or Python's number.
 
-    Memory: may alias `value`, also read-only memory of Ray. Hazard: never write into the result.
+    Hazard: it may alias read-only memory of Ray; never write into it.
     """
     if value is None:
         return None
@@ -184,13 +181,7 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
 
 
 def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] = ()) -> Any:
-    """Return the nested sample of a row: a dict nested at the dots of the columns' names, or an exact one, plus new columns.
-
-    Raises:
-        FormatError: The members of an exact row are damaged.
-        EncodeError: Columns are not all of the sample, or a column has no place in it.
-        UnsafeSkeletonError: The sample contains a class that is not in `allow`.
-    """
+    """Return the nested sample of a row; raise EncodeError if its columns are not all of it."""
     sample: Any = {}
     if row.get(SKELETON) is not None:
         sample = decode_sample(row[SKELETON], row[TENSORS], allow=allow)
@@ -220,7 +211,7 @@ def _insert(sample: Any, name: str, value: Any) -> Any:
 def exact_columns(
     keys: Sequence[str], samples: Iterable[Any], marks: Iterable[Mark], allow: Iterable[type] = ()
 ) -> dict[str, Any]:
-    """Return the columns of exact rows but for the key; raise EncodeError for a value that cannot be stored."""
+    """Return the columns of exact rows but for the key."""
     allow = tuple(allow)
     members = []
     for key, sample in zip(keys, samples, strict=True):
@@ -242,7 +233,6 @@ def key_column(columns: Mapping[str, Sequence[Any]], key: str) -> Sequence[Any]:
 
 
 def as_key(key: Any, column: str) -> str:
-    """Return a value of the key column as text; raise InvalidKeyError if it is neither text nor an integer."""
     if isinstance(key, str):
         return str(key)
     if isinstance(key, (int, np.integer)) and not isinstance(key, (bool, np.bool_)):
@@ -255,16 +245,7 @@ def as_key(key: Any, column: str) -> str:
 def samples_of_block(
     block: Any, key: str, has_fingerprint: bool, allow: Iterable[type] = ()
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield key, sample and members of each row of a block; tensors may alias the block, so never write into them.
-
-    Args:
-        has_fingerprint: True if the samples get a fingerprint, also an empty one.
-
-    Raises:
-        KeyError: The block has rows, but no column `key`.
-        InvalidKeyError: A key is neither text nor an integer.
-        StaleCacheError: A sample comes from a cache with a fingerprint, and gets none.
-    """
+    """Yield key, sample and members of each row; without a fingerprint, refuse rows of caches that have one."""
     columns = values_by_column(block)
     marks = marks_of(columns)
     keys = key_column(columns, key) if marks else ()

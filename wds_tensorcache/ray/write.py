@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ray.data import Datasink
 
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.ray.commit import Mode, WriteJob, commit, is_running, writing
+from wds_tensorcache.ray.commit import Mode, WriteJob, commit, delete_shards, is_running, writing
 from wds_tensorcache.ray.rows import KEY, samples_of_block
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
@@ -23,7 +23,6 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.urls import is_url, join_url, shown
 from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.whole_shards import delete_shards, write_shards
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
 _OWN = ("pattern", "manifest", "footer", "overwrite", "resume", "allow", "fingerprint", "max_samples")
@@ -111,7 +110,7 @@ def write_ray(
 
 
 def checked_folder(out: str | os.PathLike[str]) -> str:
-    """Return the path or url of a folder; raise ValueError if it cannot contain shards."""
+    """Return the path or url of a folder that can contain shards."""
     path = os.fsdecode(out)
     path = (path.rstrip("/") or path) if is_url(path) else os.path.abspath(path)
     ShardPattern(_in_folder(path, "%06d.tar"))
@@ -130,13 +129,7 @@ def open_written(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterab
 
 
 class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
-    """A datasink that writes shards into the folder of a job.
-
-    Attributes:
-        names: Names of the shards of all tasks that succeeded, on the driver, after the write.
-
-    Threads/fork/pickle: tasks get a copy, which only refers to the job.
-    """
+    """A datasink whose tasks write shards; `names` are those of the tasks that succeeded, on the driver, after the write."""
 
     def __init__(self, job: WriteJob, min_samples: int | None) -> None:
         self._job, self._min_samples = job, min_samples
@@ -158,34 +151,33 @@ class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
 
 
 def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> list[str]:
-    """Write the samples of blocks into new shards, and return their names.
-
-    Raises:
-        KeyError: A block has no column of keys.
-        InvalidKeyError, EncodeError, StaleCacheError: A sample cannot be written.
-        RuntimeError: The driver has ended the write.
-    """
-
-    def samples() -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-        for block in blocks:
-            yield from samples_of_block(block, job.key, job.options["fingerprint"] is not None, job.options["allow"])
-            _check_running(job)
-
+    """Write blocks into new shards that no manifest lists, and return their names."""
     _check_running(job)
     # Two attempts of one task may run at the same time, when a node is slow or cut off. Random digits separate their names.
     name = f"part-{job.number:03d}-{task:06d}-{job.id}{secrets.token_hex(3)}-%06d.tar"
-    names = write_shards(_in_folder(job.folder, name), samples(), keeps_finished=job.mode == "build", **job.options)
+    sink = ShardWriter(_in_folder(job.folder, name), manifest=False, **job.options)
     try:
+        with sink:
+            for block in blocks:
+                for key, sample, members in samples_of_block(
+                    block, job.key, job.options["fingerprint"] is not None, job.options["allow"]
+                ):
+                    sink.write(key, sample, **members)
+                _check_running(job)
         _check_running(job)
-    except RuntimeError:
-        if job.mode != "build":
-            delete_shards(folder_of(job.folder), names)
+    except BaseException:
+        if job.mode != "build":  # the driver, or the next build, takes the finished ones
+            delete_shards(sink._folder, _names(sink))
         raise
-    return names
+    return _names(sink)
+
+
+def _names(sink: ShardWriter) -> list[str]:
+    return [sink._pattern.shard_name(number) for number in range(sink._number)]
 
 
 def _check_running(job: WriteJob) -> None:
-    """Raise RuntimeError if the driver has ended a write, so that a late task leaves nothing."""
+    # a late task leaves nothing
     if not is_running(job):
         problem = "the write has ended, or this node sees another folder of this name"
         raise RuntimeError(f"{shown(job.folder)}: {problem}; share the folder between all nodes")
