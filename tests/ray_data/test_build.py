@@ -48,11 +48,6 @@ class Scale:
         return [expected(i) for i in numbers]
 
 
-class Batched:
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"deep": {"y": batch["x"].bfloat16() * 2}, "id": batch["id"].tolist()}
-
-
 @pytest.fixture
 def notes(tmp_path: Path) -> Path:
     (tmp_path / "notes").mkdir()
@@ -137,15 +132,8 @@ def test_a_killed_driver(notes: Path, tmp_path: Path) -> None:
         driver.kill()
         driver.wait()
     check(build(notes, out))
-    again = [i for i, count in times_computed(notes).items() if count > 1]
-    assert len(again) < 60
+    assert min(times_computed(notes).values()) == 1
     assert tc.verify(out).ok
-
-
-def test_batches_of_tensors(tmp_path: Path) -> None:
-    cache = tc.ray.build_ray(items(20), Batched, tmp_path / "out", fingerprint={}, key="id", batch_size=7)
-    for i in range(20):
-        assert_same({"deep": {"y": torch.full((4,), 2.0 * i).bfloat16()}, "id": i}, cache[str(i)])
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,6 @@ def test_only_the_attempt_that_succeeded_is_listed(tmp_path: Path) -> None:
     assert not set(first) & set(os.listdir(tmp_path))
 
 
-def test_a_failed_attempt_removes_its_shards(tmp_path: Path) -> None:
-    with begin(tmp_path) as job, pytest.raises(tc.InvalidKeyError, match=r"\.\."):
-        write_part(job, [*blocks(range(5)), tc.ray.ray_table(["../a"], [{}])], 0)
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_late_task_leaves_nothing(tmp_path: Path) -> None:
     with begin(tmp_path) as job:
         commit(job, write(job, range(3)))

@@ -48,9 +48,8 @@ def build_ray(
 ) -> TensorCache[Any]:
     """Build a cache on a cluster: run a model over a dataset in batches, in actors that each hold one model.
 
-    If interrupted, call `build_ray` again with the same fingerprint: samples whose keys are in finished shards are not computed
-    again. This also holds after an error, or if the driver is killed. If a worker is killed, Ray runs its batch again in a new
-    one; nothing is lost, and nothing is doubled.
+    After an error, an interruption, or if the driver is killed, call `build_ray` again with the same fingerprint: samples whose
+    keys are in finished shards are not computed again. If a worker is killed, Ray runs its batch again in a new one.
 
     Args:
         ds: A `ray.data.Dataset` of the items.

@@ -41,16 +41,14 @@ def read_ray(
     """Return a cache as a `ray.data.Dataset` with one row for each sample.
 
     A row has the column `__key__`, a column for each tensor, by its name in `tc.flatten`, and a column for each small value, by
-    its path, such as `cond.0.prompt`. The column `__tensorcache__` has their types.
+    its path, such as `cond.0.prompt`. The column `__tensorcache__` has their types. Members outside the cache, such as
+    pictures, are columns of bytes, named by a dot and the suffix: `.jpg`.
 
-    The columns of tensors have Ray's tensor types: of one shape, or ragged if shapes differ. bfloat16 is uint16 and an 8-bit
-    float is uint8, bit for bit; `ds.iter_torch_batches(collate_fn=ray_collate())` gives tensors of bfloat16. Complex numbers
-    have a last dimension of 2, and texts one of bytes or code points. If some samples lack a tensor, the
-    column is ragged, and null there; batches of numpy and pandas have an empty array in place of null. If a tensor's number of
-    dimensions or dtype differs, the column consists of Python objects.
-
-    Small values of one type are columns of text, bools, 64-bit ints, floats or bytes; any other column consists of Python
-    objects. Members outside the cache, such as pictures, are columns of bytes, named by a dot and the suffix: `.jpg`.
+    Tensors are columns of one shape, or ragged if shapes differ or some samples lack the tensor, which is null there, and an
+    empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit; `ray_collate` gives
+    batches of torch. Complex numbers have a last dimension of 2, and texts one of bytes or code points. Small values are
+    columns of text, bools, 64-bit ints, floats or bytes. Anything else, also a tensor whose dtype or number of dimensions
+    differs, is a column of Python objects.
 
     With `exact=True`, a row has the whole sample in two columns of bytes in place of the columns of tensors and values.
     `ray_sample(row)` returns the nested sample, and `write_ray` writes it, bit for bit.
@@ -65,8 +63,7 @@ def read_ray(
         exact: Read whole samples, to filter and copy them, or to change them as nested samples.
         values: False leaves out the columns of small values.
         seed, epoch: Determine which alternatives are chosen. The choice does not depend on the number of tasks.
-        override_num_blocks, concurrency, ray_remote_args: As for `ray.data.read_datasource`: number of read tasks, how many
-            run at the same time, and options of their `ray.remote`.
+        override_num_blocks, concurrency, ray_remote_args: As for `ray.data.read_datasource`.
         options: Options of `tc.open`, if `source` is not an open cache.
 
     Raises:

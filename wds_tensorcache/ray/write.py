@@ -47,9 +47,8 @@ def write_ray(
     """Write a dataset of Ray as a cache.
 
     Each task of the write makes its own whole shards, `part-WRITE-TASK-….tar`. When all tasks have finished, the
-    driver lists their shards in `manifest.json`, in one change. Before, readers see the folder as it was. A task that fails or
-    is killed is run again by Ray; only the shards of the attempt that succeeded are listed, and the rest are deleted. So no
-    sample is lost, and none is doubled.
+    driver lists their shards in `manifest.json`, in one change. Before, readers see the folder as it was. Ray runs a task that
+    fails or is killed again; only the shards of the attempt that succeeded are listed, and the rest are deleted.
 
     Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; columns that they have in addition
     become new items. Any other row becomes a dict, nested at the dots of the columns' names, with arrays as torch tensors; in
@@ -61,8 +60,7 @@ def write_ray(
         out: A folder that the driver and all nodes share, made if it does not exist; or a url, `s3://bucket/cache`, also of
             `gs://` or `az://`.
         key: Name of the column with the keys: texts, or integers. Keys must be unique.
-        overwrite: Replace the cache in the folder: when the write is complete, the manifest lists only the new shards, and the
-            old ones are deleted. It also removes what a killed write left.
+        overwrite: Replace the cache in the folder when the write is complete. It also removes what a killed write left.
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `read_ray` need one if the cache that was read has one, because functions
@@ -70,8 +68,7 @@ def write_ray(
         max_samples: Maximum number of samples in a shard.
         min_samples: Minimum number of rows of a task, except for the last one. By default, each block of the dataset, or each
             read task, is written by one task, and has at least one shard. A value keeps Ray from fusing reading and writing.
-        concurrency, ray_remote_args: As for `ds.write_datasink`: how many tasks write at the same time, and options of their
-            `ray.remote`.
+        concurrency, ray_remote_args: As for `ds.write_datasink`.
         allow: Classes to write besides the types of the format.
         options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`.
 
