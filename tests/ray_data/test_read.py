@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,12 @@ def test_views_and_options(every_kind_cache: Path, tmp_path: Path) -> None:
         tc.ray.read_ray(every_kind_cache, no_option=1)
     with pytest.raises(KeyError, match="latnet"):
         tc.ray.read_ray(every_kind_cache, "latnet")
+
+
+def test_ray_is_missing() -> None:
+    script = "import sys; sys.modules['ray'] = None; import wds_tensorcache as tc; tc.ray"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "pip install 'wds-tensorcache[ray]'" in result.stderr.splitlines()[-1]
 
 
 def test_tasks_have_about_equal_bytes(write_cache: Callable[..., Path]) -> None:

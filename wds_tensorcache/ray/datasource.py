@@ -78,7 +78,7 @@ class Plan:
         request = cache._request_chosen(numbers, self.randomness)
         values: dict[str, list[Any]] = {}
         for i in range(len(numbers)):
-            for name, value in describe_sample(request.sample(i), has_values=True)[1].items():
+            for name, value in describe_sample(request.sample(i))[1].items():
                 values.setdefault(name, []).append(value)
         return dataclasses.replace(self, value_kinds={name: value_kind(values[name]) for name in values})
 
@@ -159,13 +159,12 @@ class _Read:
 def _open_once(reference: Any) -> Cache[Any]:
     """Return the cache of this process, whose tasks share its files and indexes."""
     name = reference.hex()
-    cache = _caches.get(name)
-    if cache is None:
-        cache = _caches[name] = ray.get(reference)
+    if name not in _caches:
+        _caches[name] = ray.get(reference)
         while len(_caches) > _MAX_CACHES:
             _caches.popitem(last=False)
     _caches.move_to_end(name)
-    return cache
+    return _caches[name]
 
 
 def read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None = None) -> Any:
@@ -222,19 +221,19 @@ def _carry(value: Any) -> Array | None:
 
 def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) -> dict[str, Any]:
     """Return the columns of small values, unless a tensor has that name, and of marks."""
-    rows = [describe_sample(sample, has_values=plan.has_values) for sample in samples]
+    rows = list(map(describe_sample, samples))
     names = dict.fromkeys((*plan.value_kinds, *chain.from_iterable(values for _, values, _ in rows)))
     table = {
         name: value_column([values.get(name) for _, values, _ in rows], plan.value_kinds.get(name, ""))
         for name in names
-        if name not in plan.schema
+        if plan.has_values and name not in plan.schema
     }
     texts = []
     for mark, (tensors, values, is_whole) in zip(marks, rows, strict=True):
         kinds: dict[str, Any] = dict.fromkeys((*plan.schema, *names))
         kinds |= {name: value_kind([value]) or "object" for name, value in values.items()}
         kinds |= {name: tensor.dtype for name, tensor in tensors.items()}
-        is_whole = is_whole and plan.schema.keys().isdisjoint(values)
+        is_whole = is_whole and values.keys() <= table.keys()
         texts.append(dataclasses.replace(mark, columns=kinds, is_whole=is_whole).encode())
     return {**table, MARK: pa.array(texts, pa.string())}
 

@@ -91,7 +91,7 @@ def marks_of(columns: dict[str, Sequence[Any]]) -> Sequence[Mark | None]:
     return [None if text is None else parse_mark(str(text)) for text in texts]
 
 
-def describe_sample(sample: Any, *, has_values: bool) -> tuple[dict[str, Any], dict[str, Any], bool]:
+def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
     """Return the lazy tensors and small values of a sample by column, and whether they are all of it."""
     tensors, values = flatten(sample), dict[str, Any]()
 
@@ -106,21 +106,20 @@ def describe_sample(sample: Any, *, has_values: bool) -> tuple[dict[str, Any], d
     map_leaves(sample, lambda lazy: None, note)
     for name in (*tensors, *RESERVED):
         values.pop(name, None)
-    is_whole = type(sample) is dict and RESERVED.isdisjoint(sample) and _is_nested(sample, has_values, set())
-    return tensors, values if has_values else {}, is_whole
+    is_whole = type(sample) is dict and RESERVED.isdisjoint(sample) and _is_nested(sample, set())
+    return tensors, values, is_whole
 
 
-def _is_nested(value: Any, has_values: bool, seen: set[int]) -> bool:
+def _is_nested(value: Any, seen: set[int]) -> bool:
     """Return whether a sample is nested dicts of columns, with no object in two places."""
     if type(value) is not dict and not isinstance(value, Lazy):
-        return has_values and value_kind([value]) in PLAIN
+        return value_kind([value]) in PLAIN
     # an empty dict inside the sample has no column
     if id(value) in seen or (type(value) is dict and seen and not value):
         return False
     seen.add(id(value))
     return isinstance(value, Lazy) or all(
-        type(key) is str and unquote(component(key, 0)) == key and _is_nested(item, has_values, seen)
-        for key, item in value.items()
+        type(key) is str and unquote(component(key, 0)) == key and _is_nested(item, seen) for key, item in value.items()
     )
 
 
