@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,11 @@ DICTS = st.dictionaries(
 @example(first={"a": torch.ones(2)}, second={"a": "text", "b": 5}, batch_format="numpy")
 @example(first={"a": torch.tensor(1.5)}, second={"b": {"c": float("nan")}}, batch_format="pandas")
 @example(first={"a": [torch.ones(2)], "b": (1, 2)}, second={}, batch_format="numpy")
+@example(
+    first={"dtypes": torch.ones(2), "ndims": torch.ones(2), "kinds": np.ones(2), "values": 1},
+    second={"dtypes": torch.ones(2).bfloat16(), "ndims": torch.ones(1, 2), "kinds": torch.ones(2), "values": "é"},
+    batch_format="pyarrow",
+)
 def test_columns_are_the_samples_or_refused(first: Any, second: Any, batch_format: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with tc.ShardWriter(f"{folder}/cache", fsync=False) as sink:
@@ -62,11 +69,8 @@ def test_columns_are_the_samples_or_refused(first: Any, second: Any, batch_forma
         (task,) = tc.ray.read_ray(f"{folder}/cache")._logical_plan.dag.datasource.get_read_tasks(1)
         (table,) = task()
         for row, sample in zip(rows_after(table, batch_format), (first, second), strict=True):
-            # a tensor and a value cannot share a column
-            is_sure = (
-                type(sample) is dict and is_nested(sample) and type(first) is dict and not first.keys() & second.keys()
-            )
-            with contextlib.nullcontext() if is_sure else contextlib.suppress(tc.EncodeError):
+            is_whole = type(sample) is type(first) is dict and is_nested(sample) and are_apart(first, second)
+            with contextlib.nullcontext() if is_whole else contextlib.suppress(tc.EncodeError):
                 assert_same(in_order(sample), in_order(tc.ray.ray_sample(row)))
 
 
@@ -75,6 +79,28 @@ def is_nested(sample: Any) -> bool:
     if type(sample) is dict:
         return all(type(key) is str and is_nested(item) for key, item in sample.items())
     return isinstance(sample, (torch.Tensor, np.ndarray, str, bytes, bool, int, float))
+
+
+def are_apart(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
+    """Return whether no tensor of one sample has the column of a value or dict of the other."""
+    tensors = [
+        {key for key in sample if isinstance(sample[key], (torch.Tensor, np.ndarray))} for sample in (first, second)
+    ]
+    shared = first.keys() & second.keys()
+    return shared & tensors[0] == shared & tensors[1] and not any(isinstance(first[key], dict) for key in shared)
+
+
+def test_columns_that_are_refused(write_cache: Callable[..., Path]) -> None:
+    folder = write_cache(lambda i: {"__key__": torch.ones(2)}, 1)
+    with pytest.raises(tc.EncodeError, match="'__key__'.*exact=True"):
+        tc.ray.read_ray(folder).take_all()
+    (row,) = tc.ray.read_ray(folder, exact=True).take_all()
+    assert_same({"__key__": torch.ones(2)}, tc.ray.ray_sample(row))
+    for name in ("__skeleton__", "__tensors__"):
+        with pytest.raises(TypeError, match="bytes"):
+            tc.ray.ray_sample({**row, name: None})
+    with pytest.raises(ValueError, match="2 keys for 1"):
+        tc.ray.ray_table(["a", "b"], [{}])
 
 
 @pytest.mark.parametrize(

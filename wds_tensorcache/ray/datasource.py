@@ -208,7 +208,7 @@ def _tensor_columns(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequ
     table = {}
     for name, tensors in _read_tensors(cache, numbers, names, plan).items():
         if name in RESERVED:
-            raise EncodeError(f"a tensor is called {name!r}, which is the name of another column; rename it")
+            raise EncodeError(f"a tensor is called {name!r}, the name of another column; read it with exact=True")
         arrays = list(map(_carry, tensors)) if isinstance(tensors, list) else _carry(tensors)
         kind = plan.kind(name)
         table[name] = tensor_column(arrays, kind, plan.absent(name) if kind == "optional" else None)

@@ -182,8 +182,9 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
 def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] = ()) -> Any:
     """Return the nested sample of a row; raise EncodeError if its columns are not all of it."""
     sample: Any = {}
-    if row.get(SKELETON) is not None:
-        sample = decode_sample(row[SKELETON], row[TENSORS], allow=allow)
+    members: tuple[Any, Any] = row.get(SKELETON), row.get(TENSORS)
+    if members != (None, None):
+        sample = decode_sample(*members, allow=allow)
     elif mark is not None and not mark.is_whole:
         remedy = "read_ray(…, exact=True) does; or return new samples with ray_table"
         raise EncodeError(f"columns do not have all of the sample, for example not its lists; {remedy}")
