@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,84 +36,51 @@ def cluster() -> Iterator[None]:
     import ray
 
     with warnings.catch_warnings():
+        # Ray leaves pipes and files of its processes to the garbage collector, and uses names that it has deprecated
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         ray.init(num_cpus=2, object_store_memory=200_000_000, **options)
         import ray.data
 
         ray.data.DataContext.get_current().enable_progress_bars = False
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
-class Noting:
-    """A function of blocks that changes nothing, and notes its process and each of its calls in a folder."""
-
-    def __init__(self, notes: Path) -> None:
-        self._notes = notes
-
-    def __call__(self, table: Any) -> Any:
-        with open(self._notes / f"{os.getpid()}", "a") as file:
-            file.write(f"{table.num_rows}\n")
-        time.sleep(_BLOCK_S)
-        return table
-
-
-class Killer(threading.Thread):
-    """A thread that waits for a worker's first note, and kills a worker that has noted something a moment later."""
-
-    def __init__(self, notes: Path, pause_s: float, chance: random.Random) -> None:
-        super().__init__()
-        self._notes, self._pause_s, self._chance = notes, pause_s, chance
-        self._is_over = threading.Event()
-
-    def run(self) -> None:
-        while not (pids := os.listdir(self._notes)) and not self._is_over.wait(0.001):
-            pass
-        if not self._is_over.wait(self._pause_s):
-            pids = os.listdir(self._notes)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(self._chance.choice(pids)), signal.SIGKILL)
-
-    def end(self) -> None:
-        self._is_over.set()
-        self.join()
-
-
-def _attempt(notes: Path, pause_s: float, chance: random.Random, run: Callable[[Noting], None]) -> bool:
-    """Run a dataset with a `Noting` while a worker is killed; return whether a block had to be made again."""
-    notes.mkdir()
-    killer = Killer(notes, pause_s, chance)
-    killer.start()
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
-        run(Noting(notes))
+        yield
     finally:
-        killer.end()
-    return sum(len(path.read_text().splitlines()) for path in notes.iterdir()) > _NUM_BLOCKS
+        ray.shutdown()
 
 
-def check_cache(folder: Path) -> None:
-    """Assert that a cache has each sample once, and that the folder has no other shard."""
-    with tc.open(folder) as cache:
-        assert sorted(cache.keys()) == [f"{i:04d}" for i in range(COUNT)]
-        for i in range(COUNT):
-            assert_same(sample(i), cache[f"{i:04d}"])
-        names = {name for name in os.listdir(folder) if name.endswith(".tar")}
-        assert len(names) == cache.num_shards
-        assert not any(name.startswith(".") for name in os.listdir(folder))
+def note(table: Any, notes: Path) -> Any:
+    """Return a block, and note this process in a folder, once for each of its blocks."""
+    with open(notes / f"{os.getpid()}", "a") as file:
+        file.write("x")
+    time.sleep(_BLOCK_S)
+    return table
 
 
-def check_rows(rows: list[dict[str, Any]]) -> None:
-    """Assert that a dataset has each sample once."""
-    assert sorted(row["__key__"] for row in rows) == [f"{i:04d}" for i in range(COUNT)]
-    for row in rows:
-        assert_same(sample(int(row["__key__"])), tc.ray.ray_sample(row))
+@contextlib.contextmanager
+def killer(notes: Path, pause_s: float, chance: random.Random) -> Iterator[None]:
+    """Wait for a worker's first note, and kill a worker that has noted something a moment later."""
+    is_over = threading.Event()
+
+    def kill() -> None:
+        while not os.listdir(notes) and not is_over.wait(0.001):
+            pass
+        if not is_over.wait(pause_s):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(chance.choice(os.listdir(notes))), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def write_and_read(folder: Path, rounds: int, seed: int) -> tuple[int, int]:
-    """Write and read all samples `rounds` times each; a worker that runs a task is killed each time.
+    """Write and read all samples `rounds` times each, while a worker that runs a task is killed; check that each is there once.
 
     Returns:
         The number of writes and of reads, perhaps more than `rounds`: a kill between two tasks, or after the last one, does not
@@ -128,29 +96,35 @@ def write_and_read(folder: Path, rounds: int, seed: int) -> tuple[int, int]:
         hits = 0
         while hits < rounds:
             counts[kind] += 1
-            place = folder / f"{kind}-{counts[kind]}"
-            place.mkdir()
-            pause_s = chance.uniform(0, _BLOCK_S * _NUM_BLOCKS / 2)
-
-            def write(noting: Noting, out: Path = place / "out") -> None:
-                dataset = tc.ray.read_ray(folder / "source", override_num_blocks=_NUM_BLOCKS)
-                tc.ray.write_ray(
-                    dataset.map_batches(noting, batch_format="pyarrow", batch_size=None), out, max_samples=50
-                )
-                check_cache(out)
-
-            def read(noting: Noting) -> None:
-                dataset = tc.ray.read_ray(folder / "source", override_num_blocks=_NUM_BLOCKS)
-                check_rows(dataset.map_batches(noting, batch_format="pyarrow", batch_size=None).take_all())
-
-            hits += _attempt(place / "notes", pause_s, chance, read if kind else write)
+            out, notes = folder / f"{kind}-{counts[kind]}", folder / f"notes-{kind}-{counts[kind]}"
+            notes.mkdir()
+            dataset = tc.ray.read_ray(folder / "source", exact=bool(hits % 2), override_num_blocks=_NUM_BLOCKS)
+            noting = dataset.map_batches(note, batch_format="pyarrow", batch_size=None, fn_args=(notes,))
+            with killer(notes, chance.uniform(0, _BLOCK_S * _NUM_BLOCKS / 2), chance):
+                samples = _read(noting) if kind else _write(noting, out)
+            assert sorted(key for key, _ in samples) == [f"{i:04d}" for i in range(COUNT)]
+            for key, value in samples:
+                assert_same(sample(int(key)), value)
+            # otherwise no block had to be made again
+            hits += sum(path.stat().st_size for path in notes.iterdir()) > _NUM_BLOCKS
     return counts[0], counts[1]
+
+
+def _write(dataset: Any, out: Path) -> list[tuple[str, Any]]:
+    with tc.ray.write_ray(dataset, out, max_samples=50) as cache:
+        assert len([name for name in os.listdir(out) if name.endswith(".tar")]) == cache.num_shards
+        assert not any(name.startswith(".") for name in os.listdir(out))
+        return [(key, tc.realize(cache[key])) for key in cache.keys()]  # noqa: SIM118
+
+
+def _read(dataset: Any) -> list[tuple[str, Any]]:
+    return [(row["__key__"], tc.ray.ray_sample(row)) for row in dataset.take_all()]
 
 
 if __name__ == "__main__":
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    with tempfile.TemporaryDirectory() as made, cluster():
-        writes, reads = write_and_read(Path(made), kills, seed=random.randrange(1 << 30))
+    with tempfile.TemporaryDirectory() as directory, cluster():
+        writes, reads = write_and_read(Path(directory), kills, seed=random.randrange(1 << 30))
     print(
         f"{kills} of {writes} writes and {kills} of {reads} reads of {COUNT} samples had a worker killed in a task: "
         "each sample was there once, bit for bit"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.ray_kills import cluster
 from tests.remote.conftest import _write_process, write_server  # noqa: F401
 from tests.remote.servers.write_server import WriteServer
 
@@ -21,30 +21,15 @@ pytest.importorskip("ray", reason="ray is missing: pip install 'wds-tensorcache[
 
 @pytest.fixture(scope="package")  # it ends before tests of other folders, which start one, too
 def _cluster(_write_process: WriteServer) -> Iterator[None]:  # noqa: F811
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in _write_process.environment.items():  # for the workers
             patch.setenv(name, value)
-        # Ray leaves pipes and files of its processes to the garbage collector, and uses names that it has deprecated
-        warnings.simplefilter("ignore")
-        ray.init(
-            num_cpus=2,
-            object_store_memory=200_000_000,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-        import ray.data
-
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-    yield
-    ray.shutdown()
+        with cluster():
+            yield
 
 
 @pytest.fixture(autouse=True)
-def cluster(_cluster: None) -> Iterator[None]:
+def _on_cluster(_cluster: None) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=ResourceWarning)
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="ray")
@@ -53,8 +38,13 @@ def cluster(_cluster: None) -> Iterator[None]:
 
 
 def by_key(dataset: Any) -> list[dict[str, Any]]:
-    """Return all rows of a dataset, in the order of their keys; Ray gives them in the order in which tasks end."""
+    """Return all rows in the order of their keys; Ray gives them in the order in which tasks end."""
     return sorted(dataset.take_all(), key=lambda row: row["__key__"])
+
+
+def in_order(sample: Any) -> Any:
+    """Return nested dicts with their keys in order: rows have the columns of tensors before others."""
+    return {key: in_order(sample[key]) for key in sorted(sample, key=repr)} if type(sample) is dict else sample
 
 
 def every_kind(i: int) -> dict[str, Any]:
@@ -99,13 +89,12 @@ def every_kind_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_cache(tmp_path: Path) -> Callable[..., Path]:
-    """Write samples by number into its own folder."""
+    """Write samples by number into a folder."""
 
-    def write(sample: Callable[[int], Any], count: int, name: str = "cache", **options: Any) -> Path:
-        folder = tmp_path / name
-        with tc.ShardWriter(folder, fsync=False, **options) as sink:
+    def write(sample: Callable[[int], Any], count: int, **options: Any) -> Path:
+        with tc.ShardWriter(tmp_path / "cache", fsync=False, **options) as sink:
             for i in range(count):
                 sink.write(f"{i:04d}", sample(i))
-        return folder
+        return tmp_path / "cache"
 
     return write

@@ -1,4 +1,12 @@
-"""Ray Data, as `tc.ray`: datasets read from caches, caches written from datasets, and caches built by actors on a cluster."""
+"""Ray Data, as `tc.ray`: datasets read from caches, caches written from datasets, and caches built by actors on a cluster.
+
+Without Ray, `tc.ray` raises ImportError.
+"""
+
+try:
+    import ray.data  # noqa: F401
+except ImportError as exc:
+    raise ImportError(f"Ray Data cannot be imported ({exc}): pip install 'wds-tensorcache[ray]'") from exc
 
 from wds_tensorcache.ray.batches import ray_collate, ray_from_torch, ray_sample, ray_table, ray_to_torch
 from wds_tensorcache.ray.build import build_ray

@@ -3,59 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
+from ray.data.collate_fn import ArrowBatchCollateFn
 
+from wds_tensorcache.codec.carriers import arrow_carrier
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.sample import decode_sample, encode_sample
-from wds_tensorcache.codec.tree import flatten, rebuild
-from wds_tensorcache.ray.need_ray import need_ray
-from wds_tensorcache.ray.rows.bits import to_bits
-from wds_tensorcache.ray.rows.restore import plain_sample, restore_sample
-from wds_tensorcache.ray.rows.structure import STRUCTURE, parse_structure
+from wds_tensorcache.codec.tree import rebuild
+from wds_tensorcache.ray.columns import column_values, values_by_column
+from wds_tensorcache.ray.rows import KEY, Mark, as_tensor, exact_columns, marks_of, own_values, sample_of
 from wds_tensorcache.shards.names import NamedKey
-
-if TYPE_CHECKING:
-    from wds_tensorcache.ray.rows.columns import Kind
 
 
 def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
-    """Return the nested sample of one row of a dataset that `read_ray` made.
+    """Return the nested sample of one row, for example of `ds.take(1)[0]`.
 
-    Tensors have their own dtypes again, for example bfloat16, and small values their own types. A tensor is left out if its
-    column is null or was dropped. Changed columns replace values of the sample, and new columns become new items of it. A row
-    of any other dataset becomes a dict, nested at the dots of the names of its columns. Columns of members, such as `.jpg`, are
-    left out.
+    A row of `read_ray(…, exact=True)` or `ray_table` becomes the sample as it was written; columns that it has in addition
+    become new items. Any other row becomes a dict, nested at the dots of the names of its columns, in which tensors of
+    `read_ray` have their own dtypes again, for example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
 
     Args:
         row: Values by column, as `ds.take`, `ds.iter_rows` and functions of `ds.map` have them.
         allow: Classes that samples may contain beyond those of the format.
 
     Raises:
-        ImportError: Ray is not installed.
-        FormatError: `read_ray` did not make the bytes in the column `__tensorcache__`.
-        EncodeError: Two columns have one place in the sample.
+        FormatError: `read_ray` did not make the text in the column `__tensorcache__`, or an exact sample is damaged.
+        EncodeError: Two columns have one place in the sample; or columns cannot show all of the sample, for example its lists,
+            so that it needs `read_ray(…, exact=True)`.
         UnsafeSkeletonError: The sample contains a class that is not in `allow`.
 
     Memory: tensors are newly allocated, on the CPU.
     """
-    need_ray()
-    from wds_tensorcache.ray.rows.columns import column_values
+    columns = {name: column_values([value]) for name, value in row.items()}
+    (mark,) = marks_of(columns) or [None]
+    values = {name: own_values(name, column, [mark])[0] for name, column in columns.items()}
 
-    row = {name: column_values([value])[0] for name, value in row.items()}
-    raw = row.get(STRUCTURE)
-    sample = plain_sample(row) if raw is None else restore_sample(parse_structure(raw), row, allow=allow)
-    return _owned(sample)
-
-
-def _owned(sample: Any) -> Any:
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Lazy):
             return leaf.load()
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
 
-    return rebuild(sample, copy)
+    return rebuild(sample_of(values, mark, allow), copy)
 
 
 def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
@@ -66,14 +57,19 @@ def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
 
     Args:
         dtypes: As for `ray_to_torch`.
-
-    Raises:
-        ImportError: Ray is not installed.
     """
-    need_ray()
-    from wds_tensorcache.ray.tasks.collate import TorchCollate
+    return _Collate(dtypes)
 
-    return TorchCollate(dtypes)
+
+class _Collate(ArrowBatchCollateFn):  # type: ignore[misc]
+    """Threads/fork/pickle: immutable, safe everywhere."""
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype] | None) -> None:
+        super().__init__()
+        self._dtypes = dict(dtypes or {})
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        return ray_to_torch(batch, dtypes=self._dtypes)
 
 
 def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Any]:
@@ -89,16 +85,30 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
         stay arrays of numpy. The column `__tensorcache__` is left out.
 
     Raises:
-        ImportError: Ray is not installed.
-        FormatError: `read_ray` did not make the bytes in the column `__tensorcache__`.
+        FormatError: `read_ray` did not make the text in the column `__tensorcache__`.
         TypeError: `batch` has none of these formats.
 
     Memory: tensors are newly allocated, on the CPU.
     """
-    need_ray()
-    from wds_tensorcache.ray.rows.torch_columns import to_torch
+    columns = values_by_column(batch)
+    marks = marks_of(columns)
+    tensors = {}
+    for name, values in columns.items():
+        dtype = (dtypes or {}).get(name)
+        types = [dtype or (None if mark is None else mark.columns.get(name)) for mark in marks]
+        tensors[name] = _torch_column(own_values(name, values, marks), types)
+    return tensors
 
-    return to_torch(batch, dtypes or {})
+
+def _torch_column(values: Sequence[Any], types: Sequence[Any]) -> Any:
+    if isinstance(values, np.ndarray) and len(set(types)) == 1:
+        return as_tensor(np.array(values), types[0])
+    items: list[Any] = [
+        as_tensor(np.array(value) if isinstance(value, np.ndarray) else value, dtype)
+        for value, dtype in zip(values, types, strict=True)
+    ]
+    kinds = {(item.shape, item.dtype) if isinstance(item, torch.Tensor) else None for item in items}
+    return torch.stack(items) if len(kinds) == 1 and None not in kinds else items
 
 
 def ray_from_torch(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,49 +131,29 @@ def ray_from_torch(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_column(value: Any) -> Any:
     if isinstance(value, list):
-        return [_as_column(each) for each in value]
-    return to_bits(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
+        return list(map(_as_column, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    return arrow_carrier(value.dtype).carry(value.detach().cpu().resolve_conj().resolve_neg())
 
 
-def ray_table(
-    keys: Sequence[str],
-    samples: Sequence[Any],
-    *,
-    optional: Iterable[str] = (),
-    values: bool = True,
-    allow: Iterable[type] = (),
-) -> Any:
-    """Return a block of a dataset, a `pyarrow.Table`, with one row for each nested sample.
+def ray_table(keys: Sequence[str], samples: Sequence[Any], *, allow: Iterable[type] = ()) -> Any:
+    """Return a block of a dataset, a `pyarrow.Table`, with one exact row for each nested sample.
 
-    Return it from a function of `ds.map_batches` to hand tensors of any dtype to `write_ray`. The columns are those of
-    `read_ray`.
+    Return it from a function of `ds.map_batches` to hand samples to `write_ray`. Rows are those of `read_ray(…, exact=True)`.
 
     Args:
         keys: Key of each sample.
         samples: Nested samples, of torch tensors, numpy arrays and other values.
-        optional: Names of tensors that samples of other blocks may lack. Ray does not combine a block with nulls in a column
-            of tensors with a block that has none, unless both know that the tensor is optional.
-        values: False leaves out the columns of small values.
         allow: Classes that samples may contain beyond those of the format.
 
     Raises:
-        ImportError: Ray is not installed.
-        EncodeError: A value cannot be stored, or a tensor is called `__key__` or `__tensorcache__`.
+        EncodeError: A value cannot be stored.
         ValueError: The numbers of keys and samples differ.
 
     Memory: tensors are copied.
     """
-    need_ray()
-    allow = tuple(allow)
     if len(keys) != len(samples):
         raise ValueError(f"{len(keys)} keys for {len(samples)} samples, expected one key for each sample")
-    from wds_tensorcache.ray.rows.table import make_table
-
-    lazy = [decode_sample(*encode_sample(sample, allow=allow), allow=allow) for sample in samples]
-    tensors: dict[str, list[Any]] = {}
-    for at, sample in enumerate(lazy):
-        for name, value in flatten(sample).items():
-            tensors.setdefault(name, [None] * len(lazy))[at] = to_bits(value)
-    kinds: dict[str, Kind] = dict.fromkeys(optional, "object")
-    originals = [key.original if isinstance(key, NamedKey) else None for key in keys]
-    return make_table(list(keys), lazy, tensors, kinds, {}, has_values=values, originals=originals, allow=allow)
+    marks = [Mark(original=key.original if isinstance(key, NamedKey) else None) for key in keys]
+    return pa.table({KEY: pa.array(list(keys), pa.string()), **exact_columns(keys, samples, marks, allow)})

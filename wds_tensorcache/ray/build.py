@@ -7,16 +7,23 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import ray.data
+
 from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError, add_note
-from wds_tensorcache.ray.need_ray import need_ray
-from wds_tensorcache.ray.rows.structure import KEY
-from wds_tensorcache.ray.tasks.commit import commit, writing
-from wds_tensorcache.ray.tasks.folder import WriteFolder
-from wds_tensorcache.ray.write import WRITER_OPTIONS, folder_of, open_written
+from wds_tensorcache.ray.batches import ray_to_torch
+from wds_tensorcache.ray.columns import column_values
+from wds_tensorcache.ray.commit import commit, key_digests, load_shards, writing
+from wds_tensorcache.ray.rows import KEY, Mark, as_key, exact_columns, key_column
+from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, checked_folder, open_written
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.fingerprint import as_fingerprint
+from wds_tensorcache.shards.manifest import Manifest
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import shown
+from wds_tensorcache.writing.build_batch import Batch
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 
@@ -41,9 +48,8 @@ def build_ray(
 ) -> TensorCache[Any]:
     """Build a cache on a cluster: run a model over a dataset in batches, in actors that each hold one model.
 
-    If interrupted, call `build_ray` again with the same fingerprint: samples whose keys are in finished shards are not computed
-    again. This also holds after an error, or if the driver is killed. If a worker is killed, Ray runs its batch again in a new
-    one; nothing is lost, and nothing is doubled.
+    After an error, an interruption, or if the driver is killed, call `build_ray` again with the same fingerprint: samples whose
+    keys are in finished shards are not computed again. If a worker is killed, Ray runs its batch again in a new one.
 
     Args:
         ds: A `ray.data.Dataset` of the items.
@@ -69,7 +75,6 @@ def build_ray(
         The cache, opened.
 
     Raises:
-        ImportError: Ray is not installed.
         StaleCacheError: The folder contains shards with another fingerprint.
         FileExistsError: Another write into the folder is in progress.
         InvalidKeyError: Two items have one key, or a key is neither text nor an integer.
@@ -83,24 +88,21 @@ def build_ray(
     Cost: the driver reads the indexes of all finished shards. Each node holds 16 bytes per finished sample. The dataset is read
         as a whole also when most samples are finished, because Ray reads all columns of a row together.
     """
-    need_ray()
-    import ray
-
-    from wds_tensorcache.ray.tasks.actors import Compute, Missing, sorted_digests
-    from wds_tensorcache.ray.tasks.datasink import CacheDatasink
-
     check_options(build_ray, options, WRITER_OPTIONS)
-    made = as_fingerprint(fingerprint)
-    folder, allow = folder_of(out), tuple(allow)
-    options |= {"fingerprint": made, "max_samples": max_samples}
+    described = as_fingerprint(fingerprint)
+    path, allow = checked_folder(out), tuple(allow)
+    options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
     smallest, largest = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
-    with _noting(folder), writing(folder, "build", key, allow, options) as job:
-        keys = [each for index in folder.load(folder.read().entries).values() for each in index.keys]
-        if keys:
-            missing = Missing(ray.put(sorted_digests(keys)), key)
-            ds = ds.map_batches(missing, batch_format="pyarrow", batch_size=None)
+    with _noting(path), writing(path, "build", key, options) as job:
+        folder = folder_of(path)
+        shards = load_shards(folder, Manifest.of(folder).entries)
+        finished = key_digests(name for _, index in shards.values() for name in index.keys)
+        if len(finished):
+            order = np.lexsort((finished[:, 1], finished[:, 0]))
+            arguments = {"digests": ray.put(finished[order]), "key": key}
+            ds = ds.map_batches(_leave_out, batch_format="pyarrow", batch_size=None, fn_kwargs=arguments)
         computed = ds.map_batches(
-            Compute,
+            _Compute,
             batch_format="pyarrow",
             batch_size=batch_size,
             fn_constructor_args=(model, tuple(model_args), dict(model_kwargs or {}), key, allow),
@@ -113,13 +115,50 @@ def build_ray(
         with _own_errors(computed):
             shared = {name: value for name, value in (ray_remote_args or {}).items() if name == "runtime_env"}
             computed.write_datasink(sink, ray_remote_args=shared)
-        commit(folder, sink.parts or [], "build")
-    return open_written(folder, made, allow)
+        commit(job, sink.names)
+    return open_written(path, described, allow)
+
+
+def _keys(table: Any, key: str) -> list[str]:
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    return [as_key(value, key) for value in column_values(key_column(columns, key))]
+
+
+def _leave_out(table: Any, digests: Any, key: str) -> Any:
+    """Return the rows of a block whose keys are not among the sorted digests."""
+    if not table.num_rows:
+        return table
+    finished = ray.get(digests)  # a view of Ray's memory, which a node has once
+    keys = key_digests(_keys(table, key))
+    first = np.minimum(np.searchsorted(finished[:, 0], keys[:, 0]), len(finished) - 1)
+    return table.filter(pa.array(~(finished[first] == keys).all(1)))
+
+
+class _Compute:
+    """An actor with a model: a function of a block that returns exact rows."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: str,
+        allow: tuple[type, ...],
+    ) -> None:
+        self._model, self._key, self._allow = model(*args, **kwargs), key, allow
+
+    def __call__(self, table: Any) -> Any:
+        keys = _keys(table, self._key) if table.num_rows else []
+        samples: Iterable[Any] = ()
+        if keys:
+            samples = Batch(self._model(ray_to_torch(table)), len(keys), lambda i: f"key {keys[i]!r}").rows()
+        columns = exact_columns(keys, samples, [Mark()] * len(keys), self._allow)
+        return pa.table({self._key: pa.array(keys, pa.string()), **columns})
 
 
 @contextlib.contextmanager
 def _own_errors(dataset: Any) -> Iterator[None]:
-    """Let Ray raise errors of functions as what they are, so that callers can catch them by their class."""
+    """Let Ray raise errors of functions as what they are."""
     context = dataset.context
     before = context.raise_original_map_exception
     context.raise_original_map_exception = True
@@ -130,14 +169,14 @@ def _own_errors(dataset: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting(folder: WriteFolder) -> Iterator[None]:
-    """Add a note to an exception: where finished samples are, and that the next call resumes after them."""
+def _noting(path: str) -> Iterator[None]:
+    """Add a note to an exception about the samples that are finished."""
     try:
         yield
     except BaseException as exc:
         # A folder that cannot be read may be the reason of the exception, which must not be replaced by another one.
         with contextlib.suppress(OSError, TensorCacheError):
-            count = sum(entry.num_samples for entry in folder.read().entries.values())
+            count = sum(entry.num_samples for entry in Manifest.of(folder_of(path)).entries.values())
             if count:
-                add_note(exc, f"{count} finished samples are in {shown(folder.path)!r}; call build_ray again to resume")
+                add_note(exc, f"{count} finished samples are in {shown(path)!r}; call build_ray again to resume")
         raise

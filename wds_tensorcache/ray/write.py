@@ -1,24 +1,27 @@
-"""`write_ray`: a dataset of Ray as a cache."""
+"""`write_ray`: a dataset of Ray as a cache; each task writes whole shards, the driver lists them."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ray.data import Datasink
+
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.ray.need_ray import need_ray
-from wds_tensorcache.ray.rows.structure import KEY
-from wds_tensorcache.ray.tasks.commit import Mode, commit, writing
-from wds_tensorcache.ray.tasks.folder import WriteFolder
+from wds_tensorcache.ray.commit import Mode, WriteJob, commit, delete_shards, is_running, writing
+from wds_tensorcache.ray.rows import KEY, samples_of_block
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint
+from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.urls import is_url, join_url
+from wds_tensorcache.storage.urls import is_url, join_url, shown
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -44,22 +47,20 @@ def write_ray(
     """Write a dataset of Ray as a cache.
 
     Each task of the write makes its own whole shards, `part-WRITE-TASK-….tar`. When all tasks have finished, the
-    driver lists their shards in `manifest.json`, in one change. Before, readers see the folder as it was. A task that fails or
-    is killed is run again by Ray; only the shards of the attempt that succeeded are listed, and the rest are deleted. So no
-    sample is lost, and none is doubled.
+    driver lists their shards in `manifest.json`, in one change. Before, readers see the folder as it was. Ray runs a task that
+    fails or is killed again; only the shards of the attempt that succeeded are listed, and the rest are deleted.
 
-    Rows of `read_ray` become the nested samples that they were, with changed columns, new columns and without dropped ones;
-    bfloat16 and other dtypes are exact. `ray_table` makes such rows of any samples. In any other dataset, a row becomes a
-    dict, nested at the dots of the columns' names, with arrays as torch tensors. Columns whose names begin with a dot, such as
-    `.jpg` and `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
+    Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; columns that they have in addition
+    become new items. Any other row becomes a dict, nested at the dots of the columns' names, with arrays as torch tensors; in
+    rows of `read_ray`, bfloat16 and other dtypes are exact, and nulls are left out. Columns whose names begin with a dot, such
+    as `.jpg` and `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
 
     Args:
         ds: A `ray.data.Dataset`.
         out: A folder that the driver and all nodes share, made if it does not exist; or a url, `s3://bucket/cache`, also of
             `gs://` or `az://`.
         key: Name of the column with the keys: texts, or integers. Keys must be unique.
-        overwrite: Replace the cache in the folder: when the write is complete, the manifest lists only the new shards, and the
-            old ones are deleted. It also removes what a killed write left.
+        overwrite: Replace the cache in the folder when the write is complete. It also removes what a killed write left.
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `read_ray` need one if the cache that was read has one, because functions
@@ -67,8 +68,7 @@ def write_ray(
         max_samples: Maximum number of samples in a shard.
         min_samples: Minimum number of rows of a task, except for the last one. By default, each block of the dataset, or each
             read task, is written by one task, and has at least one shard. A value keeps Ray from fusing reading and writing.
-        concurrency, ray_remote_args: As for `ds.write_datasink`: how many tasks write at the same time, and options of their
-            `ray.remote`.
+        concurrency, ray_remote_args: As for `ds.write_datasink`.
         allow: Classes to write besides the types of the format.
         options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`.
 
@@ -76,13 +76,13 @@ def write_ray(
         The cache, opened. It is empty if the dataset is empty.
 
     Raises:
-        ImportError: Ray is not installed.
         FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set; or another write into it has
             finished meanwhile.
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder; or is not a text or an integer;
             or some reader would misread it. Nothing of the dataset is listed.
         KeyError: There is no column `key`.
-        EncodeError: A value cannot be stored, or two columns have one place in the sample.
+        EncodeError: A value cannot be stored, or two columns have one place in the sample; or columns of `read_ray` do not have
+            all of the sample, for example not its lists: pass `exact=True` to it.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
@@ -90,36 +90,91 @@ def write_ray(
         RemoteError: A request to the object store failed.
         Exception: A function of the dataset raised it. Ray adds its own class to errors of tasks.
 
-    Cost: the driver reads the index of each new shard, and keeps 16 bytes per sample until the end.
+    Cost: the driver reads the index of each new shard, and hashes its keys to 16 bytes each.
     """
-    need_ray()
-    from wds_tensorcache.ray.tasks.datasink import CacheDatasink
-
     if overwrite and append:
         raise ValueError("overwrite=True replaces the samples to which append=True would add; pass only one of them")
     check_options(write_ray, options, WRITER_OPTIONS)
-    made = None if fingerprint is None else as_fingerprint(fingerprint)
+    described = None if fingerprint is None else as_fingerprint(fingerprint)
     mode: Mode = "overwrite" if overwrite else "append" if append else "create"
-    folder = folder_of(out)
-    allow = tuple(allow)
-    options |= {"fingerprint": made, "max_samples": max_samples}
-    with writing(folder, mode, key, allow, options) as job:
+    path, allow = checked_folder(out), tuple(allow)
+    options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
+    with writing(path, mode, key, options) as job:
         sink = CacheDatasink(job, min_samples)
         ds.write_datasink(sink, concurrency=concurrency, ray_remote_args=ray_remote_args)
-        commit(folder, sink.parts or [], mode)
-    return open_written(folder, made, allow)
+        commit(job, sink.names)
+    return open_written(path, described, allow)
 
 
-def folder_of(out: str | os.PathLike[str]) -> WriteFolder:
-    """Return the folder of the argument `out`; raise ValueError if it cannot contain shards."""
+def checked_folder(out: str | os.PathLike[str]) -> str:
+    """Return the path or url of a folder that can contain shards."""
     path = os.fsdecode(out)
-    folder = path if is_url(path) else os.path.abspath(path)
-    ShardPattern(join_url(folder, "%06d.tar") if is_url(folder) else os.path.join(folder, "%06d.tar"))
-    return WriteFolder(folder)
+    path = (path.rstrip("/") or path) if is_url(path) else os.path.abspath(path)
+    ShardPattern(_in_folder(path, "%06d.tar"))
+    return path
 
 
-def open_written(folder: WriteFolder, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
-    """Return the cache in a folder, which may have no shards."""
-    if not folder.read().entries:
+def _in_folder(path: str, name: str) -> str:
+    return join_url(path, name) if is_url(path) else os.path.join(path, name)
+
+
+def open_written(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
+    """Open the cache in a folder, which may have no shards."""
+    if not Manifest.of(folder_of(path)).entries:
         return TensorCache(Store([], Files(), Pool(0), 1, fingerprint or {}))
-    return open(folder.path, allow=allow)
+    return open(path, allow=allow)
+
+
+class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
+    """A datasink whose tasks write shards; `names` are those of the tasks that succeeded, on the driver, after the write."""
+
+    def __init__(self, job: WriteJob, min_samples: int | None) -> None:
+        self._job, self._min_samples = job, min_samples
+        self.names: list[str] = []
+
+    def get_name(self) -> str:
+        return "Tensorcache"
+
+    @property
+    def min_rows_per_write(self) -> int | None:
+        return self._min_samples
+
+    def write(self, blocks: Iterable[Any], ctx: Any) -> list[str]:
+        # With the reading fused into this task, `ctx` and the schema are those of the whole operator.
+        return write_part(self._job, blocks, ctx.task_idx)
+
+    def on_write_complete(self, write_result: Any) -> None:
+        self.names = [name for names in write_result.write_returns for name in names]
+
+
+def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> list[str]:
+    """Write blocks into new shards that no manifest lists, and return their names."""
+    _check_running(job)
+    # Two attempts of one task may run at the same time, when a node is slow or cut off. Random digits separate their names.
+    name = f"part-{job.number:03d}-{task:06d}-{job.id}{secrets.token_hex(3)}-%06d.tar"
+    sink = ShardWriter(_in_folder(job.folder, name), manifest=False, **job.options)
+    try:
+        with sink:
+            for block in blocks:
+                for key, sample, members in samples_of_block(
+                    block, job.key, job.options["fingerprint"] is not None, job.options["allow"]
+                ):
+                    sink.write(key, sample, **members)
+                _check_running(job)
+        _check_running(job)
+    except BaseException:
+        if job.mode != "build":  # the driver, or the next build, takes the finished ones
+            delete_shards(sink._folder, _names(sink))
+        raise
+    return _names(sink)
+
+
+def _names(sink: ShardWriter) -> list[str]:
+    return [sink._pattern.shard_name(number) for number in range(sink._number)]
+
+
+def _check_running(job: WriteJob) -> None:
+    # a late task leaves nothing
+    if not is_running(job):
+        problem = "the write has ended, or this node sees another folder of this name"
+        raise RuntimeError(f"{shown(job.folder)}: {problem}; share the folder between all nodes")

@@ -1,0 +1,121 @@
+"""Columns of Ray's blocks and batches: Arrow arrays from values, and values from columns of any format."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from ray.data.extensions import ArrowPythonObjectType, ArrowTensorArray, ArrowVariableShapedTensorArray
+
+Array = np.ndarray[Any, Any]
+# of one shape, of one number of dimensions, lacking in some samples, or anything; Ray cannot combine blocks of two kinds
+Kind = Literal["fixed", "ragged", "optional", "object"]
+PLAIN = {"str": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "bytes": pa.binary()}
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def tensor_column(arrays: Any, kind: Kind, absent: Array | None = None) -> Any:
+    """Return the column of an array `[B, …]`, or of B arrays, None where a sample lacks the tensor.
+
+    `absent` is an empty array of the dtype and number of dimensions of optional tensors.
+    """
+    if kind == "fixed":
+        return ArrowTensorArray.from_numpy(arrays if isinstance(arrays, np.ndarray) else np.stack(arrays))
+    if kind == "object":
+        return object_column(list(arrays))
+    column = ArrowVariableShapedTensorArray.from_numpy([absent if array is None else array for array in arrays])
+    if kind == "ragged":
+        return column
+    # Hazard: Ray's conversion to numpy ignores which rows are null, and fails if their parts are null, too. So null rows have
+    # the parts of an empty tensor, which batches of numpy and pandas then contain.
+    parts = [column.storage.field(at) for at in range(2)]
+    nulls = pa.array([array is None for array in arrays], pa.bool_())
+    storage = pa.StructArray.from_arrays(parts, fields=list(column.storage.type), mask=nulls)
+    return column.type.wrap_array(storage)
+
+
+def object_column(values: Sequence[Any]) -> Any:
+    kind = ArrowPythonObjectType()
+    # Ray itself would pickle None, too
+    pickled = [None if value is None else pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
+    return kind.wrap_array(pa.array(pickled, kind.storage_type))
+
+
+def value_kind(values: Iterable[Any]) -> str:
+    """Return the type in `PLAIN` of all values but None, `"object"` if they have none, "" without values."""
+    kinds = set()
+    for value in values:
+        if value is not None:
+            cls = type(value).__name__
+            is_plain = cls in PLAIN and (cls != "int" or value in _INT64) and (cls != "str" or _is_text(value))
+            kinds.add(cls if is_plain else "object")
+    return kinds.pop() if len(kinds) == 1 else "object" if kinds else ""
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
+
+
+def value_column(values: Sequence[Any], declared: str = "") -> Any:
+    """Return a column of small values; `declared` is its kind in other blocks, if known."""
+    kind = value_kind(values) or declared
+    if "object" in (kind, declared):
+        return object_column(values)
+    return pa.array(values, PLAIN[kind]) if kind else pa.nulls(len(values))
+
+
+def values_by_column(batch: Any) -> dict[str, Sequence[Any]]:
+    """Return the values of each column of a table, data frame, or dict of columns."""
+    if isinstance(batch, pa.Table):
+        return {name: column_values(batch.column(at)) for at, name in enumerate(batch.column_names)}
+    if isinstance(batch, Mapping):
+        return {name: column_values(column) for name, column in batch.items()}
+    if hasattr(batch, "columns") and hasattr(batch, "iloc"):
+        return {str(name): column_values(batch.iloc[:, at]) for at, name in enumerate(batch.columns)}
+    raise TypeError(f"expected a batch of Ray: a table, a data frame or a dict of columns, got {type(batch).__name__}")
+
+
+def column_values(column: Any) -> Any:
+    """Return the values of a column of any format: an array `[B, …]` of numbers, or a list."""
+    if isinstance(column, (pa.Array, pa.ChunkedArray)):
+        return _arrow_values(column)
+    if hasattr(column, "to_numpy") and hasattr(column, "iloc") and isinstance(column.dtype, np.dtype):
+        column = column.to_numpy()
+    if isinstance(column, np.ndarray) and column.dtype != object:
+        return column
+    return [_plain(value) for value in column]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of pandas or Ray without its wrapper: the array of a tensor element, None for NA."""
+    if type(value).__name__ == "TensorArrayElement":
+        return value.to_numpy()
+    return None if type(value).__name__ in ("NAType", "NaTType") else value
+
+
+def _arrow_values(column: Any) -> Any:
+    kind = column.type
+    is_extension = isinstance(kind, pa.BaseExtensionType)
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    if column.null_count or isinstance(kind, ArrowPythonObjectType) or not (is_extension or is_number):
+        return column.to_pylist()
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    if is_number:  # as an array, because a Python float loses the bits of some NaNs
+        return pa.concat_arrays(chunks or [pa.nulls(0, kind)]).to_numpy(zero_copy_only=False)
+    parts = [_tensors(chunk) for chunk in chunks if len(chunk)]
+    if len(parts) == 1 and isinstance(parts[0], np.ndarray) and parts[0].dtype != object:
+        return parts[0]
+    return [tensor for part in parts for tensor in part]
+
+
+def _tensors(chunk: Any) -> Any:
+    if hasattr(chunk, "to_numpy_ndarray"):
+        return chunk.to_numpy_ndarray()
+    return chunk.to_numpy(zero_copy_only=False)

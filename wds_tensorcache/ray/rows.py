@@ -1,0 +1,269 @@
+"""Rows of samples, of two forms.
+
+A row with *columns* has one for each tensor and each small value. An *exact* row has the two members that a shard has of the
+sample: `__skeleton__` and `__tensors__`. Both have the key in `__key__`, the members outside the cache in columns named by a
+dot and their suffix, such as `.jpg`, and a `Mark` as JSON in `__tensorcache__`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from wds_tensorcache.codec.carriers import arrow_carrier
+from wds_tensorcache.codec.dtypes import dtype_name
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.sample import decode_sample, encode_sample
+from wds_tensorcache.codec.tensor_names import component, join_path
+from wds_tensorcache.codec.tree import flatten, map_leaves, walk
+from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError, StaleCacheError, TensorCacheError
+from wds_tensorcache.ray.columns import PLAIN, value_kind, values_by_column
+from wds_tensorcache.reading.structure import value_at
+from wds_tensorcache.shards.names import hashed_key
+
+KEY, MARK, SKELETON, TENSORS = "__key__", "__tensorcache__", "__skeleton__", "__tensors__"
+RESERVED = frozenset({KEY, MARK, SKELETON, TENSORS})
+MEMBER = "."  # first character of the columns of members; no path in a sample begins with it
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Facts about the sample of a row, which functions of batches must not lose.
+
+    Attributes:
+        columns: Dtype of each tensor of the sample, and type of each small value, by column; None if only other samples of the
+            block have a value there.
+        is_whole: True if the columns have all of the sample; False for example if it contains lists.
+        is_described: True if the sample comes from a cache with a fingerprint.
+        original: Original name of the sample, if its key has a hash of it.
+    """
+
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    is_whole: bool = True
+    is_described: bool = False
+    original: str | None = None
+
+    def encode(self) -> str:
+        columns = {name: _type_text(kind) for name, kind in self.columns.items()}
+        return json.dumps([columns, self.is_whole, self.is_described, self.original])
+
+
+def _type_text(kind: Any) -> str | None:
+    if isinstance(kind, torch.dtype):
+        return f"tensor:{dtype_name(kind)}"
+    return f"ndarray:{kind.str}" if isinstance(kind, np.dtype) else kind
+
+
+def _parse_type(text: str | None) -> Any:
+    if text is None:
+        return None
+    kind, is_dtype, name = text.partition(":")
+    if not is_dtype:
+        return kind
+    dtype = getattr(torch, name) if kind == "tensor" else np.dtype(name)
+    return arrow_carrier(dtype).true
+
+
+@lru_cache(maxsize=256)
+def parse_mark(text: str) -> Mark:
+    """Parse a value of the column `__tensorcache__`; raise FormatError if `read_ray` did not make it."""
+    try:
+        columns, is_whole, is_described, original = json.loads(text)
+        types = {name: _parse_type(kind) for name, kind in columns.items()}
+    except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as exc:
+        raise FormatError(f"the column {MARK!r} has {text!r:.100}, not made by read_ray; drop the column") from exc
+    return Mark(types, bool(is_whole), bool(is_described), original if isinstance(original, str) else None)
+
+
+def marks_of(columns: dict[str, Sequence[Any]]) -> Sequence[Mark | None]:
+    """Remove the column of marks from columns, and return the mark of each row; None for rows without one."""
+    texts = columns.pop(MARK, None)
+    if texts is None:
+        return [None] * (len(next(iter(columns.values()))) if columns else 0)
+    return [None if text is None else parse_mark(str(text)) for text in texts]
+
+
+def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Return the lazy tensors and small values of a sample by column, and whether they are all of it."""
+    tensors, values = flatten(sample), dict[str, Any]()
+
+    def note(path: tuple[Any, ...]) -> None:
+        if path and all(type(step) in (str, int) for step in path):
+            value, name = value_at(sample, path), ""
+            for step in path:
+                name = join_path(name, component(step, 0))
+            if not any(isinstance(part, Lazy) for part, _ in walk(value)):
+                values.setdefault(name, value)
+
+    map_leaves(sample, lambda lazy: None, note)
+    for name in (*tensors, *RESERVED):
+        values.pop(name, None)
+    is_whole = type(sample) is dict and RESERVED.isdisjoint(sample) and _is_nested(sample, set())
+    return tensors, values, is_whole
+
+
+def _is_nested(value: Any, seen: set[int]) -> bool:
+    """Return whether a sample is nested dicts of columns, with no object in two places."""
+    if type(value) is not dict and not isinstance(value, Lazy):
+        return value_kind([value]) in PLAIN
+    # an empty dict inside the sample has no column
+    if id(value) in seen or (type(value) is dict and seen and not value):
+        return False
+    seen.add(id(value))
+    return isinstance(value, Lazy) or all(
+        type(key) is str and unquote(component(key, 0)) == key and _is_nested(item, seen) for key, item in value.items()
+    )
+
+
+def is_nothing(value: Any) -> bool:
+    """Return whether a value may stand for a null in a batch of numpy or pandas."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and not value.size
+    return value is None or (isinstance(value, (float, np.floating)) and bool(value != value))
+
+
+def own_values(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
+    """Return the values of a column without what numpy and pandas make of the nulls in it."""
+    kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
+    may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
+    if None not in kinds and not (may_be_float and "int" in kinds):
+        return values
+
+    def own(value: Any, kind: Any) -> Any:
+        if kind is None and is_nothing(value):
+            return None
+        # nulls in other rows turn ints into floats
+        return int(value) if kind == "int" and isinstance(value, float) and value.is_integer() else value
+
+    return list(map(own, values, kinds))
+
+
+def as_tensor(value: Any, dtype: Any = None) -> Any:
+    """Return a value of a column as a tensor or array of `dtype`, a tensor, or Python's number.
+
+    Hazard: it may alias read-only memory of Ray; never write into it.
+    """
+    if value is None:
+        return None
+    if dtype is not None and not isinstance(dtype, str):
+        carrier = arrow_carrier(dtype)
+        # Ray makes lists of the tensors of a batch of numpy if one of its rows is None
+        array = np.asarray(value, carrier.dtype if isinstance(value, list) else None)
+        if not array.ndim and array.dtype != carrier.dtype and array.dtype.kind in "biuf":
+            # Arrow and pandas widen the numbers of tensors without dimensions
+            with np.errstate(all="ignore"):
+                narrow = array.astype(carrier.dtype)
+            array = narrow if narrow == array or (narrow != narrow and array != array) else array
+        if carrier.fits(array):
+            return carrier.restore(array)
+        if isinstance(dtype, np.dtype):
+            return array
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return value.item()
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype.hasobject:
+        return value.tolist()
+    array = np.array(value, value.dtype.newbyteorder("="))
+    try:
+        return torch.from_numpy(array)
+    except TypeError:  # torch lacks the dtype
+        return array
+
+
+def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] = ()) -> Any:
+    """Return the nested sample of a row; raise EncodeError if its columns are not all of it."""
+    sample: Any = {}
+    members: tuple[Any, Any] = row.get(SKELETON), row.get(TENSORS)
+    if members != (None, None):
+        sample = decode_sample(*members, allow=allow)
+    elif mark is not None and not mark.is_whole:
+        remedy = "read_ray(…, exact=True) does; or return new samples with ray_table"
+        raise EncodeError(f"columns do not have all of the sample, for example not its lists; {remedy}")
+    for name, value in row.items():
+        if name in RESERVED or name.startswith(MEMBER) or (value is None and mark is not None):
+            continue
+        sample = _insert(sample, name, as_tensor(value, None if mark is None else mark.columns.get(name)))
+    return sample
+
+
+def _insert(sample: Any, name: str, value: Any) -> Any:
+    *path, last = (unquote(part) for part in name.split("."))
+    target = sample
+    for part in path:
+        target = target.setdefault(part, {}) if type(target) is dict else None
+    if type(target) is not dict or last in target:
+        raise EncodeError(
+            f"column {name!r} has no place in the sample, which has another value there; rename the column"
+        )
+    target[last] = value
+    return sample
+
+
+def exact_columns(
+    keys: Sequence[str], samples: Iterable[Any], marks: Iterable[Mark], allow: Iterable[type] = ()
+) -> dict[str, Any]:
+    """Return the columns of exact rows but for the key."""
+    allow = tuple(allow)
+    members = []
+    for key, sample in zip(keys, samples, strict=True):
+        try:
+            members.append(encode_sample(sample, allow=allow))
+        except TensorCacheError as exc:
+            raise exc.at(f"sample {key!r}") from exc
+    return {
+        SKELETON: pa.array([skeleton for skeleton, _ in members], pa.large_binary()),
+        TENSORS: pa.array([tensors for _, tensors in members], pa.large_binary()),
+        MARK: pa.array([mark.encode() for mark in marks], pa.string()),
+    }
+
+
+def key_column(columns: Mapping[str, Sequence[Any]], key: str) -> Sequence[Any]:
+    if key not in columns:
+        raise KeyError(f"no column {key!r} among {sorted(columns)!r:.300}; pass key=…")
+    return columns[key]
+
+
+def as_key(key: Any, column: str) -> str:
+    if isinstance(key, str):
+        return str(key)
+    if isinstance(key, (int, np.integer)) and not isinstance(key, (bool, np.bool_)):
+        return str(int(key))
+    raise InvalidKeyError(
+        f"column {column!r} has a {type(key).__name__} as key, expected text or integers: {key!r:.100}"
+    )
+
+
+def samples_of_block(
+    block: Any, key: str, has_fingerprint: bool, allow: Iterable[type] = ()
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield key, sample and members of each row; without a fingerprint, refuse rows of caches that have one."""
+    columns = values_by_column(block)
+    marks = marks_of(columns)
+    keys = key_column(columns, key) if marks else ()
+    columns = {name: own_values(name, values, marks) for name, values in columns.items() if name != key}
+    for at, mark in enumerate(marks):
+        if mark is not None and mark.is_described and not has_fingerprint:
+            raise StaleCacheError(
+                f"sample {keys[at]!r} was read from a cache that has a fingerprint, but fingerprint= is not given; if the "
+                "samples are still what it describes, pass fingerprint=tc.open(source).fingerprint, else a "
+                "description of how they were made, or {} to leave it out"
+            )
+        row = {name: values[at] for name, values in columns.items()}
+        members = {name[1:]: value for name, value in row.items() if name.startswith(MEMBER) and value is not None}
+        name: str = as_key(keys[at], key)
+        if mark is not None and mark.original is not None and hashed_key(mark.original) == name:
+            name = hashed_key(mark.original)  # with the original name; otherwise the row has another key now
+        try:
+            sample = sample_of(row, mark, allow)
+        except TensorCacheError as exc:
+            raise exc.at(f"sample {keys[at]!r}") from exc
+        yield name, sample, members
