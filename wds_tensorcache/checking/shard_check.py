@@ -112,9 +112,6 @@ def check_shard(
     file = ShardFile(path)
     better: dict[str, int] = {}
     found = _check_all(file, allow, readers, better, reach)
-    if found.report.faults:
-        # Hazard: what is left of a sample would count as finished when the cache is built again.
-        better |= dict.fromkeys(_find_incomplete(found, file), _LOST)
     return _check_all(file, allow, readers, better, reach) if better else found
 
 
@@ -165,6 +162,10 @@ def _check_all(
             builder.add(key, caches, others)
             for span in sample.ranges:
                 append_range(found.ranges, span.path, span.begin, span.end, span.header)
+    if report.faults:
+        # Hazard: what is left of a sample would count as finished when the cache is built again.
+        listed = _count_caches(file)
+        better |= {key: _LOST for key, (count, _) in ranks.items() if count < listed.get(key, 0)}
     found.damaged -= ranks.keys()  # another sample with such a key has no fault
     parts, found.ranges = sorted(found.ranges), []
     for span in parts:
@@ -174,15 +175,11 @@ def _check_all(
     return found
 
 
-def _find_incomplete(found: Checked, file: ShardFile) -> Iterator[str]:
-    """Yield the keys of samples that have fewer caches than the index of the shard lists."""
+def _count_caches(file: ShardFile) -> dict[str, int]:
+    """Return the number of caches of each sample in the index of a shard, by key."""
     index = next(parse_both(file, lambda part: read_index(part.read, part.nbytes, file.nbytes), lenient=True), None)
-    listed, present = ({} if each is None else _count_caches(each) for each in (index, found.index))
-    yield from (key for key, count in present.items() if count < listed.get(key, 0))
-
-
-def _count_caches(index: ShardIndex) -> dict[str, int]:
-    """Return the number of caches of each sample, by key."""
+    if index is None:
+        return {}
     counts = np.zeros(len(index.keys), np.int64)
     for cache in index.caches.values():
         counts[slice(None) if cache.rows is None else cache.rows] += 1
