@@ -128,15 +128,15 @@ def test_other_dali_indexes(tmp_path: Path) -> None:
         ('"nsamples": 2', '"nsamples": 3', "the shard has 2 samples, but manifest.json says 3"),
         ('"filesize": ', '"filesize": 1', "bytes, but manifest.json says"),
         ('{"": 2}', '{"": 2, "x": 1}', "the shard has {'': 2} samples in its caches"),
-        ('{"": 2}', '{"": true}', "expected numbers of samples"),
+        ('{"": 2}', '{"": true}', "the shard has numbers of samples by cache, but manifest.json says {'': True}"),
         (
             '{"model": 1}',
             '{"model": "b"}',
             "the shard was made with {'model': 1}, but manifest.json says {'model': 'b'}",
         ),
         ('{"model": 1}', '{"model": 1.0}', "but manifest.json says {'model': 1.0}"),
-        ('{"model": 1}', "1", "expected fields by name"),
-        ('"caches": {', '"caches": [], "x": {', "caches is a list, expected an object"),
+        ('{"model": 1}', "1", "but manifest.json says 1"),
+        ('"caches": {', '"caches": [], "x": {', "expected caches and fingerprints to be objects"),
         ("{", "[", "not JSON"),
     ],
 )

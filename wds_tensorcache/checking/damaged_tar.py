@@ -201,7 +201,6 @@ class _Places:
         self._table = self._index.members_in_order()
         self._at = -1  # position of the last answer of `after`
         self._member: Member | None = None
-        self._are_intact: dict[tuple[int, int], bool] = {}  # of caches, by column and position
         if any(map(self._is_contradicted, range(len(self._table.begins)))):
             self._at = len(self._table.begins)
 
@@ -252,16 +251,9 @@ class _Places:
             return Member(name, header_begin, begin, nbytes, end)
         cache = self._table.caches[self._table.kinds.item(at)]
         is_possible = split_member(name) == (key, suffix) and not is_meta_name(name)
-        if cache is None or not is_possible or not self._is_intact(cache, self._table.numbers.item(at)):
+        if cache is None or not is_possible or not self._has_digests(cache, self._table.numbers.item(at)):
             return None
         return Member(name, begin, begin, nbytes, end, True)
-
-    def _is_intact(self, cache: CacheColumns, at: int) -> bool:
-        place = id(cache), at
-        if place not in self._are_intact:
-            self._are_intact[place] = False  # also if a digest cannot be read
-            self._are_intact[place] = self._has_digests(cache, at)
-        return self._are_intact[place]
 
     def _has_digests(self, cache: CacheColumns, at: int) -> bool:
         """Return whether both members of a cache match the digest in the index and their own."""

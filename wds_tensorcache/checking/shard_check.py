@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from wds_tensorcache.checking.damaged_tar import Break, End, Salvage
+from wds_tensorcache.checking.damaged_tar import Break, End, Member, Salvage
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, is_bound, parse_header
@@ -57,9 +57,6 @@ class _Sample:
     rebuilt: list[tuple[int, str]] = field(default_factory=list)  # members whose headers were lost
     is_unverified: bool = False
     needs: list[str] = field(default_factory=list)  # names of classes that are not in `allow=`
-
-    def fault(self, offset: int, what: str, kind: Kind) -> None:
-        self.faults.append((offset, what, kind))
 
 
 @dataclass(slots=True)
@@ -138,12 +135,14 @@ def _check_all(
             if key in ranks:
                 if not sample.faults and rank > ranks[key]:
                     better[key], ranks[key] = sample.first, rank
-                sample.fault(sample.first, "an earlier sample has the same key", "duplicate")
+                sample.faults.append((sample.first, "an earlier sample has the same key", "duplicate"))
             elif wanted.get(key) == _LOST:
                 what = "members of a cache are lost: the index of the shard lists more caches"
-                sample.fault(sample.first, what, "lost")
+                sample.faults.append((sample.first, what, "lost"))
             elif wanted.get(key, sample.first) != sample.first:
-                sample.fault(sample.first, "another sample has the same key, and more intact caches", "duplicate")
+                sample.faults.append(
+                    (sample.first, "another sample has the same key, and more intact caches", "duplicate")
+                )
             for fault in sample.faults:
                 found.fault(key, *fault)
             for offset, suffix in sample.rebuilt:
@@ -203,40 +202,46 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sam
     """Yield the samples of a shard; record tar faults, and members that belong to no sample, in `found`."""
     sample: _Sample | None = None
     for part in Salvage(file, ahead.read):
-        if isinstance(part, Break):
-            lost = f"; no member could be read from byte {part.offset} to {part.end}" if part.offset < part.end else ""
-            found.fault(None, part.offset, part.reason + lost, part.kind)
-            found.is_broken = True
+        if not isinstance(part, Member):
+            _note_damage(found, part)
             continue
-        if isinstance(part, End):
-            found.end = part.offset
-            if part.unseen is not None:
-                what = f"members from here on are after the end-of-archive marker at byte {part.offset}"
-                found.fault(None, part.unseen, f"{what}: readers do not see them", "trailing")
-                found.is_broken = True
-            if file.nbytes < part.offset + 1024:
-                found.fault(None, part.offset, "the file ends inside the end-of-archive marker", "truncated")
-            continue
-        header = rebuild_header(part.name, part.nbytes) if part.is_rebuilt else b""
+        name, first, begin, nbytes, end, is_rebuilt = part
+        header = rebuild_header(name, nbytes) if is_rebuilt else b""
         stem = "" if sample is None else f"{sample.key}."
-        if sample is not None and part.name.startswith(stem) and "/" not in part.name[len(stem) :]:
-            suffix = part.name[len(stem) :].lower()
+        if sample is not None and name.startswith(stem) and "/" not in name[len(stem) :]:
+            suffix = name[len(stem) :].lower()
         else:
-            split = split_member(part.name)
+            split = split_member(name)
             if split is None:
-                append_range(found.ranges, file.path, part.first, part.end, header)
+                append_range(found.ranges, file.path, first, end, header)
                 continue
             if sample is not None:
                 yield sample
-            sample, suffix = _Sample(split[0], part.first), split[1].lower()
-        member = _read(ahead, suffix, part.begin, part.nbytes)
+            sample, suffix = _Sample(split[0], first), split[1].lower()
+        member = _read(ahead, suffix, begin, nbytes)
         if sample.members.setdefault(suffix, member) is not member:
-            sample.fault(part.first, f"member {part.name!r:.100} occurs twice", "duplicate")
-        if part.is_rebuilt:
-            sample.rebuilt.append((part.begin, suffix))
-        append_range(sample.ranges, file.path, part.first, part.end, header)
+            sample.faults.append((first, f"member {name!r:.100} occurs twice", "duplicate"))
+        if is_rebuilt:
+            sample.rebuilt.append((begin, suffix))
+        append_range(sample.ranges, file.path, first, end, header)
     if sample is not None:
         yield sample
+
+
+def _note_damage(found: Checked, part: Break | End) -> None:
+    offset = part.offset
+    if isinstance(part, Break):
+        lost = f"; no member could be read from byte {offset} to {part.end}" if offset < part.end else ""
+        found.fault(None, offset, part.reason + lost, part.kind)
+        found.is_broken = True
+        return
+    found.end = offset
+    if part.unseen is not None:
+        what = f"members from here on are after the end-of-archive marker at byte {offset}: readers do not see them"
+        found.fault(None, part.unseen, what, "trailing")
+        found.is_broken = True
+    if found.nbytes < offset + 1024:
+        found.fault(None, offset, "the file ends inside the end-of-archive marker", "truncated")
 
 
 def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
@@ -278,7 +283,7 @@ def _check(
                 try:
                     half = find_half(suffix, members, partial(is_bound, member.text[:64]), hint="")
                 except FormatError as exc:
-                    sample.fault(begin, exc.reason, exc.kind)
+                    sample.faults.append((begin, exc.reason, exc.kind))
                     continue
             if half is None:
                 others.append((suffix, begin, member.nbytes))
@@ -289,7 +294,7 @@ def _check(
                     caches += () if found is None else (found,)
         except (TensorCacheError, OSError) as exc:
             kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
-            sample.fault(begin, f"{suffix!r}: {exc}", kind)
+            sample.faults.append((begin, f"{suffix!r}: {exc}", kind))
     return caches, others
 
 
@@ -306,7 +311,7 @@ def _check_cache(
     try:
         layout, digest = parse_header(tensors.text, nbytes)
     except FormatError as exc:
-        sample.fault(begin, f"{half.other!r}: {exc}", exc.kind)
+        sample.faults.append((begin, f"{half.other!r}: {exc}", exc.kind))
         return None
     entry = CacheEntry(half.name, skeleton.begin, skeleton.nbytes, begin, layout, digest, None)
     body, body_digest = check_binding(text, nbytes, digest)
@@ -314,12 +319,14 @@ def _check_cache(
     if digest is None or body_digest is None:
         sample.is_unverified = True
     if digest is not None and found != digest:
-        sample.fault(begin, "the safetensors member is damaged: its digest does not match its bytes", "damaged")
+        sample.faults.append(
+            (begin, "the safetensors member is damaged: its digest does not match its bytes", "damaged")
+        )
     elif digest is None and found == declared:
-        sample.fault(begin, "the safetensors member is damaged where it declares its digest", "damaged")
+        sample.faults.append((begin, "the safetensors member is damaged where it declares its digest", "damaged"))
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
         what = "the skeleton is damaged: its digest does not match its bytes"
-        sample.fault(skeleton.begin, what, "damaged")
+        sample.faults.append((skeleton.begin, what, "damaged"))
     else:
         _decode(sample, text, body, entry, allow)
     return entry

@@ -179,7 +179,7 @@ class _Manifest:
     """
 
     def __init__(self, path: str, report: Report) -> None:
-        self._path, self._where, self._folder = path, os.path.basename(path), os.path.dirname(path)
+        self._path, self._where, self._report = path, os.path.basename(path), report
         self.paths: list[str] = []
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
         self._by_digest: dict[str, str] = {}  # paths by the digest of the index
@@ -189,47 +189,43 @@ class _Manifest:
         except FileNotFoundError:
             raise
         except (FormatError, OSError) as exc:
-            self._report(report, path, _reason(exc))
+            self._fault(path, _reason(exc))
         self._is_ours = bool(extra)
-        self._caches = self._table(extra, "caches", report)
-        self._fingerprints = self._table(extra, "fingerprints", report)
+        self._caches, self._fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
+        if not isinstance(self._caches, dict) or not isinstance(self._fingerprints, dict):
+            self._fault(path, "expected caches and fingerprints to be objects")
+            self._caches = self._fingerprints = {}
         for located in locate_shards(path, entries or []):
-            self._add(located, report)
-        for name in shard_names(os.listdir(self._folder or os.curdir)):
-            shard = os.path.join(self._folder, name)
+            self._add(located)
+        folder = os.path.dirname(path)
+        for name in shard_names(os.listdir(folder or os.curdir)):
+            shard = os.path.join(folder, name)
             if os.path.abspath(shard) not in self._entries:
                 self.paths.append(shard)
                 if entries is not None and self._where == MANIFEST:
-                    self._report(report, shard, f"{MANIFEST} does not list it")
+                    self._fault(shard, f"{MANIFEST} does not list it")
         if not self.paths and not report.faults:
             raise FileNotFoundError(f"{path} lists no shards")
 
-    def _report(self, report: Report, shard: str, what: str, kind: Kind = "index") -> None:
-        report.faults.append(Fault(shard, None, None, what, kind))
+    def _fault(self, shard: str, what: str, kind: Kind = "index") -> None:
+        self._report.faults.append(Fault(shard, None, None, what, kind))
 
-    def _table(self, extra: Mapping[str, Any], name: str, report: Report) -> Mapping[str, Any]:
-        table = extra.get(name, {})
-        if isinstance(table, dict):
-            return table
-        self._report(report, self._path, f"{name} is a {type(table).__name__}, expected an object")
-        return {}
-
-    def _add(self, located: FoundShard, report: Report) -> None:
+    def _add(self, located: FoundShard) -> None:
         """Add a listed shard, or report why it cannot be read."""
         entry, path, error = located.entry, located.path, located.error
         assert entry is not None
         if located.same_as is not None:
-            self._report(report, path, f"{self._where} lists it twice, also as {located.same_as!r:.200}")
+            self._fault(path, f"{self._where} lists it twice, also as {located.same_as!r:.200}")
             self._entries.setdefault(os.path.abspath(path), entry)
         elif "://" in entry.url:
-            self._report(report, self._path, f"{entry.url} is not a local path, so it was not checked")
+            self._fault(self._path, f"{entry.url} is not a local path, so it was not checked")
         elif error is not None:
             is_missing = isinstance(error, FileNotFoundError)
             what = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
             what = f"{what}; {self._where} lists it with {entry.num_samples} samples"
-            self._report(report, path, what, "missing" if is_missing else "unreadable")
-            report.num_missing += 1
-            report.num_lost += entry.num_samples
+            self._fault(path, what, "missing" if is_missing else "unreadable")
+            self._report.num_missing += 1
+            self._report.num_lost += entry.num_samples
         else:
             self.paths.append(path)
             self._entries[os.path.abspath(path)] = entry
@@ -246,46 +242,42 @@ class _Manifest:
         entry = self._entries.get(os.path.abspath(checked.path))
         if checked.path not in self.paths:
             return fingerprint
+        digest = None
+        with suppress(OSError, FormatError):  # then its faults are in the report
+            digest = stored_digest(checked.path)
+        self._check_copy(checked, entry, digest)
+        if entry is None or checked.copy_of is not None:
+            return fingerprint
 
         def differ(what: str, says: object) -> None:
             checked.fault(None, None, f"the shard {what}, but {self._where} says {says}", "index")
 
-        def expect(what: str) -> None:
-            checked.fault(None, None, f"{self._where} has {what}", "index")
-
-        if self._check_copy(checked, entry) or entry is None:
-            return fingerprint
         num_samples, caches = checked.report.num_samples, {name: len(of) for name, of in checked.index.caches.items()}
         counts, listed = self._caches.get(entry.url), self._fingerprints.get(entry.url)
         if entry.nbytes != checked.nbytes:
             differ(f"has {checked.nbytes} bytes", entry.nbytes)
         if entry.num_samples != num_samples:
             differ(f"has {num_samples} samples", entry.num_samples)
-        if entry.digest is not None and (digest := stored_digest(checked.path)) != entry.digest:
+        if entry.digest not in (None, digest):
             differ("has no index" if digest is None else f"has an index with the digest {digest}", entry.digest)
         if counts is not None and not are_counts(counts):
-            expect(f"caches {counts!r:.200} for this shard, expected numbers of samples by name")
+            differ("has numbers of samples by cache", f"{counts!r:.200}")
         elif counts is not None and counts != caches and len(checked.index.keys) == entry.num_samples:
             differ(f"has {caches} samples in its caches", f"{counts!r:.200}")
-        if listed is not None and not isinstance(listed, dict):
-            expect(f"the fingerprint {listed!r:.100} for this shard, expected fields by name")
-        elif fingerprint is None or (listed is None and not self._is_ours):
+        is_known = isinstance(listed, dict) or listed is None
+        if is_known and (fingerprint is None or (listed is None and not self._is_ours)):
             return fingerprint or listed
-        elif json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # `==` takes 1 for 1.0
+        if json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # `==` takes 1 for 1.0
             differ(f"was made with {fingerprint!r:.200}", f"{listed!r:.200}")
         return fingerprint
 
-    def _check_copy(self, checked: Checked, entry: ShardEntry | None) -> bool:
-        """Return whether a copy of another listed shard is in the place of a shard; its own samples are then lost."""
+    def _check_copy(self, checked: Checked, entry: ShardEntry | None, digest: str | None) -> None:
+        """Report if a copy of another listed shard is in the place of a shard; its own samples are then lost."""
+        original = self._by_digest.get(digest or "", checked.path)
         with suppress(OSError, FormatError):
-            digest = stored_digest(checked.path)
-            original = self._by_digest.get(digest or "")
-            is_listed = entry is not None and entry.digest == digest
-            if original in (None, checked.path) or is_listed or stored_digest(original) != digest:
-                return False
+            if original == checked.path or (entry and entry.digest == digest) or stored_digest(original) != digest:
+                return
             checked.copy_of = original
-            lost = f"; the {entry.num_samples} samples that {self._where} lists are lost" if entry is not None else ""
+            lost = f"; the {entry.num_samples} samples that {self._where} lists are lost" if entry else ""
             checked.fault(None, None, f"the shard is a copy of {os.path.basename(original)}{lost}", "lost")
-            checked.report.num_lost += 0 if entry is None else entry.num_samples
-            return True
-        return False
+            checked.report.num_lost += entry.num_samples if entry else 0
