@@ -137,6 +137,8 @@ class Salvage:
         is_early = self._end is not None and failed < self._end
         if kind == "zeros" and not is_early and not self._read_block(failed + BLOCK).strip(b"\0"):
             return None, None
+        if is_early and self._places.are_over(failed):
+            return None, self._end
         return None, self._search(failed, self._end if is_early else None)
 
     def _search(self, failed: int, end: int | None) -> int | None:
@@ -201,7 +203,8 @@ class _Places:
         self._table = self._index.members_in_order()
         self._at = -1  # position of the last answer of `after`
         self._member: Member | None = None
-        if any(map(self._is_contradicted, range(len(self._table.begins)))):
+        self._is_stale = any(map(self._is_contradicted, range(len(self._table.begins))))
+        if self._is_stale:
             self._at = len(self._table.begins)
 
     def after(self, offset: int) -> Member | None:
@@ -216,6 +219,10 @@ class _Places:
                     self._at = at
                     break
         return self._member
+
+    def are_over(self, offset: int) -> bool:
+        """Return whether at most one member, the damaged one, is after an offset."""
+        return not self._is_stale and bool((self._table.begins > offset).sum() <= 1)
 
     def _listed(self, at: int) -> tuple[str, str, int, int]:
         """Return key, suffix, offset and length of a member."""
