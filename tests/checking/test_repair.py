@@ -73,32 +73,15 @@ def test_damaged_samples_go(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
-@pytest.mark.parametrize("name", ["002.skel.pyd", "002.safetensors", "002.json", "002.jpg", "005.jpg", "000.skel.pyd"])
-@pytest.mark.parametrize("footer", [True, False])
-def test_a_damaged_tar_header(tmp_path: Path, name: str, footer: bool) -> None:
-    source, out = tmp_path / "a", tmp_path / "out"
-    path = write(source, 6, footer=footer)
+@pytest.mark.parametrize("name", ["002.skel.pyd", "002.safetensors", "002.json", "005.jpg"])
+def test_a_damaged_tar_header(tmp_path: Path, name: str) -> None:
+    """Without an index, DALI's tells whose member is lost."""
+    path = write(tmp_path / "a", 6, footer=False)
     flip(path, members(path)[name][0] - 300)
-    report, keys = repaired(source, out)
-    lost = name[:3]
-    wanted = [f"{i:03d}" for i in range(6)]
-    if not footer and ("skel" in name or "safetensors" in name):  # an index and the digests tell what it was
-        wanted.remove(lost)
-    assert keys == wanted
+    report, keys = repaired(tmp_path / "a", tmp_path / "out")
+    assert keys == [f"{i:03d}" for i in range(6) if name not in (f"{i:03d}.skel.pyd", f"{i:03d}.safetensors")]
     assert "checksum" in {fault.kind for fault in report.faults}
-    assert lost in {fault.key for fault in report.faults}  # from the index or the .idx
-
-
-def test_truncated_anywhere(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", 4)
-    whole, places = path.read_bytes(), members(path)
-    for number, nbytes in enumerate(range(700, len(whole), 1700)):
-        path.write_bytes(whole[:nbytes])
-        report, keys = repaired(tmp_path / "a", tmp_path / f"out{number}")
-        assert not report.ok
-        assert keys == [f"{i:03d}" for i in range(4) if places[f"{i:03d}.safetensors"][1] <= nbytes]
-        lost = {f"{i:03d}" for i in range(4)} - set(keys)
-        assert lost <= {fault.key for fault in report.faults}  # by the .idx
+    assert name[:3] in {fault.key for fault in report.faults}
 
 
 def test_any_damage(tmp_path: Path, rng: Seeded) -> None:
@@ -141,15 +124,6 @@ def test_zeros_are_the_end_unless_an_index_knows_better(tmp_path: Path, footer: 
     assert keys == (["000", "001", "003", "004", "005"] if footer else ["000", "001"])
     what = "zeros before the end of the archive" if footer else "the bytes after the end-of-archive marker"
     assert any(fault.what.startswith(what) for fault in report.faults)
-
-
-def test_nothing_is_left(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", 1)
-    flip(path, members(path)["000.skel.pyd"][0] + 60)
-    flip(path, members(path)["000.jpg"][0] - 300)
-    report = tc.repair(path, tmp_path / "out")
-    assert report.num_damaged == 1
-    assert list((tmp_path / "out").glob("*.tar")) == []
 
 
 def test_indexes_and_manifest_are_made_again(tmp_path: Path) -> None:
@@ -285,8 +259,12 @@ def test_shards_without_samples(tmp_path: Path) -> None:
     tc.repair(tmp_path / "a", tmp_path / "out")
     assert sorted(file.name for file in (tmp_path / "out").glob("*.tar")) == ["000000.tar", "000001.tar"]
     assert tc.verify(tmp_path / "out").ok
-    tc.repair(tmp_path / "a" / "000002.tar", tmp_path / "never")  # nothing is left
-    assert not (tmp_path / "never").exists()
+    path = write(tmp_path / "b", 1)
+    flip(path, members(path)["000.skel.pyd"][0] + 60)
+    flip(path, members(path)["000.jpg"][0] - 300)
+    for bad in (path, tmp_path / "a" / "000002.tar"):  # nothing is left
+        assert not tc.repair(bad, tmp_path / "never").ok
+        assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.parametrize("fill", [bytes, os.urandom])
