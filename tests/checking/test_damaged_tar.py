@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import wds_tensorcache as tc
 from tests.conftest import Seeded
 from tests.same import assert_same
 from tests.shards.damage import flip, member, members, sample, write
-from tests.shards.forged_index import columns, put_footer, swap, swap_keys
-from tests.shards.tars import build, build_with_tarfile, by_tarfile_in
+from tests.shards.forged_index import put_footer
+from tests.shards.tars import build, build_with_tarfile
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.tar import BLOCK
@@ -50,7 +49,7 @@ def everything(count: int = 6) -> list[str]:
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("damage", ["zeros", "noise", "flip", "one checksum digit"])
+@pytest.mark.parametrize("damage", ["zeros", "noise", "flip"])
 def test_every_header_is_lost(tmp_path: Path, beside: str, damage: str, rng: Seeded) -> None:
     path = shard(tmp_path / "a", beside)
     content = bytearray(path.read_bytes())
@@ -61,7 +60,7 @@ def test_every_header_is_lost(tmp_path: Path, beside: str, damage: str, rng: See
         elif damage == "noise":
             content[begin - BLOCK : begin] = rng.randbytes(BLOCK)
         else:
-            content[begin - (BLOCK if damage == "flip" else 360)] ^= 1
+            content[begin - BLOCK] ^= 1
     path.write_bytes(content)
     report, keys = saved(path, tmp_path / "out")
     assert keys == everything()
@@ -93,38 +92,14 @@ def test_every_block(tmp_path: Path, beside: str, rng: Seeded) -> None:
 def test_what_digests_refute_is_not_saved(tmp_path: Path, beside: str) -> None:
     path = shard(tmp_path / "a", beside)
     places = members(path)
-    for name in ("001.skel.pyd", "003.safetensors", "004.skel.pyd"):
+    for name in ("001.skel.pyd", "003.safetensors", "004.skel.pyd", "005.safetensors"):
         flip(path, places[name][0] - 300)
     flip(path, places["001.safetensors"][1] - 1)
     flip(path, places["003.skel.pyd"][1] - 1)
+    flip(path, places["005.safetensors"][0] + 20)
     report, keys = saved(path, tmp_path / "out")
-    assert keys == ["000", "002", "004", "005"]
+    assert keys == ["000", "002", "004"]
     assert report.num_samples + report.num_lost == 6
-
-
-STALE = {
-    "keys": swap_keys,
-    "places": swap("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest"),
-    "tensors": swap("tensors_begin", "layout", "digest"),
-    "skeletons": swap("skeleton_begin", "skeleton_nbytes"),
-    "digests": swap("digest"),
-    "no digests": lambda index: columns(index, digest=index.caches[""].digest * 0),
-    "names of other members": lambda index: replace(
-        index, keys=replace(index.keys, text=index.keys.text + (index.keys.text == ord("2")).astype("u1") * 5)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ["001.skel.pyd", "002.safetensors", "002", "000.skel.pyd", "001"])
-@pytest.mark.parametrize("how", STALE)
-def test_a_lying_index(tmp_path: Path, how: str, name: str) -> None:
-    path = shard(tmp_path / "a", "footer", 4)
-    content = path.read_bytes()
-    put_footer(path, STALE[how](scan_shard(lambda begin, end: content[begin:end], len(content))))
-    for begin, _ in [place for each, place in members(path).items() if each.startswith(name)]:
-        flip(path, begin - 300)
-    _, keys = saved(path, tmp_path / "out")
-    assert set(everything(4)) - {name[:3]} <= set(keys)
 
 
 def test_an_index_of_another_shard(tmp_path: Path) -> None:
@@ -132,88 +107,45 @@ def test_an_index_of_another_shard(tmp_path: Path) -> None:
     shift = build([("README", b"x" * 600)])[:-1024]
     other.write_bytes(shift + one.read_bytes()[: -len(shift)])
     shutil.copy(f"{one}.index", f"{other}.index")
-    flip(other, members_of(other)["002.skel.pyd"][0] - 300)
+    flip(other, len(shift) + members(one)["002.skel.pyd"][0] - 300)
     _, keys = saved(other, tmp_path / "out")
     assert keys == ["000", "001", "003"]
 
 
-def members_of(path: Path) -> dict[str, tuple[int, int]]:
-    content = path.read_bytes() + bytes(4096)
-    (path.parent / "whole.tar").write_bytes(content)
-    found = members(path.parent / "whole.tar")
-    (path.parent / "whole.tar").unlink()
-    return found
-
-
-def index_it(path: Path, beside: str) -> None:
+@pytest.mark.parametrize("name", ["001.tar", "archive"])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_tar_in_a_tar(tmp_path: Path, beside: str, name: str) -> None:
+    """Members of a tar in a member are not samples of the shard, though the header of that member is lost."""
+    skeleton, tensors = tc.encode_sample(sample(9))
+    inner = build([("999.skel.pyd", skeleton), ("999.safetensors", tensors), ("998.json", b"1")])
+    content = write(tmp_path / "a", 3, footer=False, dali_index=False, manifest=False).read_bytes()
+    at, path = content.index(b"002.skel.pyd"), tmp_path / "x.tar"
+    path.write_bytes(content[:at] + build([(name, inner)])[:-1024] + content[at:])
     index = tc.write_index(path, dali_index=False)
     if beside == "footer":
         Path(f"{path}.index").unlink()
         put_footer(path, index)
-
-
-@pytest.mark.parametrize("beside", BESIDE)
-def test_a_member_of_no_sample_after_a_lost_header(tmp_path: Path, beside: str) -> None:
-    path = tmp_path / "x.tar"
-    content = write(tmp_path / "a", 3, footer=False, dali_index=False, manifest=False).read_bytes()
-    at = member_end(content, "001.jpg")
-    path.write_bytes(content[:at] + build([("README", b"read me")])[:-1024] + content[at:])
-    index_it(path, beside)
-    flip(path, members(path)["001.jpg"][0] - 300)
-    _, keys = saved(path, tmp_path / "out")
+    flip(path, members(path)[name][0] - 300)
+    report, keys = saved(path, tmp_path / "out")
     assert keys == everything(3)
-    assert {*members(tmp_path / "out" / "x.tar")} >= {"README", "001.skel.pyd", "002.jpg"}
+    assert report.num_samples == 3
 
 
+@pytest.mark.parametrize("name", [None, "001.safetensors", "002.skel.pyd"])
 @pytest.mark.parametrize("beside", BESIDE)
-def test_a_tar_in_a_tar(tmp_path: Path, beside: str) -> None:
-    """Members of a tar in a member are not samples of the shard, though the header of that member is lost."""
-    skeleton, tensors = tc.encode_sample(sample(9))
-    inner = build([("999.skel.pyd", skeleton), ("999.safetensors", tensors), ("998.json", b"1")])
-    for number, name in enumerate(("001.tar", "archive")):
-        path = tmp_path / f"{number}.tar"
-        content = write(tmp_path / f"{number}", 3, footer=False, dali_index=False, manifest=False).read_bytes()
-        at = member_end(content, "001.jpg")
-        path.write_bytes(content[:at] + build([(name, inner)])[:-1024] + content[at:])
-        index_it(path, beside)
-        flip(path, members(path)[name][0] - 300)
-        report, keys = saved(path, tmp_path / f"out{number}")
-        assert keys == everything(3)
-        assert report.num_samples == 3
-
-
-def member_end(content: bytes, name: str) -> int:
-    at = content.index(name.encode())
-    return at + BLOCK + -(-int(content[at + 124 : at + 135], 8) // BLOCK) * BLOCK
-
-
-@pytest.mark.parametrize("beside", BESIDE)
-def test_what_was_appended_since(tmp_path: Path, beside: str) -> None:
+def test_a_sample_that_was_appended(tmp_path: Path, beside: str, name: str | None) -> None:
+    """`tar -r` overwrites the index at the end of a shard; one beside it is then stale."""
     path = shard(tmp_path / "a", beside, 3)
     end = max(last + -last % BLOCK for _, last in members(path).values())
     skeleton, tensors = tc.encode_sample(sample(7))
     more = build([("007.skel.pyd", skeleton), ("007.safetensors", tensors)])
     content = path.read_bytes()
-    content = content[:end] + more + content[end + len(more) :]  # as `tar -r` writes it
-    for number, name in enumerate(("nothing", "001.safetensors", "002.skel.pyd")):
-        path.write_bytes(content)
-        if name != "nothing":
-            flip(path, members(path)[name][0] - 300)
-        _, keys = saved(path, tmp_path / f"out{number}")
-        assert "007" in keys
-        assert set(keys) >= {*everything(3), "007"} - {name[:3]}
-        if beside == "index":
-            assert keys == [*everything(3), "007"]
-
-
-@pytest.mark.skipif(shutil.which("tar") is None, reason="needs tar")
-def test_tar_itself_appends(tmp_path: Path) -> None:
-    path = shard(tmp_path / "a", "footer", 3)
-    (tmp_path / "007.json").write_bytes(b'{"label": 7}')
-    subprocess.run(["tar", "-rf", path, "007.json"], check=True, cwd=tmp_path)
-    flip(path, members(path)["001.skel.pyd"][0] - 300)
-    tc.repair(path, tmp_path / "out")
-    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / path.name)][-1] == "007.json"
+    path.write_bytes(content[:end] + more + content[end + len(more) :])
+    if name is not None:
+        flip(path, members(path)[name][0] - 300)
+    _, keys = saved(path, tmp_path / "out")
+    lost = {name[:3]} if name is not None and beside == "footer" else set[str]()
+    assert keys == [key for key in [*everything(3), "007"] if key not in lost]
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.9])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, write
-from wds_tensorcache.checking.progress import ByteProgress
-from wds_tensorcache.checking.shard_check import check_shard
-from wds_tensorcache.storage.readahead import Readers
-from wds_tensorcache.storage.threads import run_in_order
 
 
 class Patient:
@@ -107,31 +101,16 @@ def test_an_error_of_the_function_ends_the_call(tmp_path: Path) -> None:
 def test_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a", 30, per_shard=10)
     tc.verify(tmp_path / "a", progress=True)
-    shown = capsys.readouterr().err
-    assert "verify: 100%" in shown
-    assert "B/s" in shown
+    assert re.search("verify: 100%.*B/s", capsys.readouterr().err)
     tc.repair(tmp_path / "a", tmp_path / "b", progress=True)
     assert "repair: 100%" in capsys.readouterr().err
-    tc.verify(tmp_path / "a", progress=False)
     tc.verify(tmp_path / "a")  # stderr is not a terminal
-    assert not capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    tc.verify(tmp_path / "a")
-    assert "verify: 100%" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert tc.verify(tmp_path / "a").ok
+    tc.verify(tmp_path / "a")
     assert not capsys.readouterr().err
     with pytest.raises(ImportError, match="progress=True needs tqdm: pip install tqdm"):
         tc.verify(tmp_path / "a", progress=True)
-
-
-def test_samples_of_one_large_shard_count(tmp_path: Path) -> None:
-    path = write(tmp_path, 100)
-    offsets: list[int] = []
-    check_shard(str(path), {}, Readers(), offsets.append)
-    assert len(offsets) == 100
-    assert offsets == sorted(offsets)
-    assert path.stat().st_size // 2 < offsets[-1] <= path.stat().st_size
 
 
 def test_one_thread_shows_progress_within_a_shard(tmp_path: Path) -> None:
@@ -150,39 +129,3 @@ def test_one_thread_shows_progress_within_a_shard(tmp_path: Path) -> None:
     Patient.num_built = 0
     assert tc.verify(path, num_threads=1, allow=[Patient], progress=note).ok
     assert Patient.num_built == 3
-
-
-def test_the_caller_is_called_while_it_waits() -> None:
-    """The job ends only after the caller was called three times."""
-    calls: list[int] = []
-    has_been_called = threading.Event()
-
-    def meanwhile() -> None:
-        calls.append(threading.get_ident())
-        if len(calls) == 3:
-            has_been_called.set()
-
-    with ThreadPoolExecutor(1, "test") as pool:
-        found = list(run_in_order([1, 2], lambda job: has_been_called.wait(20) and job, pool, 1, meanwhile))
-    assert found == [1, 2]
-    assert set(calls) == {threading.get_ident()}
-
-
-@given(
-    st.dictionaries(st.text("ab", max_size=3), st.integers(0, 100), max_size=6),
-    st.lists(st.integers(0, 150)),
-    st.randoms(),
-)
-def test_done_never_falls_and_never_exceeds_the_total(nbytes: dict[str, int], offsets: list[int], rng: Any) -> None:
-    calls: list[tuple[int, int]] = []
-    progress = ByteProgress(lambda done, total: calls.append((done, total)), "test", rounds=2)
-    progress.begin(nbytes)
-    for number in range(2):
-        if number:
-            progress.begin_next()
-        for offset in offsets if nbytes else ():
-            progress.reach(rng.choice(sorted(nbytes)), offset)
-            progress.show()
-        progress.finish_round()
-    assert calls == sorted(set(calls))
-    assert calls[-1] == (2 * sum(nbytes.values()),) * 2

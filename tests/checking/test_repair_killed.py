@@ -86,24 +86,6 @@ def test_a_disk_that_is_full(tmp_path: Path, limit: int) -> None:
     assert tc.verify(out).num_samples == 11
 
 
-def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = damaged(tmp_path / "a"), tmp_path / "out"
-    out.mkdir(mode=0o750)
-
-    def interrupt(*_: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "write_manifest", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            tc.repair(source, out)
-    assert sorted(os.listdir(tmp_path)) == ["a", "out"]
-    assert os.listdir(out) == []
-    tc.repair(source, out)
-    assert out.stat().st_mode & 0o777 == 0o750
-    assert tc.verify(out).ok
-
-
 def test_what_was_put_there_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = damaged(tmp_path / "a"), tmp_path / "out"
     write_manifest = manifest.write_manifest

@@ -9,7 +9,8 @@ import resource
 import signal
 import tarfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,27 +70,19 @@ def test_reshard_is_what_a_writer_writes(tmp_path: Path, options: dict[str, int]
 
 def test_merge(tmp_path: Path) -> None:
     write(tmp_path / "a", range(9), max_samples=4)
-    write(tmp_path / "b", range(9, 15), max_samples=4)
+    write(tmp_path / "b", range(9, 15), max_samples=4, footer=False)
     write(tmp_path / "expected", range(15), max_samples=6)
     said = run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "out", "--max-samples", 6)
     assert said.stdout.startswith(f"{tmp_path}/out: 3 shards, 15 samples, ")
     assert said.stderr == ""
     compare(tmp_path / "out", tmp_path / "expected")
-    run("merge", tmp_path / "a", tmp_path / "bare", "--no-dali-index")
-    assert sorted(os.listdir(tmp_path / "bare")) == ["000000.tar", "manifest.json"]
-
-
-def test_whole_shards_are_linked(tmp_path: Path) -> None:
-    """A new shard that is equal to an old one is a hard link to it; with a prefix, or without a footer, it is written."""
-    write(tmp_path / "a", range(8), max_samples=4)
-    write(tmp_path / "b", range(8, 12), footer=False)
-    write(tmp_path / "expected", range(12), max_samples=4)
-    tc.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out", max_samples=4, fsync=False)
-    compare(tmp_path / "out", tmp_path / "expected")
-    links = [os.stat(tmp_path / "out" / f"00000{i}.tar").st_nlink for i in range(3)]
-    assert links == [2, 2, 1]
-    tc.merge([tmp_path / "a"], tmp_path / "named", prefixes=["p/"], max_samples=4, fsync=False)
-    assert [path.stat().st_nlink for path in (tmp_path / "named").glob("*.tar")] == [1, 1]
+    run("merge", tmp_path / "a", tmp_path / "bare", "--no-dali-index", "--max-samples", 4)
+    assert sorted(os.listdir(tmp_path / "bare")) == ["000000.tar", "000001.tar", "000002.tar", "manifest.json"]
+    # a new shard that is equal to an old one is a hard link to it; with a prefix, or without an index at its end, it is written
+    assert [path.stat().st_nlink for path in (tmp_path / "bare").glob("*.tar")] == [2] * 3
+    for name, prefixes in (("a", ["p/"]), ("b", [""])):
+        tc.merge([tmp_path / name], tmp_path / f"{name}2", prefixes=prefixes, max_samples=4, fsync=False)
+        assert {path.stat().st_nlink for path in (tmp_path / f"{name}2").glob("*.tar")} == {1}
 
 
 def test_prefixes(tmp_path: Path) -> None:
@@ -145,12 +138,6 @@ def test_tars_by_other_programs(tmp_path: Path) -> None:
         assert samples.items() <= contents(out).items()
 
 
-def test_a_name_that_becomes_too_long(tmp_path: Path) -> None:
-    write(tmp_path / "in", range(2))
-    with pytest.raises(tc.InvalidKeyError, match="shorten the key"):
-        tc.merge([tmp_path / "in"], tmp_path / "out", prefixes=["x" * 90])
-
-
 # --- refusals
 
 
@@ -187,42 +174,20 @@ def test_fingerprints(tmp_path: Path) -> None:
         assert (len(cache), cache.fingerprint["dtype"]) == (1, "bf16")
 
 
-def _cut(shard: Path) -> None:
-    shard.write_bytes(shard.read_bytes()[:-3000])
-
-
-def _lose_a_header(shard: Path) -> None:
-    raw = bytearray(shard.read_bytes())
-    at = raw.index(b"k005.")
-    raw[at : at + 512] = bytes(512)
-    shard.write_bytes(raw)
-
-
-def _rename(shard: Path, names: Iterable[bytes]) -> None:
-    raw = bytearray(shard.read_bytes())
-    for name in names:
-        at = raw.index(name + b"\0")
+@pytest.mark.parametrize("names", [[], [b"k005.skel.pyd"], [b"k007.skel.pyd", b"k007.safetensors", b"k007.txt"], None])
+def test_damaged_shards(tmp_path: Path, names: list[bytes] | None) -> None:
+    """One that was cut short, or whose header is lost, or which has a member or a sample that its index names otherwise."""
+    write(tmp_path / "in", range(12), max_samples=4)
+    raw = bytearray((tmp_path / "in" / "000001.tar").read_bytes())
+    for at in (raw.index(name + b"\0") for name in names or ()):
         raw[at + 3] += 1
         raw[at + 148 : at + 156] = b"%06o\0 " % (sum(raw[at : at + 148]) + 8 * 32 + sum(raw[at + 156 : at + 512]))
-    shard.write_bytes(raw)
-
-
-def _rename_a_member(shard: Path) -> None:
-    _rename(shard, [b"k005.skel.pyd"])
-
-
-def _rename_a_sample(shard: Path) -> None:
-    """The index lists another key than the tar."""
-    _rename(shard, [b"k007.skel.pyd", b"k007.safetensors", b"k007.txt"])
-
-
-@pytest.mark.parametrize("damage", [_cut, _lose_a_header, _rename_a_member, _rename_a_sample])
-def test_damaged_shards(tmp_path: Path, damage: Any) -> None:
-    write(tmp_path / "in", range(12), max_samples=4)
-    damage(tmp_path / "in" / "000001.tar")
+    if not names:
+        begin, end = (len(raw) - 3000, len(raw)) if names is None else (raw.index(b"k005."), raw.index(b"k005.") + 512)
+        raw[begin:end] = bytes(0 if names is None else 512)
+    (tmp_path / "in" / "000001.tar").write_bytes(raw)
     for command in (["reshard"], ["merge", "--max-samples", 1], ["drop"]):
-        keys = ["k004"] * (command == ["drop"])
-        said = run(*command, tmp_path / "in", tmp_path / "out", *keys, status=1).stderr
+        said = run(*command, tmp_path / "in", tmp_path / "out", *["k004"] * (command == ["drop"]), status=1).stderr
         assert said.startswith("tensorcache: ")
         assert "000001.tar" in said
         assert said.count("\n") == 1
@@ -231,154 +196,44 @@ def test_damaged_shards(tmp_path: Path, damage: Any) -> None:
 
 def test_wrong_usage(tmp_path: Path) -> None:
     write(tmp_path / "in", range(3))
-    for arguments in (["merge", tmp_path / "in"], ["reshard", tmp_path / "in"], ["merge"]):
-        run(*arguments, status=2)
+    (tmp_path / "file").write_text("x")
     for command in ("merge", "reshard"):
+        run(command, tmp_path / "in", status=2)
         run(command, tmp_path / "nowhere", tmp_path / "out", status=2)
         run(command, tmp_path / "in", tmp_path / "out", "--max-samples", 0, status=2)
         assert "is not empty" in run(command, tmp_path / "in", tmp_path / "in", status=2).stderr
-        (tmp_path / "file").write_text("x")
         assert "is a file" in run(command, tmp_path / "in", tmp_path / "file", status=2).stderr
+        said = run(command, tmp_path / HOSTILE, tmp_path / "out", status=2).stderr
+        assert said.strip("\n").isprintable()
     with pytest.raises(ValueError, match="0 caches"):
         tc.merge([], tmp_path / "out")
     with pytest.raises(ValueError, match="expected at least 1"):
         tc.reshard(tmp_path / "in", tmp_path / "out", max_nbytes=0)
+    with pytest.raises(tc.InvalidKeyError, match="shorten the key"):
+        tc.merge([tmp_path / "in"], tmp_path / "out", prefixes=["x" * 90])
     assert sorted(os.listdir(tmp_path)) == ["file", "in"]
 
 
-def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
-    write(tmp_path / "in", range(3))
-    (tmp_path / "out").mkdir()
-    run("reshard", tmp_path / "in", tmp_path / "out")
-    assert tc.verify(tmp_path / "out").ok
-
-
 # --- killed and interrupted
+
+
+@contextmanager
+def running(tmp_path: Path, count: int, *arguments: object) -> Iterator[tuple[Process, Output]]:
+    """Start a command; continue when a hidden folder has some finished shards, or OUT is there."""
+    with Output() as output, open(os.devnull) as null:
+        files = null.fileno(), output.fileno, output.fileno
+        process, until = the_server().start(list(map(str, arguments)), files, Path.cwd()), time.monotonic() + 60
+        while time.monotonic() < until and len(list(tmp_path.glob(".out.*.tmp/*.tar"))) < count:
+            if (tmp_path / "out").exists():
+                break
+            time.sleep(0.0005)
+        yield process, output
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A cache whose copy takes a while: 60 shards, with a sync of each."""
     return write(tmp_path / "in", range(60), max_samples=13)
-
-
-def start(*arguments: object) -> tuple[Process, Output]:
-    output = Output().__enter__()
-    with open(os.devnull) as null:
-        files = null.fileno(), output.fileno, output.fileno
-        return the_server().start(list(map(str, arguments)), files, Path.cwd()), output
-
-
-def wait_for_shards(parent: Path, count: int) -> None:
-    """Wait until a hidden folder has some finished shards, or OUT is there."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not (parent / "out").exists():
-        if len(list(parent.glob(".out.*.tmp/*.tar"))) >= count:
-            return
-        time.sleep(0.0005)
-
-
-def test_killed(tmp_path: Path, source: Path) -> None:
-    """After each kill there is no OUT; the same command resumes, and what it writes is the same byte for byte."""
-    arguments = ["merge", source, tmp_path / "out", "--max-samples", 1]
-    write(tmp_path / "expected", range(60), max_samples=1)
-    num_kills = 0
-    for count in (1, 20, 50):
-        process, output = start(*arguments)
-        wait_for_shards(tmp_path, count)
-        os.kill(process.pid, signal.SIGKILL)
-        num_kills += process.wait() == -signal.SIGKILL
-        output.__exit__()
-        if (tmp_path / "out").exists():
-            break
-        assert len([name for name in os.listdir(tmp_path) if name.startswith(".out.")]) == 1
-    assert num_kills
-    if not (tmp_path / "out").exists():
-        assert json_of(*arguments)["num_shards_resumed"] > 0
-    compare(tmp_path / "out", tmp_path / "expected")
-    assert sorted(os.listdir(tmp_path)) == ["expected", "in", "out"]
-
-
-def test_interrupted(tmp_path: Path, source: Path) -> None:
-    """Ctrl-C: status 130, two lines, no OUT."""
-    arguments = ["reshard", source, tmp_path / "out", "--max-samples", 1]
-    process, output = start(*arguments)
-    wait_for_shards(tmp_path, 5)
-    process.interrupt()
-    assert process.wait() == 130
-    assert output.read().decode().splitlines() == [
-        "the finished shards are kept: the same command resumes",
-        "interrupted",
-    ]
-    output.__exit__()
-    assert not (tmp_path / "out").exists()
-    assert json_of(*arguments)["num_shards_resumed"] >= 5
-    assert tc.verify(tmp_path / "out").ok
-    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
-
-
-def test_other_arguments_do_not_resume(tmp_path: Path, source: Path) -> None:
-    """Neither do sources that have changed; what the killed command has left is deleted."""
-    process, output = start("reshard", source, tmp_path / "out", "--max-samples", 1)
-    wait_for_shards(tmp_path, 5)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    output.__exit__()
-    left = next(tmp_path.glob(".out.*.tmp"))
-    (source / "000000.tar").write_bytes((source / "000000.tar").read_bytes())
-    os.utime(source / "000000.tar", ns=(1, 1))
-    assert json_of("reshard", source, tmp_path / "out", "--max-samples", 1)["num_shards_resumed"] == 0
-    assert not left.exists()
-    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
-
-
-@pytest.mark.parametrize("limit", [0, 3_000, 10_000])
-def test_a_full_disk(tmp_path: Path, limit: int) -> None:
-    """The error is the system's; then the same call resumes."""
-    write(tmp_path / "in", range(20))
-
-    def copy() -> object:
-        return tc.reshard(tmp_path / "in", tmp_path / "out", max_samples=7, fsync=False)
-
-    def fill_and_copy() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        copy()
-
-    assert run_in_child(fill_and_copy) == errno.EFBIG
-    assert not (tmp_path / "out").exists()
-    copy()
-    write(tmp_path / "expected", range(20), max_samples=7)
-    compare(tmp_path / "out", tmp_path / "expected")
-    assert sorted(os.listdir(tmp_path)) == ["expected", "in", "out"]
-
-
-def test_hostile_names(tmp_path: Path) -> None:
-    name = HOSTILE.replace("/", "")
-    write(tmp_path / name, range(3))
-    for found in (
-        run("reshard", tmp_path / name, tmp_path / f"{name}2"),
-        run("merge", tmp_path / name, tmp_path / name, tmp_path / "x", status=1),
-        run("merge", tmp_path / name, tmp_path / "y", "--prefix", HOSTILE, status=1),
-    ):
-        assert (found.stdout + found.stderr).count("\n") == 1
-        assert (found.stdout + found.stderr).strip("\n").isprintable()
-
-
-def test_two_at_once(tmp_path: Path, source: Path) -> None:
-    """The second one is refused, and disturbs nothing."""
-    arguments = ["reshard", source, tmp_path / "out", "--max-samples", 1]
-    process, output = start(*arguments)
-    wait_for_shards(tmp_path, 3)
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        assert "another process is writing" in run(*arguments, status=2).stderr
-        assert list(tmp_path.glob(".out.*.tmp"))
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-    assert process.wait() == 0, output.read()
-    output.__exit__()
-    assert tc.verify(tmp_path / "out").ok
-    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
 def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
@@ -398,3 +253,73 @@ def test_drop_counts_samples_not_keys(tmp_path: Path) -> None:
     assert said.endswith("out: without 2 samples")
     (said,) = run("drop", tmp_path / "in", tmp_path / "one", "a").stdout.splitlines()
     assert said.endswith("one: without 1 sample")
+
+
+def test_killed(tmp_path: Path, source: Path) -> None:
+    """After each kill there is no OUT; the same command resumes, and what it writes is the same byte for byte."""
+    arguments = ["merge", source, tmp_path / "out", "--max-samples", 1]
+    write(tmp_path / "expected", range(60), max_samples=1)
+    num_kills = 0
+    for count in (1, 20, 50):
+        with running(tmp_path, count, *arguments) as (process, _):
+            os.kill(process.pid, signal.SIGKILL)
+            num_kills += process.wait() == -signal.SIGKILL
+        if (tmp_path / "out").exists():
+            break
+        assert len([name for name in os.listdir(tmp_path) if name.startswith(".out.")]) == 1
+    assert num_kills
+    if not (tmp_path / "out").exists():
+        assert json_of(*arguments)["num_shards_resumed"] > 0
+    compare(tmp_path / "out", tmp_path / "expected")
+    assert sorted(os.listdir(tmp_path)) == ["expected", "in", "out"]
+
+
+def test_interrupted(tmp_path: Path, source: Path) -> None:
+    """Ctrl-C: status 130, two lines, no OUT. Sources that have changed are copied from the beginning."""
+    arguments = ["reshard", source, tmp_path / "out", "--max-samples", 1]
+    with running(tmp_path, 5, *arguments) as (process, output):
+        process.interrupt()
+        assert process.wait() == 130
+        lines = output.read().decode().splitlines()
+    assert lines == ["the finished shards are kept: the same command resumes", "interrupted"]
+    (left,) = tmp_path.glob(".out.*.tmp")
+    assert len(list(left.glob("*.tar"))) >= 5
+    os.utime(source / "000000.tar", ns=(1, 1))
+    assert json_of(*arguments)["num_shards_resumed"] == 0
+    assert tc.verify(tmp_path / "out").ok
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_two_at_once(tmp_path: Path, source: Path) -> None:
+    """The second one is refused, and disturbs nothing."""
+    arguments = ["reshard", source, tmp_path / "out", "--max-samples", 1]
+    with running(tmp_path, 3, *arguments) as (process, output):
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            assert "another process is writing" in run(*arguments, status=2).stderr
+            assert list(tmp_path.glob(".out.*.tmp"))
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        assert process.wait() == 0, output.read()
+    assert tc.verify(tmp_path / "out").ok
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+@pytest.mark.parametrize("limit", [0, 10_000])
+def test_a_full_disk(tmp_path: Path, limit: int) -> None:
+    """The error is the system's; then the same call resumes."""
+    write(tmp_path / "in", range(20))
+
+    def copy() -> object:
+        return tc.reshard(tmp_path / "in", tmp_path / "out", max_samples=7, fsync=False)
+
+    def fill_and_copy() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        copy()
+
+    assert run_in_child(fill_and_copy) == errno.EFBIG
+    assert not (tmp_path / "out").exists()
+    copy()
+    write(tmp_path / "expected", range(20), max_samples=7)
+    compare(tmp_path / "out", tmp_path / "expected")
+    assert sorted(os.listdir(tmp_path)) == ["expected", "in", "out"]

@@ -105,35 +105,23 @@ def test_drop(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"k1\n\xff\n", "line 2 is not UTF-8"),
-        (b"k1\n" + b"x" * 70_000, "line 2: expected one key in each line"),
-        (None, "does not exist"),
-    ],
-)
-def test_files_that_are_no_keys(folder: Path, tmp_path: Path, content: bytes | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "keys").write_bytes(content)
-    assert message in run("drop", folder, tmp_path / "out", "--keys-from", tmp_path / "keys", status=2).stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_keys_from_a_device(folder: Path, tmp_path: Path) -> None:
-    said = run("drop", folder, tmp_path / "out", "--keys-from", "/dev/zero", status=2).stderr
-    assert "expected one key in each line, at most" in said
-    assert "is a directory" in run("drop", folder, tmp_path / "out", "--keys-from", tmp_path, status=2).stderr
-
-
-def test_keys_from_a_closed_stdin(folder: Path, tmp_path: Path) -> None:
-    """As a program without a terminal may start the command."""
-    script = [sys.executable, "-m", "wds_tensorcache.cli"]
-    command = ["sh", "-c", 'exec "$0" "$@" <&-', *script, "drop", folder, tmp_path / "out", "--keys-from", "-"]
+def test_files_that_are_no_keys(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"k1\n\xff\n")
+    for path, message in {
+        tmp_path / "keys": "line 2 is not UTF-8",
+        tmp_path / "nowhere": "does not exist",
+        tmp_path: "is a directory",
+        "/dev/zero": "expected at most",
+    }.items():
+        assert message in run("drop", folder, tmp_path / "out", "--keys-from", path, status=2).stderr
+    # as a program without a terminal may start the command
+    script = ["sh", "-c", 'exec "$0" "$@" <&-', sys.executable, "-m", "wds_tensorcache.cli"]
+    command = [*script, "drop", folder, tmp_path / "out", "--keys-from", "-"]
     found = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100)
     assert found.returncode == 2
     assert "--keys-from -: stdin is closed" in found.stderr
     assert "Traceback" not in found.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_drop_by_original_name(tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
 from typing import Any
 
-from wds_tensorcache.checking.progress import ByteProgress
 from wds_tensorcache.checking.report import RepairReport
 from wds_tensorcache.checking.shard_check import Checked
-from wds_tensorcache.checking.verify import check_all
+from wds_tensorcache.checking.verify import ShardsToCheck
 from wds_tensorcache.errors import FormatError, InvalidKeyError
-from wds_tensorcache.progress import ProgressOption
+from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, entry_of
@@ -41,7 +40,7 @@ def repair(
     Reading also resumes after a single block of zeros, and after more zeros if an index says that the archive ends later.
     Members after the end-of-archive marker are dropped, since readers do not see them. A sample that has lost only a member
     outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have the same key, the
-    first intact sample with a cache is kept, or else the first intact sample.
+    first intact one with the most caches is kept. If a copy of another shard has replaced a shard, the copy is left out.
 
     Shards keep their names, their order and their fingerprints. A damaged shard without intact members is not written. The
     folder appears by one rename when it is complete. A killed process leaves a hidden folder next to `out`, which the next
@@ -72,18 +71,21 @@ def repair(
     """
     out = check_new(out, "choose a new folder for repaired shards")
     report = RepairReport()
-    with ByteProgress(progress, "repair", rounds=2) as bar:
-        found = check_all(source, num_threads, allow, report, bar, keep=True)
+    shards = ShardsToCheck(source, report)
+    with closing(Progress(progress, 2 * shards.nbytes, desc="repair", unit="B", unit_scale=True)) as bar:
+        found = shards.check(num_threads, allow, bar, keep=True)
         _check_names([checked.path for checked, _ in found])
         if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
             what = f"{len(report.faults)} faults, and drop=False (--strict) allows no loss, so nothing was written"
             raise FormatError(f"{what}; the first fault: {report.faults[0]}")
-        left = [(checked, made) for checked, made in found if checked.ranges or not _has_lost(checked)]
-        bar.begin_next()
-        if left:
+        # Hazard: a shard and its copy would repeat keys. The one with the most samples is kept.
+        by_size = sorted((checked for checked, _ in found), key=lambda part: (len(part.index.keys), not part.copy_of))
+        best = set({part.copy_of or part.path: part.path for part in by_size}.values())
+        kept = [part for part in found if part[0].path in best and (part[0].ranges or not _has_lost(part[0]))]
+        if kept:
             with new_folder(out) as folder:
-                _write(left, folder, report, bar)
-        bar.finish_round()
+                _write(kept, folder, report, lambda nbytes: bar.show(shards.nbytes + nbytes))
+        bar.show(2 * shards.nbytes)
     return report
 
 
@@ -107,9 +109,12 @@ def _check_names(paths: list[str]) -> None:
 
 
 def _write(
-    found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, report: RepairReport, bar: ByteProgress
+    found: list[tuple[Checked, Mapping[str, Any] | None]],
+    folder: str,
+    report: RepairReport,
+    show: Callable[[int], object],
 ) -> None:
-    manifest, files = Manifest(), Files()
+    manifest, files, done = Manifest(), Files(), 0
     for checked, fingerprint in found:
         if files.get(checked.path).identity != checked.identity:
             raise FormatError(f"{checked.path}: the shard was changed during the repair; try again")
@@ -117,11 +122,12 @@ def _write(
         index = write_shard(
             path, checked.ranges, files, fingerprint, map(checked.index.origin, range(len(checked.index.keys)))
         )
-        with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
+        with suppress(InvalidKeyError):  # DALI's index cannot contain some names
             write_dali_index(folder_of(folder), os.path.basename(path), index)
         manifest.add(entry_of(path, index), index)
         report.num_shards_written += 1
         report.num_samples_written += len(index.keys)
         report.nbytes_written += os.path.getsize(path)
-        bar.finish(checked.path)
+        done += checked.nbytes
+        show(done)
     manifest.write(os.path.join(folder, MANIFEST))  # in the order of the sample indices

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 
-from wds_tensorcache.errors import Kind
+from wds_tensorcache.errors import Kind, format_count
 
 _MAX_SHOWN = 20
 
@@ -82,22 +83,26 @@ class Report:
             setattr(self, each.name, value | more if isinstance(value, set) else value + more)
 
     def __str__(self) -> str:
-        found = "nothing is wrong"
+        faults = "nothing is wrong"
         if self.faults:
-            found = f"{_count(len(self.faults), 'fault')}, {_count(self.num_damaged, 'sample')} damaged, {self.num_lost:,} lost"
-        lines = [f"{_sizes(self.num_shards, self.num_samples, self.nbytes)}: {found}"]
+            damaged = f"{format_count(self.num_damaged, 'sample')} damaged"
+            faults = f"{format_count(len(self.faults), 'fault')}, {damaged}, {self.num_lost:,} lost"
+        lines = [f"{_sizes(self.num_shards, self.num_samples, self.nbytes)}: {faults}"]
         if self.num_unverified:
-            lines.append(f"no digests: {_count(self.num_unverified, 'sample')}; their bytes could not be checked")
+            lines.append(f"no digests: {format_count(self.num_unverified, 'sample')}; their bytes could not be checked")
         if self.num_unread:
             names = ", ".join(sorted(self.needs)[:_MAX_SHOWN])
             lines.append(
-                f"not decoded: {_count(self.num_unread, 'sample')}; pass allow=[…] if you trust the shards: {names}"
+                f"not decoded: {format_count(self.num_unread, 'sample')}; pass allow=[…] if you trust the shards: {names}"
             )
         if self.num_repeated:
-            lines.append(f"in several shards: the keys of {_count(self.num_repeated, 'sample')}")
-        lines += [f"  {fault}" for fault in self.faults[:_MAX_SHOWN]]
-        if len(self.faults) > _MAX_SHOWN:
-            lines.append(f"  … and {len(self.faults) - _MAX_SHOWN:,} more")
+            lines.append(f"in several shards: the keys of {format_count(self.num_repeated, 'sample')}")
+        # after a cut, hundreds of samples have the same fault
+        runs = [list(run) for _, run in groupby(self.faults, lambda fault: (fault.shard, fault.what, fault.offset))]
+        for run in runs[:_MAX_SHOWN]:
+            lines.append(f"  {run[0]}" + (f" (and {len(run) - 1:,} more like this)" if len(run) > 1 else ""))
+        if len(runs) > _MAX_SHOWN:
+            lines.append(f"  … and {sum(map(len, runs[_MAX_SHOWN:])):,} more")
         return "\n".join(lines)
 
 
@@ -121,8 +126,4 @@ class RepairReport(Report):
 
 
 def _sizes(num_shards: int, num_samples: int, nbytes: int) -> str:
-    return f"{_count(num_shards, 'shard')}, {_count(num_samples, 'sample')}, {nbytes:,} bytes"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{format_count(num_shards, 'shard')}, {format_count(num_samples, 'sample')}, {nbytes:,} bytes"

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import xxhash
 
-from wds_tensorcache.checking.damaged_tar import Break, Member, Salvage
-from wds_tensorcache.checking.indexed_places import find_places
+from wds_tensorcache.checking.damaged_tar import Break, End, Member, Salvage
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.codec.binding import parse_preamble
-from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Further, Layout, is_bound, parse_header
+from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, is_bound, parse_header
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.shards.footer import read_index, read_trailer
+from wds_tensorcache.shards.footer import read_index
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.load_index import parse_both
@@ -30,6 +29,7 @@ from wds_tensorcache.writing.copy_shards import MemberRange, append_range
 
 _NOWHERE = MemorySource(b"")
 _MAX_WAITING = 32  # samples
+_LOST = -1  # in place of the offset of the sample to keep
 _HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter
 
 
@@ -58,9 +58,6 @@ class _Sample:
     is_unverified: bool = False
     needs: list[str] = field(default_factory=list)  # names of classes that are not in `allow=`
 
-    def fault(self, offset: int, what: str, kind: Kind) -> None:
-        self.faults.append((offset, what, kind))
-
 
 @dataclass(slots=True)
 class Checked:
@@ -75,6 +72,7 @@ class Checked:
             files that belong to no sample.
         end: Offset of the end-of-archive marker; None if there is none.
         is_broken: True if there are bytes in which no member could be read, or members after the end-of-archive marker.
+        copy_of: Path of the shard that has replaced this one; None if none has.
     """
 
     path: str
@@ -87,6 +85,7 @@ class Checked:
     ranges: list[MemberRange] = field(default_factory=list)
     end: int | None = None
     is_broken: bool = False
+    copy_of: str | None = None
 
     def fault(self, key: str | None, offset: int | None, what: str, kind: Kind) -> None:
         """Add a fault."""
@@ -99,32 +98,18 @@ def check_shard(
     readers: Readers,
     reach: Callable[[int], object] = lambda offset: None,
 ) -> Checked:
-    """Check a shard in one pass over its bytes, or in two. After each sample, call `reach` with the offset of its end.
+    """Check a shard in one pass over its bytes. After each sample, call `reach` with the offset of its end.
 
-    The second pass is needed if the first shows that it kept the wrong one of several samples with the same key, or that
-    samples have fewer caches than the index lists.
+    Of samples with the same key, the first with the most caches is kept; one with its own headers comes before one that an
+    index has named. If that is not the first one, or a sample has lost a cache, there is a second pass.
 
     Raises:
         OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.
     """
     file = ShardFile(path)
     better: dict[str, int] = {}
-    found = _check_all(file, allow, readers, better, {}, reach)
-    listed: dict[str, int] = {}
-    if found.report.faults:
-        has = _count_caches(found.index)
-        index = next(parse_both(file, lambda each: read_index(each.read, each.nbytes, file.nbytes), lenient=True), None)
-        counts = {} if index is None else _count_caches(index)
-        listed = {key: count for key, count in counts.items() if has.get(key, count) < count}
-    return _check_all(file, allow, readers, better, listed, reach) if better or listed else found
-
-
-def _count_caches(index: ShardIndex) -> dict[str, int]:
-    """Return the number of caches of each sample by key."""
-    counts = np.zeros(len(index.keys), np.int64)
-    for cache in index.caches.values():
-        counts[slice(None) if cache.rows is None else cache.rows] += 1
-    return dict(zip(index.keys, counts.tolist(), strict=True))
+    found = _check_all(file, allow, readers, better, reach)
+    return _check_all(file, allow, readers, better, reach) if better else found
 
 
 def _check_all(
@@ -132,36 +117,32 @@ def _check_all(
     allow: Mapping[tuple[str, str], type],
     readers: Readers,
     better: dict[str, int],
-    listed: Mapping[str, int],
     reach: Callable[[int], object],
 ) -> Checked:
-    """Check a shard in one pass. Of samples with the same key, keep the first without a fault.
-
-    If that sample has no cache, but a later one has, add the offset of the later one to `better`, by key. A second pass with
-    this `better` keeps the later sample. `listed` describes samples that have lost caches: it maps their keys to the number of
-    caches in a current index. The second pass reports the lost caches as faults.
-    """
+    """Check a shard in one pass, which keeps the samples at the offsets in `better`, by key; add those to keep instead."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     found = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()
-    good: dict[str, bool] = {}  # for the key of each sample without a fault: whether the sample has a cache
+    ranks: dict[str, tuple[int, bool]] = {}  # of the samples without a fault, by key
     wanted = dict(better)
     with ReadAhead(file, readers) as ahead:
         for sample in _complete(_samples(found, file, ahead), ahead):
             key = sample.key
             reach(sample.ranges[-1].end)
             caches, others = _check(sample, allow)
+            rank = len(caches), not sample.rebuilt
             report.num_samples += 1
-            if len(caches) < listed.get(key, 0) and not sample.faults:
-                sample.fault(
-                    sample.first, "members of a cache are lost: the index of the shard lists more caches", "lost"
-                )
-            if key in good:
-                if caches and not sample.faults and not good[key]:
-                    better.setdefault(key, sample.first)
-                sample.fault(sample.first, "an earlier sample has the same key", "duplicate")
+            if key in ranks:
+                if not sample.faults and rank > ranks[key]:
+                    better[key], ranks[key] = sample.first, rank
+                sample.faults.append((sample.first, "an earlier sample has the same key", "duplicate"))
+            elif wanted.get(key) == _LOST:
+                what = "members of a cache are lost: the index of the shard lists more caches"
+                sample.faults.append((sample.first, what, "lost"))
             elif wanted.get(key, sample.first) != sample.first:
-                sample.fault(sample.first, "another sample has the same key, and an intact cache", "duplicate")
+                sample.faults.append(
+                    (sample.first, "another sample has the same key, and more intact caches", "duplicate")
+                )
             for fault in sample.faults:
                 found.fault(key, *fault)
             for offset, suffix in sample.rebuilt:
@@ -171,7 +152,7 @@ def _check_all(
                 report.num_damaged += 1
                 found.damaged.add(key)
                 continue
-            good[key] = bool(caches)
+            ranks[key] = rank
             report.num_unverified += sample.is_unverified
             report.num_unread += bool(sample.needs)
             report.needs.update(sample.needs)
@@ -180,13 +161,28 @@ def _check_all(
             builder.add(key, caches, others)
             for span in sample.ranges:
                 append_range(found.ranges, span.path, span.begin, span.end, span.header)
-    found.damaged -= good.keys()  # another sample with such a key has no fault
+    if report.faults:
+        # Hazard: what is left of a sample would count as finished when the cache is built again.
+        listed = _count_caches(file)
+        better |= {key: _LOST for key, (count, _) in ranks.items() if count < listed.get(key, 0)}
+    found.damaged -= ranks.keys()  # another sample with such a key has no fault
     parts, found.ranges = sorted(found.ranges), []
     for span in parts:
         append_range(found.ranges, span.path, span.begin, span.end, span.header)
     report.faults.sort(key=lambda fault: (fault.offset is None, fault.offset))
     found.index = builder.finish(file.nbytes if found.end is None else found.end)
     return found
+
+
+def _count_caches(file: ShardFile) -> dict[str, int]:
+    """Return the number of caches of each sample in the index of a shard, by key."""
+    index = next(parse_both(file, lambda part: read_index(part.read, part.nbytes, file.nbytes), lenient=True), None)
+    if index is None:
+        return {}
+    counts = np.zeros(len(index.keys), np.int64)
+    for cache in index.caches.values():
+        counts[slice(None) if cache.rows is None else cache.rows] += 1
+    return dict(zip(index.keys, counts.tolist(), strict=True))
 
 
 def _complete(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample]:
@@ -205,45 +201,47 @@ def _complete(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample]
 def _samples(found: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sample]:
     """Yield the samples of a shard; record tar faults, and members that belong to no sample, in `found`."""
     sample: _Sample | None = None
-    declared = parse_both(file, lambda each: read_trailer(each.read, each.nbytes, file.nbytes), lenient=True)
-    end = next((trailer.end for trailer in declared), None)
-    for part in Salvage(ahead.read, file.nbytes, end, lru_cache(partial(find_places, file))):
-        if isinstance(part, Member):
-            name, first, begin, nbytes, after, is_rebuilt = part
-            header = rebuild_header(name, nbytes) if is_rebuilt else b""
-            stem = "" if sample is None else f"{sample.key}."
-            if sample is not None and name.startswith(stem) and "/" not in name[len(stem) :]:
-                suffix = name[len(stem) :].lower()
-            else:
-                split = split_member(name)
-                if split is None:
-                    append_range(found.ranges, file.path, first, after, header)
-                    continue
-                if sample is not None:
-                    yield sample
-                sample, suffix = _Sample(split[0], first), split[1].lower()
-            member = _read(ahead, suffix, begin, nbytes)
-            if sample.members.setdefault(suffix, member) is not member:
-                sample.fault(first, f"member {name!r:.100} occurs twice", "duplicate")
-            if is_rebuilt:
-                sample.rebuilt.append((begin, suffix))
-            append_range(sample.ranges, file.path, first, after, header)
-        elif isinstance(part, Break):
-            lost = f"; no member could be read from byte {part.offset} to {part.end}" if part.offset < part.end else ""
-            found.fault(None, part.offset, part.reason + lost, part.kind)
-            found.is_broken = True
+    for part in Salvage(file, ahead.read):
+        if not isinstance(part, Member):
+            _note_damage(found, part)
+            continue
+        name, first, begin, nbytes, end, is_rebuilt = part
+        header = rebuild_header(name, nbytes) if is_rebuilt else b""
+        stem = "" if sample is None else f"{sample.key}."
+        if sample is not None and name.startswith(stem) and "/" not in name[len(stem) :]:
+            suffix = name[len(stem) :].lower()
         else:
-            found.end = part.offset
-            if part.unseen is not None:
-                where = f"the end-of-archive marker at byte {part.offset}"
-                found.fault(
-                    None, part.unseen, f"members from here on are after {where}: readers do not see them", "trailing"
-                )
-                found.is_broken = True
-            if file.nbytes < part.offset + 1024:
-                found.fault(None, part.offset, "the file ends inside the end-of-archive marker", "truncated")
+            split = split_member(name)
+            if split is None:
+                append_range(found.ranges, file.path, first, end, header)
+                continue
+            if sample is not None:
+                yield sample
+            sample, suffix = _Sample(split[0], first), split[1].lower()
+        member = _read(ahead, suffix, begin, nbytes)
+        if sample.members.setdefault(suffix, member) is not member:
+            sample.faults.append((first, f"member {name!r:.100} occurs twice", "duplicate"))
+        if is_rebuilt:
+            sample.rebuilt.append((begin, suffix))
+        append_range(sample.ranges, file.path, first, end, header)
     if sample is not None:
         yield sample
+
+
+def _note_damage(found: Checked, part: Break | End) -> None:
+    offset = part.offset
+    if isinstance(part, Break):
+        lost = f"; no member could be read from byte {offset} to {part.end}" if offset < part.end else ""
+        found.fault(None, offset, part.reason + lost, part.kind)
+        found.is_broken = True
+        return
+    found.end = offset
+    if part.unseen is not None:
+        what = f"members from here on are after the end-of-archive marker at byte {offset}: readers do not see them"
+        found.fault(None, part.unseen, what, "trailing")
+        found.is_broken = True
+    if found.nbytes < offset + 1024:
+        found.fault(None, offset, "the file ends inside the end-of-archive marker", "truncated")
 
 
 def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
@@ -285,7 +283,7 @@ def _check(
                 try:
                     half = find_half(suffix, members, partial(is_bound, member.text[:64]), hint="")
                 except FormatError as exc:
-                    sample.fault(begin, exc.reason, exc.kind)
+                    sample.faults.append((begin, exc.reason, exc.kind))
                     continue
             if half is None:
                 others.append((suffix, begin, member.nbytes))
@@ -296,7 +294,7 @@ def _check(
                     caches += () if found is None else (found,)
         except (TensorCacheError, OSError) as exc:
             kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
-            sample.fault(begin, f"{suffix!r}: {exc}", kind)
+            sample.faults.append((begin, f"{suffix!r}: {exc}", kind))
     return caches, others
 
 
@@ -313,7 +311,7 @@ def _check_cache(
     try:
         layout, digest = parse_header(tensors.text, nbytes)
     except FormatError as exc:
-        sample.fault(begin, f"{half.other!r}: {exc}", exc.kind)
+        sample.faults.append((begin, f"{half.other!r}: {exc}", exc.kind))
         return None
     entry = CacheEntry(half.name, skeleton.begin, skeleton.nbytes, begin, layout, digest, None)
     body, body_digest = check_binding(text, nbytes, digest)
@@ -321,32 +319,31 @@ def _check_cache(
     if digest is None or body_digest is None:
         sample.is_unverified = True
     if digest is not None and found != digest:
-        sample.fault(begin, "the safetensors member is damaged: its digest does not match its bytes", "damaged")
+        sample.faults.append(
+            (begin, "the safetensors member is damaged: its digest does not match its bytes", "damaged")
+        )
     elif digest is None and found == declared:
-        sample.fault(begin, "the safetensors member is damaged where it declares its digest", "damaged")
+        sample.faults.append((begin, "the safetensors member is damaged where it declares its digest", "damaged"))
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
         what = "the skeleton is damaged: its digest does not match its bytes"
-        sample.fault(skeleton.begin, what, "damaged")
+        sample.faults.append((skeleton.begin, what, "damaged"))
     else:
-        entry.references, entry.further = _decode(sample, text, body, entry.layout, allow)
+        _decode(sample, text, body, entry, allow)
     return entry
 
 
-def _decode(
-    sample: _Sample, text: bytes, body: int, layout: Layout, allow: Mapping[tuple[str, str], type]
-) -> tuple[tuple[str, ...] | None, Further]:
-    """Return a skeleton's references to its tensors, None if it needs classes from `allow=`; and their further names."""
+def _decode(sample: _Sample, text: bytes, body: int, entry: CacheEntry, allow: Mapping[tuple[str, str], type]) -> None:
+    """Decode a skeleton, and set its references to tensors and their further names in the index entry."""
     try:
-        return list_references(
-            text, body, layout
-        )  # decodes the skeleton, or matches it with the template of a decoded one
+        entry.references, entry.further = list_references(text, body, entry.layout)
+        return
     except UnsafeSkeletonError as exc:
         if exc.needs is None:
             raise
+    # every index lacks the references of a sample that needs `allow=`
     try:
-        decode_body(text, body, layout, _NOWHERE, True, allow)
+        decode_body(text, body, entry.layout, _NOWHERE, True, allow)
     except UnsafeSkeletonError as exc:
         if exc.needs is None:
             raise
         sample.needs.append(exc.needs)
-    return None, ()  # every index stores this for a sample that needs `allow=`

@@ -6,17 +6,16 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 from wds_tensorcache.checking.index_check import check_indexes
-from wds_tensorcache.checking.progress import ByteProgress
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind
-from wds_tensorcache.progress import ProgressOption
+from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import find_shards, shard_names
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
@@ -65,71 +64,91 @@ def verify(
 
     Memory: at most 16 MiB per thread, plus the indexes of one shard per thread.
     """
-    report = Report()
-    with ByteProgress(progress, "verify") as bar:
-        check_all(source, num_threads, allow, report, bar)
-    return report
+    shards = ShardsToCheck(source, Report())
+    with closing(Progress(progress, shards.nbytes, desc="verify", unit="B", unit_scale=True)) as bar:
+        shards.check(num_threads, allow, bar)
+    return shards.report
 
 
-def check_all(
-    source: Any, num_threads: int | None, allow: Iterable[type], report: Report, bar: ByteProgress, keep: bool = False
-) -> list[tuple[Checked, Mapping[str, Any] | None]]:
-    """Fill in `report`, and show the progress in `bar`; with `keep`, return the findings of each shard and its fingerprint."""
-    num_threads = num_cores() if num_threads is None else num_threads
-    if num_threads < 1:
-        raise ValueError(f"num_threads={num_threads}, expected at least 1")
-    table = allow_table(allow)
-    manifests: list[_Manifest] = []
+class ShardsToCheck:
+    """The shards of a source, and the manifests that list them.
 
-    def listed(path: str) -> list[FoundShard] | None:
+    Attributes:
+        report: Faults and counts.
+        nbytes: Length of all shards in bytes.
+    """
+
+    def __init__(self, source: Any, report: Report) -> None:
+        self.report = report
+        self._manifests: list[_Manifest] = []
+        spellings: dict[str, str] = {}
+        for shard in find_shards(source, self._list_manifest, local_for="verified or repaired").shards:
+            spellings.setdefault(os.path.realpath(shard.path), shard.path)
+        self._sizes = {path: _nbytes(path) for path in spellings.values()}
+        self.nbytes = sum(self._sizes.values())
+
+    def _list_manifest(self, path: str) -> list[FoundShard] | None:
         if not os.path.exists(path):
             return None
-        manifests.append(_Manifest(path))
-        return [FoundShard(shard) for shard in manifests[-1].shards(report)]
+        self._manifests.append(_Manifest(path, self.report))
+        return [FoundShard(shard) for shard in self._manifests[-1].paths]
 
-    spellings: dict[str, str] = {}
-    for shard in find_shards(source, listed, local_for="verified or repaired").shards:
-        spellings.setdefault(os.path.realpath(shard.path), shard.path)
-    paths = list(spellings.values())
-    bar.begin({path: _nbytes(path) for path in paths})
-    with_idx = {_without_number(path) for path in paths if os.path.exists(dali_index_path(path))}
-    kept, keys = [], []
-    # if there are fewer shards than threads, the other threads read ahead
-    walkers = max(1, min(num_threads, len(paths)))  # no path is left if the manifest lists only missing shards
-    # without a thread that walks over shards, this thread does it; otherwise it only waits, and shows the progress
-    with (
-        _threads(num_threads - walkers) as reading,
-        _threads(walkers if num_threads > 1 or bar.is_shown else 0) as walking,
-    ):
-        readers = Readers(reading, max(1, num_threads // walkers - 1))
+    def check(
+        self, num_threads: int | None, allow: Iterable[type], bar: Progress, keep: bool = False
+    ) -> list[tuple[Checked, Mapping[str, Any] | None]]:
+        """Complete `report`, and show the bytes checked; with `keep`, return the findings of each shard and its fingerprint."""
+        num_threads = num_cores() if num_threads is None else num_threads
+        if num_threads < 1:
+            raise ValueError(f"num_threads={num_threads}, expected at least 1")
+        table, paths, sizes = allow_table(allow), list(self._sizes), self._sizes
+        with_idx = {_without_number(path) for path in paths if os.path.exists(dali_index_path(path))}
+        reached = dict.fromkeys(paths, 0)  # bytes
+
+        def reach(path: str, offset: int) -> None:
+            # a second pass does not count, nor what was appended since
+            reached[path] = max(reached[path], min(offset, sizes[path]))
+
+        def show() -> None:
+            bar.show(sum(reached.values()))
 
         def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
             try:
-                found = check_shard(path, table, readers, partial(bar.reach, path))
+                checked = check_shard(path, table, readers, partial(reach, path))
             except (FormatError, OSError) as exc:
                 kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
                 return Fault(path, None, None, f"cannot be opened: {_reason(exc)}", kind)
-            return found, check_indexes(found, _without_number(path) in with_idx)
+            return checked, check_indexes(checked, _without_number(path) in with_idx)
 
-        try:
-            for path, result in zip(paths, run_in_order(paths, check, walking, walkers, bar.show), strict=True):
-                bar.finish(path)
-                if isinstance(result, Fault):
-                    report.faults.append(result)
-                    report.num_missing += 1
-                    report.num_lost += sum(manifest.num_samples(result.shard) for manifest in manifests)
-                    continue
-                found, fingerprint = result
-                for manifest in manifests:
-                    fingerprint = manifest.check(found, fingerprint)
-                report.add(found.report)
-                keys.append((found.index.keys, None))
-                if keep:
-                    kept.append((found, fingerprint))
-        finally:
-            readers.is_stopped = True  # so that an interrupt does not wait for the rest of large shards
-    report.num_repeated = len(KeyTable(keys).shared())
-    return kept
+        show()
+        kept, keys = [], []
+        # if there are fewer shards than threads, the other threads read ahead
+        walkers = max(1, min(num_threads, len(paths)))  # no path is left if the manifest lists only missing shards
+        # without a thread that walks over shards, this thread does it; otherwise it only waits, and shows the progress
+        with (
+            _threads(num_threads - walkers) as reading,
+            _threads(walkers if num_threads > 1 or bar.is_shown else 0) as walking,
+        ):
+            readers = Readers(reading, max(1, num_threads // walkers - 1))
+            try:
+                for path, result in zip(paths, run_in_order(paths, check, walking, walkers, show), strict=True):
+                    reach(path, sizes[path])
+                    show()
+                    if isinstance(result, Fault):
+                        self.report.faults.append(result)
+                        self.report.num_missing += 1
+                        self.report.num_lost += sum(manifest.num_samples(path) for manifest in self._manifests)
+                        continue
+                    checked, fingerprint = result
+                    for manifest in self._manifests:
+                        fingerprint = manifest.check(checked, fingerprint)
+                    self.report.add(checked.report)
+                    keys.append((checked.index.keys, None))
+                    if keep:
+                        kept.append((checked, fingerprint))
+            finally:
+                readers.is_stopped = True  # so that an interrupt does not wait for the rest of large shards
+        self.report.num_repeated = len(KeyTable(keys).shared())
+        return kept
 
 
 def _threads(count: int) -> AbstractContextManager[Threads | None]:
@@ -148,103 +167,117 @@ def _nbytes(path: str) -> int:
 
 
 def _without_number(path: str) -> str:
-    """Return a path with its numbers masked; all shards of one writer have the same result."""
+    """Mask the numbers in a path; all shards of one writer have the same result."""
     return re.sub(r"[0-9]+", "#", path)
 
 
 class _Manifest:
-    """A manifest, compared with the shards of its folder."""
+    """A manifest, compared with the shards of its folder.
 
-    def __init__(self, path: str) -> None:
-        self._path, self._where = path, os.path.basename(path)
+    Attributes:
+        paths: The shards that are listed or in the manifest's folder.
+    """
+
+    def __init__(self, path: str, report: Report) -> None:
+        self._path, self._where, self._report = path, os.path.basename(path), report
+        self.paths: list[str] = []
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
-        self._caches: dict[str, Any] = {}
-        self._fingerprints: dict[str, Any] = {}
-        self._is_ours = False
-
-    def shards(self, report: Report) -> list[str]:
-        """Return the shards that are listed or in the manifest's folder; report shards that are not both."""
-
-        def fault(shard: str, what: str, kind: Kind = "index") -> None:
-            report.faults.append(Fault(shard, None, None, what, kind))
-
-        paths: list[str] = []
-        entries: list[ShardEntry] | None = None
+        self._by_digest: dict[str, str] = {}  # paths by the digest of the index
+        entries, extra = None, dict[str, Any]()
         try:
-            entries, extra = read_manifest(self._path)
+            entries, extra = read_manifest(path)
         except FileNotFoundError:
             raise
         except (FormatError, OSError) as exc:
-            extra = {}
-            fault(self._path, _reason(exc))
+            self._fault(path, _reason(exc))
         self._is_ours = bool(extra)
-        for table, name in ((self._caches, "caches"), (self._fingerprints, "fingerprints")):
-            if isinstance(extra.get(name, {}), dict):
-                table.update(extra.get(name, {}))
-            else:
-                fault(self._path, f"{name} is a {type(extra[name]).__name__}, expected an object")
-        for located in locate_shards(self._path, entries or []):
-            entry, path, error = located.entry, located.path, located.error
-            assert entry is not None
-            if located.same_as is not None:
-                fault(path, f"{self._where} lists it twice, also as {located.same_as!r:.200}")
-                self._entries.setdefault(os.path.abspath(path), entry)
-            elif "://" in entry.url:
-                fault(self._path, f"{entry.url} is not a local path, so it was not checked")
-            elif error is not None:
-                is_missing = isinstance(error, FileNotFoundError)
-                what = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
-                what = f"{what}; {self._where} lists it with {entry.num_samples} samples"
-                fault(path, what, "missing" if is_missing else "unreadable")
-                report.num_missing += 1
-                report.num_lost += entry.num_samples
-            else:
-                paths.append(path)
-                self._entries[os.path.abspath(path)] = entry
-        folder = os.path.dirname(self._path)
+        self._caches, self._fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
+        if not isinstance(self._caches, dict) or not isinstance(self._fingerprints, dict):
+            self._fault(path, "expected caches and fingerprints to be objects")
+            self._caches = self._fingerprints = {}
+        for located in locate_shards(path, entries or []):
+            self._add(located)
+        folder = os.path.dirname(path)
         for name in shard_names(os.listdir(folder or os.curdir)):
-            path = os.path.join(folder, name)
-            if os.path.abspath(path) not in self._entries:
-                paths.append(path)
+            shard = os.path.join(folder, name)
+            if os.path.abspath(shard) not in self._entries:
+                self.paths.append(shard)
                 if entries is not None and self._where == MANIFEST:
-                    fault(path, f"{MANIFEST} does not list it")
-        if not paths and not report.faults:
-            raise FileNotFoundError(f"{self._path} lists no shards")
-        return paths
+                    self._fault(shard, f"{MANIFEST} does not list it")
+        if not self.paths and not report.faults:
+            raise FileNotFoundError(f"{path} lists no shards")
+
+    def _fault(self, shard: str, what: str, kind: Kind = "index") -> None:
+        self._report.faults.append(Fault(shard, None, None, what, kind))
+
+    def _add(self, located: FoundShard) -> None:
+        """Add a listed shard, or report why it cannot be read."""
+        entry, path, error = located.entry, located.path, located.error
+        assert entry is not None
+        if located.same_as is not None:
+            self._fault(path, f"{self._where} lists it twice, also as {located.same_as!r:.200}")
+            self._entries.setdefault(os.path.abspath(path), entry)
+        elif "://" in entry.url:
+            self._fault(self._path, f"{entry.url} is not a local path, so it was not checked")
+        elif error is not None:
+            is_missing = isinstance(error, FileNotFoundError)
+            what = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
+            what = f"{what}; {self._where} lists it with {entry.num_samples} samples"
+            self._fault(path, what, "missing" if is_missing else "unreadable")
+            self._report.num_missing += 1
+            self._report.num_lost += entry.num_samples
+        else:
+            self.paths.append(path)
+            self._entries[os.path.abspath(path)] = entry
+            if entry.digest is not None:
+                self._by_digest.setdefault(entry.digest, path)
 
     def num_samples(self, path: str) -> int:
-        """Return the number of samples of a shard according to the manifest."""
+        """Return the number of samples that the manifest lists for a shard."""
         entry = self._entries.get(os.path.abspath(path))
         return 0 if entry is None else entry.num_samples
 
-    def check(self, found: Checked, fingerprint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Add the differences between manifest and shard to `found`; return the shard's fingerprint, or else the manifest's."""
-        entry = self._entries.get(os.path.abspath(found.path))
-        if entry is None:
+    def check(self, checked: Checked, fingerprint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Report differences between manifest and shard; return the shard's fingerprint, or else the manifest's."""
+        entry = self._entries.get(os.path.abspath(checked.path))
+        if checked.path not in self.paths:
+            return fingerprint
+        digest = None
+        with suppress(OSError, FormatError):  # then its faults are in the report
+            digest = stored_digest(checked.path)
+        self._check_copy(checked, entry, digest)
+        if entry is None or checked.copy_of is not None:
             return fingerprint
 
         def differ(what: str, says: object) -> None:
-            found.fault(None, None, f"the shard {what}, but {self._where} says {says}", "index")
+            checked.fault(None, None, f"the shard {what}, but {self._where} says {says}", "index")
 
-        def wrong(what: str) -> None:
-            found.fault(None, None, f"{self._where} has {what}", "index")
-
-        num_samples, caches = found.report.num_samples, {name: len(of) for name, of in found.index.caches.items()}
+        num_samples, caches = checked.report.num_samples, {name: len(of) for name, of in checked.index.caches.items()}
         counts, listed = self._caches.get(entry.url), self._fingerprints.get(entry.url)
-        if entry.nbytes != found.nbytes:
-            differ(f"has {found.nbytes} bytes", entry.nbytes)
+        if entry.nbytes != checked.nbytes:
+            differ(f"has {checked.nbytes} bytes", entry.nbytes)
         if entry.num_samples != num_samples:
             differ(f"has {num_samples} samples", entry.num_samples)
-        if entry.digest is not None and (digest := stored_digest(found.path)) != entry.digest:
+        if entry.digest not in (None, digest):
             differ("has no index" if digest is None else f"has an index with the digest {digest}", entry.digest)
         if counts is not None and not are_counts(counts):
-            wrong(f"caches {counts!r:.200} for this shard, expected numbers of samples by name")
-        elif counts is not None and counts != caches and len(found.index.keys) == entry.num_samples:
+            differ("has numbers of samples by cache", f"{counts!r:.200}")
+        elif counts is not None and counts != caches and len(checked.index.keys) == entry.num_samples:
             differ(f"has {caches} samples in its caches", f"{counts!r:.200}")
-        if listed is not None and not isinstance(listed, dict):
-            wrong(f"the fingerprint {listed!r:.100} for this shard, expected fields by name")
-        elif fingerprint is None or (listed is None and not self._is_ours):
+        is_known = isinstance(listed, dict) or listed is None
+        if is_known and (fingerprint is None or (listed is None and not self._is_ours)):
             return fingerprint or listed
-        elif json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # `==` takes 1 for 1.0
+        if json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # `==` takes 1 for 1.0
             differ(f"was made with {fingerprint!r:.200}", f"{listed!r:.200}")
         return fingerprint
+
+    def _check_copy(self, checked: Checked, entry: ShardEntry | None, digest: str | None) -> None:
+        """Report if a copy of another listed shard is in the place of a shard; its own samples are then lost."""
+        original = self._by_digest.get(digest or "", checked.path)
+        with suppress(OSError, FormatError):
+            if original == checked.path or (entry and entry.digest == digest) or stored_digest(original) != digest:
+                return
+            checked.copy_of = original
+            lost = f"; the {entry.num_samples} samples that {self._where} lists are lost" if entry else ""
+            checked.fault(None, None, f"the shard is a copy of {os.path.basename(original)}{lost}", "lost")
+            checked.report.num_lost += entry.num_samples if entry else 0

@@ -9,43 +9,37 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
 from wds_tensorcache import __version__
-from wds_tensorcache.cli.completing.quick import complete_quickly
 from wds_tensorcache.cli.output import plain
 from wds_tensorcache.errors import TensorCacheError, unknown_name
 
-
-class _Command(NamedTuple):
-    place: str  # module of `wds_tensorcache.cli`, and the click command in it
-    summary: str  # for the list of commands, which is shown without importing their modules, and torch with them
-
-
+# The module of `wds_tensorcache.cli`, its click command, and the summary for the list of commands. That list and completion
+# need no module of a command, and no torch.
 _COMMANDS = {
-    "import": _Command("import_command:import_command", "Write shards from the files of a trainer."),
-    "ls": _Command("looking.ls:ls_command", "List samples: keys, and bytes of tensors."),
-    "show": _Command("looking.show:show_command", "Show a sample: structure, values, tensors."),
-    "schema": _Command("looking.schema:schema_command", "Show the names, dtypes and shapes of tensors."),
-    "stats": _Command("looking.stats:stats_command", "Show statistics: sizes, numbers, histograms."),
-    "view": _Command("view_command:view_command", "Show a cache as a page for a browser."),
-    "cat": _Command("looking.cat:cat_command", "Write a tensor or a member to stdout."),
-    "verify": _Command("check_commands:verify", "Check every byte, index and manifest."),
-    "repair": _Command("check_commands:repair", "Write the intact samples into a new folder."),
-    "index": _Command("check_commands:index", "Index shards that another program made."),
-    "diff": _Command("diff_command:diff_command", "Compare the samples of two caches."),
-    "drop": _Command("change_commands:drop", "Write a new folder without some samples."),
-    "merge": _Command("change_commands:merge", "Write several caches into one new folder."),
-    "reshard": _Command("change_commands:reshard", "Write shards of another length."),
-    "export": _Command("export_command:export", "Write .pt, .npz or .safetensors files."),
-    "bench": _Command("bench_command:bench", "Measure how fast this machine reads a cache."),
-    "completion": _Command("completing.script:completion_command", "Print the script for completion in a shell."),
+    "import": ("import_command:import_command", "Write shards from the files of a trainer."),
+    "ls": ("looking.ls:ls_command", "List samples: keys, and bytes of tensors."),
+    "show": ("looking.show:show_command", "Show a sample: structure, values, tensors."),
+    "schema": ("looking.schema:schema_command", "Show the names, dtypes and shapes of tensors."),
+    "stats": ("looking.stats:stats_command", "Show statistics: sizes, numbers, histograms."),
+    "view": ("view_command:view_command", "Show a cache as a page for a browser."),
+    "cat": ("looking.cat:cat_command", "Write a tensor or a member to stdout."),
+    "verify": ("check_commands:verify", "Check every byte, index and manifest."),
+    "repair": ("check_commands:repair", "Write the intact samples into a new folder."),
+    "index": ("check_commands:index", "Index shards that another program made."),
+    "diff": ("diff_command:diff_command", "Compare the samples of two caches."),
+    "drop": ("change_commands:drop", "Write a new folder without some samples."),
+    "merge": ("change_commands:merge", "Write several caches into one new folder."),
+    "reshard": ("change_commands:reshard", "Write shards of another length."),
+    "export": ("export_command:export", "Write .pt, .npz or .safetensors files."),
+    "bench": ("bench_command:bench", "Measure how fast this machine reads a cache."),
 }
+_COMPLETE_VARIABLE = "_TENSORCACHE_COMPLETE"  # set by the scripts that click makes for shells
 _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as a shell shows SIGINT and SIGPIPE
-COMPLETE_VARIABLE = "_TENSORCACHE_COMPLETE"  # set by the scripts that `tensorcache completion` prints
 
 
 class _Commands(click.Group):
@@ -55,20 +49,17 @@ class _Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        module, _, attribute = _COMMANDS[name].place.partition(":")
+        module, _, attribute = _COMMANDS[name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.summary) for name, command in _COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [
-            CompletionItem(name, help=command.summary)
-            for name, command in _COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
+        commands = [CompletionItem(name, help=summary) for name, (_, summary) in _COMMANDS.items()]
+        found = [item for item in commands if item.value.startswith(incomplete)]
         return found + click.Command.shell_complete(self, context, incomplete)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
@@ -98,32 +89,28 @@ def run(arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.showwarning = lambda message, *_: _say(f"tensorcache: {plain(message)}")
     try:
-        status = _status(arguments)
+        status = _run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
     except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
-        _discard_output()
-        return _CLOSED_PIPE
-    except OSError as exc:  # a full disk
-        _discard_output()
-        return _fail(exc, 1)
+        status = _CLOSED_PIPE
     except KeyboardInterrupt:
-        _discard_output()
         _say("interrupted")
-        return _INTERRUPTED
+        status = _INTERRUPTED
+    except OSError as exc:  # a full disk
+        status = _fail(exc, 1)
+    if sys.stdout is not None:  # otherwise the interpreter would fail again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
 
 
-def _status(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str]) -> int:
     """Run a command, print what is wrong, and return the exit status. BrokenPipeError and KeyboardInterrupt are raised."""
     try:
-        instruction = os.environ.get(COMPLETE_VARIABLE)
+        instruction = os.environ.get(_COMPLETE_VARIABLE)
         if instruction:
-            quick = complete_quickly(app, COMPLETE_VARIABLE, instruction, frozenset(_COMMANDS))
-            if quick is not None:
-                click.echo(quick)
-                return 0
-            return shell_complete(app, {}, "tensorcache", COMPLETE_VARIABLE, instruction)
+            return shell_complete(app, {}, "tensorcache", _COMPLETE_VARIABLE, instruction)
         if not arguments:
             _say(app.get_help(app.make_context("tensorcache", [], resilient_parsing=True)))
             return 2
@@ -133,42 +120,40 @@ def _status(arguments: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as exc:
         return exc.exit_code
-    except click.Abort as exc:
-        raise KeyboardInterrupt from exc
     except click.ClickException as exc:
-        return _refuse(exc)
+        if isinstance(exc, click.UsageError) and exc.ctx is not None:
+            _say(plain(exc.ctx.get_usage()))
+            _say(f"Try '{plain(exc.ctx.command_path)} --help'.")
+        return _fail(" ".join(exc.format_message().split()), 2 if isinstance(exc, click.UsageError) else 1)
     except BrokenPipeError:
         raise
-    except ImportError as exc:  # an extra that is not installed; the message has the command that installs it
-        return _fail(exc, 2)
-    except TensorCacheError as exc:
-        return _fail(exc, 1)
-    except (FileExistsError, ValueError) as exc:  # an OUT that exists, or a wrong argument
-        return _fail(exc, 2)
-    except (OSError, EOFError) as exc:
-        # without an errno: `find_shards` raises it for a path or pattern without shards
-        is_usage = type(exc) is FileNotFoundError and exc.errno is None
-        return _fail(exc, 2 if is_usage else 1)
     except Exception as exc:
-        if isinstance(exc, KeyError) and exc.args and " " in str(exc.args[0]):  # the message about an unknown name
-            return _fail(exc, 2)
+        status = _status_of(exc)
+        if status is not None:
+            return _fail(exc.args[0] if isinstance(exc, KeyError) else exc, status)
         # The text of an error may contain anything that a shard does, so it must not reach the terminal as it is.
         for line in traceback.format_exc().splitlines():
             _say(plain(line))
         return _fail("this is a fault of tensorcache; please report it", 1)
 
 
-def _refuse(exc: click.ClickException) -> int:
-    is_usage = isinstance(exc, click.UsageError)
-    if isinstance(exc, click.UsageError) and exc.ctx is not None:
-        _say(plain(exc.ctx.get_usage()))
-        _say(f"Try '{plain(exc.ctx.command_path)} --help'.")
-    return _fail(" ".join(exc.format_message().split()), 2 if is_usage else 1)
+def _status_of(exc: Exception) -> int | None:
+    """Return the exit status for an error; None for a fault of the program."""
+    if isinstance(exc, TensorCacheError):
+        return 1
+    if isinstance(
+        exc, (ImportError, FileExistsError, ValueError)
+    ):  # a missing extra, an OUT that exists, a wrong argument
+        return 2
+    if isinstance(exc, (OSError, EOFError)):
+        # without an errno: `find_shards` raises it for a path or pattern without shards
+        return 2 if type(exc) is FileNotFoundError and exc.errno is None else 1
+    is_message = isinstance(exc, KeyError) and exc.args and " " in str(exc.args[0])  # about an unknown name
+    return 2 if is_message else None
 
 
-def _fail(exc: object, status: int) -> int:
-    text = exc.args[0] if isinstance(exc, KeyError) and exc.args else exc
-    _say(f"tensorcache: {plain(text)}")
+def _fail(problem: object, status: int) -> int:
+    _say(f"tensorcache: {plain(problem)}")
     return status
 
 
@@ -181,9 +166,3 @@ def _say(text: str) -> None:
             raise
         except (OSError, ValueError):
             return
-
-
-def _discard_output() -> None:
-    """Let nothing be written to stdout any more, so that the interpreter does not fail again when it ends."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,18 +1,15 @@
-"""Arguments of commands that name a cache, a sample or a tensor: opening, looking up, and completion in a shell."""
+"""Arguments of commands that name a cache, a sample or a tensor: opening and looking up."""
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import click
 
 import wds_tensorcache as tc
-from wds_tensorcache.cli.completing.quick import MAX_COMPLETIONS
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import unknown_name
@@ -81,32 +78,8 @@ def find_tensor(sample: Any, key: str, name: str) -> Lazy:
     return found
 
 
-def _complete_key(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    return _matching(context, incomplete, lambda cache: cache.keys())
-
-
-def tensor_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of the tensors of the sample on an incomplete command line, for a shell."""
-
-    def names(cache: tc.TensorCache) -> Iterable[str]:
-        return flatten(cache[sample_key(cache, context.params["key"])])
-
-    return _matching(context, incomplete, names)
-
-
-def _matching(context: click.Context, incomplete: str, names: Any) -> list[str]:
-    warnings.simplefilter("ignore")  # a message would appear in the line that is being completed
-    try:
-        with open_cache(context.params["path"], context.params.get("cache_name")) as cache:
-            # a shell reads one name a line
-            found = (name for name in names(cache) if name.startswith(incomplete) and name.isprintable())
-            return list(islice(found, MAX_COMPLETIONS))
-    except (click.ClickException, tc.TensorCacheError, OSError, KeyError, TypeError):
-        return []  # an incomplete or wrong command line has no completions
-
-
 cache_argument = click.argument("path", metavar="CACHE", type=click.Path())
-key_argument = click.argument("key", metavar="KEY", shell_complete=_complete_key)
+key_argument = click.argument("key", metavar="KEY")
 cache_option = click.option(
     "--cache",
     "cache_name",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import count
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import click
@@ -23,7 +23,6 @@ from wds_tensorcache.writing.merge import reshard as reshard_cache
 from wds_tensorcache.writing.versions import OldCache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
-_MAX_LINE_NBYTES = 1 << 16
 _MAX_KEYS_NBYTES = 1 << 27
 
 
@@ -54,16 +53,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--mixed", is_flag=True, help="Merge caches even if they were made in different ways (fingerprints).")
 @_shard_options
-def merge(
-    sources: tuple[str, ...],
-    out: str,
-    prefixes: tuple[str, ...],
-    mixed: bool,
-    max_samples: int,
-    max_nbytes: int,
-    no_dali_index: bool,
-    as_json: bool,
-) -> None:
+def merge(sources: tuple[str, ...], out: str, prefixes: tuple[str, ...], **options: Any) -> None:
     """Write the samples of all SOURCES into one cache in the new folder OUT.
 
     The bytes of members are copied. Equal keys are refused, unless prefixes make them different. An interrupted command
@@ -71,41 +61,33 @@ def merge(
     """
     if prefixes and len(prefixes) != len(sources):
         raise click.UsageError(f"{len(prefixes)} prefixes for {len(sources)} sources, expected one for each source")
-    with _copying(out, as_json, "merging") as (show, finish):
-        finish(
-            merge_caches(
-                sources,
-                out,
-                prefixes=prefixes,
-                mixed=mixed,
-                max_samples=max_samples,
-                max_nbytes=max_nbytes,
-                dali_index=not no_dali_index,
-                progress=show,
-            )
-        )
+    _copy(partial(merge_caches, sources, out, prefixes=prefixes), out, "merging", **options)
 
 
 @click.command()
 @click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
 @_shard_options
-def reshard(source: str, out: str, max_samples: int, max_nbytes: int, no_dali_index: bool, as_json: bool) -> None:
+def reshard(source: str, out: str, **options: Any) -> None:
     """Write the samples of SOURCE into shards of another length in the new folder OUT.
 
     The bytes of members are copied, in the same order. An interrupted command leaves no OUT, and the same command resumes.
     """
-    with _copying(out, as_json, "copying") as (show, finish):
-        finish(
-            reshard_cache(
-                source,
-                out,
-                max_samples=max_samples,
-                max_nbytes=max_nbytes,
-                dali_index=not no_dali_index,
-                progress=show,
-            )
-        )
+    _copy(partial(reshard_cache, source, out), out, "copying", **options)
+
+
+def _copy(
+    copy: Callable[..., CopyReport], out: str, title: str, no_dali_index: bool, as_json: bool, **options: Any
+) -> None:
+    output = Output(as_json)
+    try:
+        with output.progress(title) as show:
+            report = copy(dali_index=not no_dali_index, progress=show, **options)
+    except KeyboardInterrupt:
+        output.note("the finished shards are kept: the same command resumes")
+        raise
+    output.line(f"{os.fspath(out)}: {report}")
+    output.result({"out": os.fspath(out), **dataclasses.asdict(report)})
 
 
 @click.command()
@@ -138,45 +120,16 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as
 
 
 def _read_keys(path: str) -> list[str]:
-    """Return the lines of a file, or of stdin for `-`, without empty ones.
-
-    Raises:
-        click.UsageError: stdin is closed; the file is not UTF-8; or it has more bytes than keys could have, as a device may.
-    """
-    found: dict[str, None] = {}  # an endless file may repeat one line
+    """Return the lines of a file, or of stdin for `-`, without empty ones."""
     if path == "-" and sys.stdin is None:
         raise click.UsageError("--keys-from -: stdin is closed")
     with nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
-        left = _MAX_KEYS_NBYTES
-        for number in count(1):
-            line = file.readline(_MAX_LINE_NBYTES + 1)
-            left -= len(line)
-            if not line:
-                return list(found)
-            if len(line) > _MAX_LINE_NBYTES or left < 0:
-                most = f"{_MAX_LINE_NBYTES:,} bytes in a line, and {_MAX_KEYS_NBYTES:,} in all"
-                raise click.UsageError(
-                    f"--keys-from {path}: line {number:,}: expected one key in each line, at most {most}"
-                )
-            try:
-                key = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as exc:
-                raise click.UsageError(f"--keys-from {path}: line {number:,} is not UTF-8: {exc.reason}") from exc
-            if key:
-                found[key] = None
-    raise AssertionError("the loop ends by itself")
-
-
-@contextmanager
-def _copying(out: str, as_json: bool, what: str) -> Iterator[tuple[Any, Callable[[CopyReport], None]]]:
-    """Yield a function that shows the progress, and one that prints the report."""
-    output = Output(as_json)
-    found: list[CopyReport] = []
+        content = file.read(_MAX_KEYS_NBYTES + 1)
+    if len(content) > _MAX_KEYS_NBYTES:  # a device may be endless
+        raise click.UsageError(f"--keys-from {path}: expected at most {_MAX_KEYS_NBYTES:,} bytes")
     try:
-        with output.progress(what) as show:
-            yield show, found.append
-    except KeyboardInterrupt:
-        output.note("the finished shards are kept: the same command resumes")
-        raise
-    output.line(f"{os.fspath(out)}: {found[0]}")
-    output.result({"out": os.fspath(out), **dataclasses.asdict(found[0])})
+        lines = content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as exc:
+        number = content.count(b"\n", 0, exc.start) + 1
+        raise click.UsageError(f"--keys-from {path}: line {number:,} is not UTF-8: {exc.reason}") from exc
+    return [key for line in lines if (key := line.rstrip("\r"))]

@@ -31,33 +31,33 @@ def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
     all shards that are in it.
     """
     output = Output(as_json)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with output.progress("indexing") as show:
         for number, path in enumerate(shards):
             if os.path.isdir(path):
                 report = index_folder(path, dali_index=not no_dali_index, show=show)
-                found.append({"folder": path, **dataclasses.asdict(report)})
-                continue
-            show(number, len(shards))
-            made, manifest = index_shard(path, not no_dali_index)
-            found.append({"shard": path, "num_samples": len(made.keys), "added_to": manifest})
-    for each in found:
-        if "folder" in each:
-            _print_folder(output, each)
+                results.append({"folder": path, **dataclasses.asdict(report)})
+            else:
+                show(number, len(shards))
+                made, manifest = index_shard(path, not no_dali_index)
+                results.append({"shard": path, "num_samples": len(made.keys), "added_to": manifest})
+    for result in results:
+        if "folder" in result:
+            _print_folder(output, result)
         else:
-            added = f", added to {each['added_to']}" if each["added_to"] else ""
-            output.line(f"{each['shard']}: {format_count(each['num_samples'], 'sample')}{added}")
-    output.result(found)
+            added = f", added to {result['added_to']}" if result["added_to"] else ""
+            output.line(f"{result['shard']}: {format_count(result['num_samples'], 'sample')}{added}")
+    output.result(results)
 
 
-def _print_folder(output: Output, report: dict[str, Any]) -> None:
-    folder, counts = report["folder"], report["num_samples"]
-    for name in report["added"]:
+def _print_folder(output: Output, result: dict[str, Any]) -> None:
+    folder, counts = result["folder"], result["num_samples"]
+    for name in result["added"]:
         output.line(f"{os.path.join(folder, name)}: {format_count(counts[name], 'sample')}, added to the manifest")
-    for url in report["removed"]:
+    for url in result["removed"]:
         output.line(f"{os.path.join(folder, url)} does not exist: removed from the manifest")
-    if report["num_repeated"]:
-        keys = format_count(report["num_repeated"], "key")
+    if result["num_repeated"]:
+        keys = format_count(result["num_repeated"], "key")
         output.note(f"{folder}: {keys} in several shards; a look-up of such a key raises KeyError")
     output.line(f"{folder}: {format_count(len(counts), 'shard')}, {format_count(sum(counts.values()), 'sample')}")
 

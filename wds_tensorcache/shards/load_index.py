@@ -103,7 +103,7 @@ def check_sidecar(index: ShardIndex, file: File) -> None:
             continue
         # extended headers may contain the name and the length
         members = names_of(file.read, begin, file.nbytes)
-        if any(size == nbytes and _is_member(name, key, suffix) for name, size in members):
+        if any(size == nbytes and _is_member(name, key, suffix) for name, size, _ in members):
             continue
         listed, name = f"{key.decode(errors='replace')}.{suffix}", stored_name.decode(errors="replace")
         problem = f"the sidecar lists {listed!r:.200} of {nbytes} bytes where the shard has {name!r:.120}"

@@ -345,13 +345,14 @@ class Scanner:
                 known_rest, known_sum = rest, sum(rest) + 8 * 32 - 1
 
 
-def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the possible names and lengths of the member whose content starts at byte `begin` in a file of `nbytes` bytes.
+def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the possible names, lengths and header offsets of the member whose content starts at byte `begin` of a file.
 
-    Each possible number of extended headers before the member's own header may give another name.
+    The file has `nbytes` bytes. Each possible number of extended headers before the member's own header may give another name.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
-        at, headers = begin - blocks * BLOCK, Headers(read, nbytes)
+        first, headers = begin - blocks * BLOCK, Headers(read, nbytes)
+        at = first
         try:
             while 0 <= at < begin:
                 block = read(at, at + BLOCK)
@@ -360,7 +361,7 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
                 header = headers.parse(block, at)
                 at += BLOCK
                 if at == begin and header.is_file:
-                    yield header.name.encode("utf-8", "surrogateescape"), header.nbytes
+                    yield header.name.encode("utf-8", "surrogateescape"), header.nbytes, first
                 if header.kind not in _EXTENDED_TYPES:
                     break
                 at += header.nbytes + padding(header.nbytes)
@@ -368,21 +369,26 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
             continue  # these bytes are not a header
 
 
-def find_header(read: Callable[[int, int], bytes], begin: int, end: int) -> int | None:
-    """Return the offset of the first tar header in the bytes `[begin, end)` of a file, or None; `begin` is that of a block."""
+def find_header(
+    read: Callable[[int, int], bytes], begin: int, end: int, accept: Callable[[bytes], bool] = is_header
+) -> int | None:
+    """Return the offset of the first tar header that a function accepts in the bytes `[begin, end)` of a file, or None.
+
+    `begin` is the offset of a block.
+    """
     for at in range(begin, end, _CHUNK_NBYTES):
-        header_begin = find_header_in(read(at, min(at + _CHUNK_NBYTES, end)))
+        header_begin = find_header_in(read(at, min(at + _CHUNK_NBYTES, end)), accept)
         if header_begin is not None:
             return at + header_begin
     return None
 
 
-def find_header_in(blocks: bytes) -> int | None:
-    """Return the offset of the first tar header in a sequence of blocks, or None."""
+def find_header_in(blocks: bytes, accept: Callable[[bytes], bool] = is_header) -> int | None:
+    """Return the offset of the first tar header that a function accepts in a sequence of blocks, or None."""
     at = blocks.find(_MAGIC)
     while at >= 0:
         begin = at - _MAGIC_BEGIN
-        if begin % BLOCK == 0 and is_header(blocks[begin : begin + BLOCK]):
+        if begin % BLOCK == 0 and accept(blocks[begin : begin + BLOCK]):
             return begin
         at = blocks.find(_MAGIC, at + 1)
     return None

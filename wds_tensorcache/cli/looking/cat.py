@@ -22,7 +22,6 @@ from wds_tensorcache.cli.cache_argument import (
     key_argument,
     open_cache,
     sample_key,
-    tensor_names,
 )
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.codec.dtypes import dtype_name
@@ -35,7 +34,7 @@ _MAX_JSON = 1 << 27  # elements
 @click.command("cat")
 @cache_argument
 @key_argument
-@click.argument("name", metavar="[NAME]", required=False, shell_complete=tensor_names)
+@click.argument("name", metavar="[NAME]", required=False)
 @click.option(
     "--as",
     "form",

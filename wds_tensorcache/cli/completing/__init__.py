@@ -1,1 +1,0 @@
-"""Completion of commands, paths and keys in a shell."""
