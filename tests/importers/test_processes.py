@@ -116,11 +116,7 @@ def test_bad_files(tmp_path: Path) -> None:
     compare(tmp_path / "out", tmp_path / "threads")
     stopped = run("import", source, tmp_path / "stopped", "--max-samples", 1, status=1)
     assert stopped.stderr.splitlines()[-1].startswith("tensorcache: photo 0003")
-    assert sorted(path.name for path in (tmp_path / "stopped").glob("*.tar")) <= [
-        "000000.tar",
-        "000001.tar",
-        "000002.tar",
-    ]
+    assert not (tmp_path / "stopped" / "000003.tar").exists()
     assert not list((tmp_path / "stopped").glob(".*.tmp"))
 
 
@@ -171,15 +167,16 @@ def test_a_killed_worker(tmp_path: Path, number: signal.Signals, at: int) -> Non
         status = process.wait()
         said = err.read().decode()
     assert status == 1
-    assert number.name in said
+    assert "a worker process was killed" in said
     assert said.count("\n") == 1
     assert not any(map(is_alive, workers))
-    assert not list((tmp_path / "out").glob(".*.tmp"))
     check_resumed(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("are_running", [False, True])
+@pytest.mark.parametrize(
+    ("number", "are_running"),
+    [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGINT, True)],
+)
 @pytest.mark.long
 def test_a_killed_parent(tmp_path: Path, number: signal.Signals, are_running: bool) -> None:
     """Workers end with it, also those that are stopped."""
