@@ -15,7 +15,6 @@ import torch
 import wds_tensorcache as tc
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.import_cache import import_cache
 from wds_tensorcache.importers.source_folder import SourceFolder
 
@@ -222,73 +221,13 @@ def test_mutated_shards(tmp_path: Path, seed: int) -> None:
 
 
 def test_the_draft_layout(tmp_path: Path) -> None:
-    """Tensors by name; a skeleton, a pickle of unknown classes, is reported and not read."""
-    tensors = {}
-    for number in range(12):
-        tensors[f"latents.{number}.samples"] = torch.randn(1, 4, 8, 8)
-        tensors[f"conditioning.{number}.0.0"] = torch.randn(1, 7, 5).bfloat16()
-        tensors[f"conditioning.{number}.0.1.pooled_output"] = torch.randn(1, 6)
-    (tmp_path / "in").mkdir()
-    safetensors.torch.save_file(tensors, tmp_path / "in" / "shard_0000.safetensors")
-    (tmp_path / "in" / "metadata.json").write_text('{"num_samples": 12}')
-    found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.format == "comfyui"
-    assert len(found) == 12
-    for number in range(12):
-        condition = [
-            [
-                tensors[f"conditioning.{number}.0.0"],
-                {"pooled_output": tensors[f"conditioning.{number}.0.1.pooled_output"]},
-            ]
-        ]
-        expected = {"latents": {"samples": tensors[f"latents.{number}.samples"]}, "conditioning": condition}
-        assert_same(expected, found[f"shard_0000/{number:06d}"])
-    (tmp_path / "in" / "shard_0000.pkl").write_bytes(pickle.dumps({"latents": ["a placeholder"], "more": Hooks()}))
-    with pytest.raises(tc.FormatError, match=r"shard_0000.pkl"):
+    """It is refused, and no pickle of it is read."""
+    save_set(tmp_path / "in", LATENTS, CONDITIONING)
+    safetensors.torch.save_file({"latents.0.samples": torch.ones(2)}, tmp_path / "in" / "shard_0001.safetensors")
+    (tmp_path / "in" / "shard_0001.pkl").write_bytes(pickle.dumps({"latents": ["a placeholder"], "more": Hooks()}))
+    (tmp_path / "in" / "metadata.json").unlink()
+    with pytest.raises(tc.FormatError, match=r"shard_0001.pkl: has its tensors in a .safetensors file") as caught:
         import_cache(tmp_path / "in", tmp_path / "stopped")
+    assert "trust" not in str(caught.value)
     found, report = imported(tmp_path / "in", tmp_path / "skipped", on_error="skip")
-    assert (len(found), [each.name for each in report.skipped]) == (12, ["shard_0000.pkl"])
-
-
-def test_other_names_in_the_draft_layout(tmp_path: Path) -> None:
-    x = torch.randn(2, 2)
-    names = ["latents/0/samples", "conds[0][0][0]", "latent_1_samples", "cond:1:0", "cond:1:2"]
-    (tmp_path / "in").mkdir()
-    safetensors.torch.save_file(
-        {name: x + number for number, name in enumerate(names)}, tmp_path / "in" / "a.safetensors"
-    )
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert_same({"latents": {"samples": x}, "conditioning": [[x + 1]]}, found["a/000000"])
-    assert_same({"latents": {"samples": x + 2}, "conditioning": {"0": x + 3, "2": x + 4}}, found["a/000001"])
-
-
-@pytest.mark.parametrize(
-    "names", [["latents_8x8_fp32", "cond_1"], ["latents.0.samples"], ["latents.0", "cond.0", "more"], []]
-)
-def test_safetensors_of_other_programs(tmp_path: Path, names: list[str]) -> None:
-    (tmp_path / "in").mkdir()
-    safetensors.torch.save_file({name: torch.ones(2) for name in names}, tmp_path / "in" / "a.safetensors")
-    assert choose_format(SourceFolder(str(tmp_path / "in"))).name == "files"
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["latents.0.samples"], "not both latents and conditioning"),
-        (["latents.0", "conditioning.0", "unet.weight"], "unet.weight"),
-        (["latents.0", "latents.0.samples", "conditioning.0"], "inside another tensor|have the place"),
-        (["latents.0.samples", "latents.0", "conditioning.0"], "inside another tensor|have the place"),
-        (["latents.0.samples", "latents/0/samples", "conditioning.0"], "have the place"),
-        (["latents.0", "conditioning.0" + ".0" * 33], "not named"),
-    ],
-)
-def test_bad_names_in_the_draft_layout(tmp_path: Path, names: list[str], message: str) -> None:
-    (tmp_path / "in").mkdir()
-    for file, wanted in (("bad", names), ("good", ["latents.0", "conditioning.0"])):
-        tensors = {name: torch.ones(number + 1) for number, name in enumerate(wanted)}
-        safetensors.torch.save_file(tensors, tmp_path / "in" / f"{file}.safetensors")
-    with pytest.raises(tc.FormatError, match=message) as caught:
-        import_cache(tmp_path / "in", tmp_path / "stopped", format="comfyui")
-    assert "bad.safetensors" in str(caught.value)
-    found, report = imported(tmp_path / "in", tmp_path / "out", format="comfyui", on_error="skip")
-    assert (list(found), len(report.skipped)) == (["good/000000"], 1)
+    assert (len(found), [each.name for each in report.skipped]) == (2, ["shard_0001.pkl"])

@@ -290,3 +290,14 @@ def test_damaged_databases_never_crash(tmp_path: Path) -> None:
         (folder / "metadata.db").write_bytes(content)
         report = import_cache(tmp_path / "in", tmp_path / f"out{number}", on_error="skip")
         assert report.num_written in (1, 4)
+
+
+def test_a_database_with_a_journal_mode(tmp_path: Path) -> None:
+    """Nothing is written next to it."""
+    write_dataset(tmp_path / "in")
+    (path,) = (tmp_path / "in").rglob("metadata.db")
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "in").rglob("*")}
+    assert import_cache(tmp_path / "in", tmp_path / "out").num_written == 5
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "in").rglob("*")} == before

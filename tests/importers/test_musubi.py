@@ -321,7 +321,7 @@ def test_files_of_both_programs_in_one_folder(tmp_path: Path) -> None:
         save_text(folder, f"m{i}", "wan")
     save_new(folder / "k_0512x0512_flux.safetensors", (512, 512), torch.randn(4, 8, 8))
     save_new_text(folder / "k_flux_256_te.safetensors", "hello")
-    with pytest.raises(ValueError, match=r"kohya-safetensors \(1 files\), musubi \(6 files\)"):
+    with pytest.raises(ValueError, match=r"kohya-safetensors \(2 files\), musubi \(6 files\)"):
         import_cache(folder, tmp_path / "stopped")
     with pytest.raises(tc.FormatError, match="k_0512x0512_flux.safetensors: is not a file of musubi-tuner"):
         import_cache(folder, tmp_path / "stopped", format="musubi")

@@ -50,13 +50,8 @@ from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
-_VAE = re.compile(r"[0-9a-f]{64}\.pt", re.ASCII)
+_FILE = re.compile(r"(?:.*/)?(?:[0-9a-f]{64}|[0-9a-f]{32}-[\w.-]+)\.pt", re.ASCII | re.DOTALL)
 _TEXT = re.compile(r"([0-9a-f]{32})-([\w.-]+)\.pt", re.ASCII)
-
-
-def _recognize(folder: SourceFolder) -> int:
-    files = (name.rpartition("/")[2] for name in folder.by_suffix.get(".pt", ()))
-    return sum(_VAE.fullmatch(file) is not None or _TEXT.fullmatch(file) is not None for file in files)
 
 
 def _open(folder: SourceFolder) -> Source:
@@ -121,6 +116,6 @@ def _load_text(folder: SourceFolder, name: str) -> Loaded:
 FORMAT = Format(
     "simpletuner",
     "SimpleTuner: .pt files of the VAE and text caches, joined by the images' JSON and .txt files",
-    _recognize,
+    _FILE,
     _open,
 )
