@@ -249,32 +249,6 @@ def test_an_interrupted_cache(tmp_path: Path) -> None:
     assert (folder / "metadata.db-journal").exists()
 
 
-def test_a_database_whose_pages_repeat(tmp_path: Path) -> None:
-    """A file of 60 KB describes a million rows: all children of a node are one page."""
-    folder = write_cache(tmp_path / "in" / "latents", [latent_item("/0.png", ["x"])])
-    write_cache(tmp_path / "in" / "good" / "latents", [latent_item("/good.png", ["x"])])
-    with closing(sqlite3.connect(folder / "metadata.db")) as database:
-        database.executemany("INSERT INTO items VALUES(0, ?)", [(0,)] * 200_000)
-        database.commit()
-        (root,) = database.execute("SELECT rootpage FROM sqlite_master WHERE name = 'items'").fetchone()
-    raw = bytearray((folder / "metadata.db").read_bytes())
-    begin = (root - 1) * 4096
-    assert raw[begin] == 5  # an inner node
-    num_cells = int.from_bytes(raw[begin + 3 : begin + 5], "big")
-    cells = [int.from_bytes(raw[begin + 12 + 2 * i : begin + 14 + 2 * i], "big") for i in range(num_cells)]
-    child = raw[begin + cells[0] : begin + cells[0] + 4]
-    for at in [*cells, 8]:
-        raw[begin + at : begin + at + 4] = child
-    num_pages = max(root, int.from_bytes(child, "big")) + 8
-    raw[28:32] = num_pages.to_bytes(4, "big")
-    (folder / "metadata.db").write_bytes(raw[: num_pages * 4096])
-    with closing(sqlite3.connect(folder / "metadata.db")) as database:
-        assert database.execute("SELECT count(shard) FROM items").fetchone()[0] > 100_000
-    report = import_cache(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert report.num_written == 1
-    assert "more rows than fit" in report.skipped[0].what
-
-
 def test_damaged_databases_never_crash(tmp_path: Path) -> None:
     folder = write_cache(tmp_path / "in" / "latents", [latent_item(f"/{i}.png", ["x"], 2) for i in range(3)])
     write_cache(tmp_path / "in" / "good" / "latents", [latent_item("/good.png", ["x"], 2)])

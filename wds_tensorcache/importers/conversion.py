@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
@@ -50,7 +50,10 @@ def plan_shards(
 ) -> list[Sequence[int]]:
     """Divide samples into shards by the sizes of their files; the number of workers does not count."""
     shared = Counter(file for index in indexes for file in samples[index].files)
-    sizes = {file: os.path.getsize(folder.locate(file)) / count for file, count in shared.items()}
+    sizes = dict.fromkeys(shared, 0.0)
+    for file, count in shared.items():
+        with suppress(OSError):  # reading the sample reports it
+            sizes[file] = os.path.getsize(folder.locate(file)) / count
     nbytes = [sum(map(sizes.__getitem__, samples[index].files)) for index in indexes]
     num_shards = math.ceil(max(len(indexes) / max_samples, sum(nbytes) / max_nbytes, 1))
     if len(indexes) >= _MANY_SAMPLES and max_samples < math.inf:
