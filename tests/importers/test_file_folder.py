@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import imported
+from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
-from wds_tensorcache.importers.import_cache import import_cache
 
 
 @pytest.fixture
@@ -81,13 +79,13 @@ def test_names_that_differ_in_case(folder: Path, tmp_path: Path) -> None:
     assert {name: len(value) for name, value in found.items()} == {"Photo": 1, "photo": 2, "c": 2}
     np.save(folder / "c.npy", np.ones(3))
     with pytest.raises(tc.FormatError, match=r"c.NPY, c.npy differ only in case"):
-        import_cache(folder, tmp_path / "more")
+        tc.import_cache(folder, tmp_path / "more")
 
 
 def test_empty_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "empty" / "more").mkdir(parents=True)
     with pytest.raises(ValueError, match="none of its 0 files"):
-        import_cache(folder, tmp_path / "out")
+        tc.import_cache(folder, tmp_path / "out")
     np.save(folder / "a.npy", np.ones(1))
     found, report = imported(folder, tmp_path / "out")
     assert (list(found), report.ok) == (["a"], True)
@@ -100,7 +98,7 @@ def test_arrays_as_large_as_memory_maps(folder: Path, tmp_path: Path, order: str
     made[7] = np.arange(1000)
     made[-1, -1] = 3
     made.flush()
-    import_cache(folder, tmp_path / "out")
+    tc.import_cache(folder, tmp_path / "out")
     with tc.open(tmp_path / "out") as cache:
         found = tc.realize(cache["a"])
     assert (found.shape, found.dtype) == ((20_000, 1000), torch.float32)
@@ -114,12 +112,7 @@ def test_object_arrays_are_refused(folder: Path, tmp_path: Path, value: Any) -> 
     np.save(folder / "a.npy", value, allow_pickle=True)
     for trust in (False, True):
         with pytest.raises(tc.FormatError, match=r"a.npy: .*pickled objects"):
-            import_cache(folder, tmp_path / "out", trust=trust)
-
-
-class Gadget:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch hacked",)
+            tc.import_cache(folder, tmp_path / "out", trust=trust)
 
 
 @pytest.mark.parametrize("suffix", ["pkl", "pickle"])
@@ -136,7 +129,7 @@ def test_pickles(folder: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.
     assert list(found) == ["a", "b"]
     assert all("--trust" in each.what for each in report.skipped)
     assert not Path("hacked").exists()
-    import_cache(folder, tmp_path / "trusted", trust=True)
+    tc.import_cache(folder, tmp_path / "trusted", trust=True)
     assert Path("hacked").exists()
 
 
