@@ -166,6 +166,13 @@ def test_bad_files(tmp_path: Path, zipped: bool, files: dict[str, bytes], messag
     assert (len(found), len(report.skipped)) == (num_found, 1)
 
 
+def test_files_that_are_not_used(tmp_path: Path) -> None:
+    write_zip(tmp_path / "in" / "a.zip", {**GOOD, "00000/img00000000.png": b"", "notes.txt": b""})
+    write_zip(tmp_path / "in" / "b.zip", GOOD)
+    _, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.notes == ["2 files in a.zip were not used, for example '00000/img00000000.png', 'notes.txt'"]
+
+
 def test_bad_zips(tmp_path: Path) -> None:
     write(tmp_path / "in", GOOD)
     write_zip(tmp_path / "in" / "compressed.zip", GOOD, zipfile.ZIP_DEFLATED)

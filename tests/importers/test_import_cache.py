@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
@@ -107,6 +108,13 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "gadget in gzip": ("a.pth", gzip.compress(saved([Gadget()])), "--trust"),
     "module": ("a.pt", saved(torch.nn.Linear(2, 2)), "--trust"),
     "text as safetensors": ("a.safetensors", b"hello, world", "a.safetensors"),
+    "long header": ("a.safetensors", struct.pack("<Q", 1 << 62) + b"{}", "a.safetensors"),
+    "a list as header": ("a.safetensors", struct.pack("<Q", 2) + b"[]", "a.safetensors"),
+    "a surrogate": (
+        "a.safetensors",
+        struct.pack("<Q", 34) + b'{"__metadata__":{"a":"\\ud800"}}    ',
+        "a.safetensors",
+    ),
     "cut safetensors": ("a.safetensors", safetensors.torch.save({"x": torch.ones(9)})[:-4], "a.safetensors"),
 }
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.cli.command import run
 from tests.importers.folders import assert_samples, imported
 from tests.same import assert_same
 
@@ -194,3 +195,14 @@ def test_hostile_metadata(tmp_path: Path) -> None:
     write_cache(tmp_path / "deep", 2, more=deep)
     with pytest.raises(tc.FormatError, match=r"metadata\.json: containers nest more than"):
         tc.import_cache(tmp_path / "deep", tmp_path / "none")
+
+
+def test_items_of_one_file(tmp_path: Path) -> None:
+    """An image is listed twice, with two prompts; its second file has replaced the first one."""
+    write_cache(tmp_path / "in", count=2)
+    listed = tmp_path / "in" / "metadata_shard_0000.json"
+    items = json.loads(listed.read_text())
+    listed.write_text(json.dumps([*items, {**items[0], "prompt": "another prompt"}]))
+    said = run("import", tmp_path / "in", tmp_path / "out")
+    assert said.stdout.splitlines()[-1] == "2 samples read, 2 written, 0 skipped"
+    assert "1 items have the cache_file of an earlier item, and were not used, for example item 2 of" in said.stderr

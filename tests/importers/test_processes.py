@@ -87,8 +87,11 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.0005)
 
 
-@pytest.mark.parametrize(("limits", "count"), [(["--max-samples", 7], 60), (["--max-nbytes", 30_000], 60), ([], 40)])
-def test_the_same_bytes(tmp_path: Path, limits: list[object], count: int) -> None:
+@pytest.mark.parametrize(
+    ("limits", "count", "num_shards"),
+    [(["--max-samples", 7], 60, 9), (["--max-nbytes", 60_000], 60, 6), ([], 40, 1), ([], 130, 4)],
+)
+def test_the_same_bytes(tmp_path: Path, limits: list[object], count: int, num_shards: int) -> None:
     source = write_files(tmp_path / "in", count)
     options = {str(name)[2:].replace("-", "_"): value for name, value in zip(limits[::2], limits[1::2], strict=True)}
     with as_thread():
@@ -97,6 +100,27 @@ def test_the_same_bytes(tmp_path: Path, limits: list[object], count: int) -> Non
         run("import", source, tmp_path / f"{workers}", "--workers", workers, *limits)
         compare(tmp_path / f"{workers}", tmp_path / "threads")
     assert tc.verify(tmp_path / "1").ok
+    assert len(list((tmp_path / "1").glob("*.tar"))) == num_shards
+
+
+def test_a_folder_that_grows(tmp_path: Path) -> None:
+    """After an import of the same folder, missing shards are made again; new samples follow in new shards."""
+    source = write_files(tmp_path / "in", 40, bad=(5,))
+    run("import", source, tmp_path / "out", "--on-error", "skip", "--max-samples", 8, status=1)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")}
+    (tmp_path / "out" / "000002.tar").unlink()
+    (tmp_path / "out" / "000002.idx").unlink()
+    run("import", source, tmp_path / "out", "--on-error", "skip", "--max-samples", 8, "--resume", status=1)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")} == whole
+    for number in range(45):
+        np.save(source / f"photo {number:04d} new.npy", np.zeros(3))
+    np.save(source / "photo 0005.npy", np.zeros(3))  # the bad one is a sample now
+    (source / "photo 0005.pt").unlink()
+    found = json_of("import", source, tmp_path / "out", "--max-samples", 8, "--resume")
+    assert (found["num_present"], found["num_written"], found["num_gone"]) == (39, 46, 0)
+    assert len(tc.open(tmp_path / "out")) == 85
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in whole} == whole
+    assert tc.verify(tmp_path / "out").ok
 
 
 def test_bad_files(tmp_path: Path) -> None:

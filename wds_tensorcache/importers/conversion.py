@@ -34,7 +34,8 @@ from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, has
 from wds_tensorcache.storage.system import SHORTAGES
 from wds_tensorcache.writing.writer import ShardWriter
 
-_MANY_SAMPLES = 128  # so many are worth a start of processes
+_MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
+_MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # so many samples or bytes are worth several shards
 _NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
 _POLL_S = 0.1
@@ -56,7 +57,7 @@ def plan_shards(
             sizes[file] = os.path.getsize(folder.locate(file)) / count
     nbytes = [sum(map(sizes.__getitem__, samples[index].files)) for index in indexes]
     num_shards = math.ceil(max(len(indexes) / max_samples, sum(nbytes) / max_nbytes, 1))
-    if len(indexes) >= _MANY_SAMPLES and max_samples < math.inf:
+    if max_samples < math.inf and (len(indexes) >= _MANY_SAMPLES or sum(nbytes) >= _MANY_NBYTES):
         num_shards += -num_shards % _NUM_SHARDS
     most = min(max_samples, math.ceil(len(indexes) / num_shards))
     starts, num_bytes = [0], 0.0
@@ -126,7 +127,7 @@ class Conversion:
         self._is_over = np.frombuffer(mmap.mmap(-1, 1), bool)
         num_workers = min(num_workers, len(shards))
         pool: Executor
-        if may_fork and num_workers > 1 and len(todo) >= _MANY_SAMPLES and _is_fork_safe():
+        if may_fork and num_workers > 1 and len(todo) >= _MIN_SAMPLES and _is_fork_safe():
             pool = ProcessPoolExecutor(num_workers, get_context("fork"), _begin_worker, (self, os.getpid()))
             write: Callable[..., Written] = _write_shard
         else:

@@ -64,8 +64,8 @@ def import_cache(
             fork is not safe: on other systems than Linux, in a process with several threads or with CUDA, for few samples, and
             if `out` is a url.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
-        max_samples: Maximum number of samples in a shard. 128 and more samples are divided into four equal shards, or eight,
-            twelve, …, so that all workers have work.
+        max_samples: Maximum number of samples in a shard. From 128 samples or 64 MiB on, they are divided into four equal
+            shards, or eight, twelve, …, so that all workers have work.
         max_nbytes: Maximum length of a shard, about: the files count as long as they are before they are converted.
         progress: As for `tc.build`.
 
