@@ -111,14 +111,14 @@ class JoinedFiles:
     texts: list[ImageFile] = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
     architectures: set[str] = field(default_factory=set)
-    common: dict[str, CommonMetadata] = field(default_factory=dict)
+    metadata: dict[str, CommonMetadata] = field(default_factory=dict)
 
     @property
     def provenance(self) -> dict[str, Any]:
         return {
             "architecture": one_or_all(self.architectures),
-            "metadata": {kind: common.shared for kind, common in self.common.items()},
-            "keys": sorted(set().union(*(common.scheme for common in self.common.values()))),
+            "metadata": {kind: common.shared for kind, common in self.metadata.items()},
+            "keys": sorted(set().union(*(common.scheme for common in self.metadata.values()))),
         }
 
 
@@ -150,7 +150,7 @@ class Table:
 
     def find(self, folder: SourceFolder) -> JoinedFiles:
         """Return the files in a folder; only their headers are read."""
-        files = JoinedFiles(common={kind: CommonMetadata(re.compile(keys)) for kind, keys in self.per_file.items()})
+        files = JoinedFiles(metadata={kind: CommonMetadata(re.compile(keys)) for kind, keys in self.per_file.items()})
         for name in folder.by_suffix.get(".safetensors", ()):
             match = self.latents.fullmatch(name) or self.texts.fullmatch(name)
             tensors, metadata = peek_header(folder, name)
@@ -163,6 +163,6 @@ class Table:
                 ImageFile(name, groups["stem"], groups["model"], groups["label"], tensors=tuple(tensors))
             )
             if tensors:
-                files.common["text" if is_text else "latents"].add(tensors, metadata)
+                files.metadata["text" if is_text else "latents"].add(tensors, metadata)
             files.architectures |= {metadata["architecture"]} if metadata else set()
         return files

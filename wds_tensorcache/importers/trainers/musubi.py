@@ -91,13 +91,13 @@ def _load(
             sample |= _facts(latents.stem, metadata)
         except FormatError as exc:
             raise exc.at(latents.name) from exc
-        rest["latents"] = files.common["latents"].rest_of(metadata)
+        rest["latents"] = files.metadata["latents"].rest_of(metadata)
     for text in texts:
         tensors, metadata = load_safetensors(folder, text.name)
         sample["text"] = _named(tensors)
         if "caption1" in metadata:
             sample["caption"] = metadata["caption1"]
-        rest["text"] = files.common["text"].rest_of(metadata)
+        rest["text"] = files.metadata["text"].rest_of(metadata)
     rest = {kind: entries for kind, entries in rest.items() if entries}
     return Loaded(sample | ({"metadata": rest} if rest else {}))
 

@@ -86,7 +86,7 @@ def _load(
         try:
             if file is latents:
                 sample = _latents(tensors, metadata, resolution)
-                rest["latents"] = files.common["latents"].rest_of(metadata)
+                rest["latents"] = files.metadata["latents"].rest_of(metadata)
                 continue
             prompts = _prompts(tensors, metadata)
             captions = [metadata.get(f"caption{number + 1}") for number in range(len(prompts))]
@@ -95,7 +95,7 @@ def _load(
             if sample.setdefault(of_caption, caption) != caption:
                 raise FormatError("has another caption than the texts of other lengths")
             name = f"{kind}_{file.label}" if is_labeled else kind
-            sample[name], rest[name] = states, files.common["text"].rest_of(metadata)
+            sample[name], rest[name] = states, files.metadata["text"].rest_of(metadata)
         except FormatError as exc:
             raise exc.at(file.name) from exc
     rest = {kind: entries for kind, entries in rest.items() if entries}
