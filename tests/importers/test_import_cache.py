@@ -25,6 +25,7 @@ import wds_tensorcache as tc
 from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 from wds_tensorcache.importers.formats import FORMATS
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 
 def write_files(folder: Path, count: int = 6) -> dict[str, Any]:
@@ -354,3 +355,17 @@ def test_members_with_names_of_caches(tmp_path: Path) -> None:
             tar.addfile(info, io.BytesIO(content))
     with pytest.raises(tc.FormatError, match=r"'foo.tensorcache' has a name that is reserved"):
         tc.import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """It was deleted, or became something else, since the folder was listed."""
+    for name in ("gone", "folder", "pipe"):
+        np.save(tmp_path / f"{name}.npy", np.zeros(3))
+    folder = SourceFolder(str(tmp_path))
+    for name in ("gone", "folder", "pipe"):
+        (tmp_path / f"{name}.npy").unlink()
+    (tmp_path / "folder.npy").mkdir()
+    os.mkfifo(tmp_path / "pipe.npy")
+    for name, message in (("gone", "No such file"), ("folder", "Is a directory"), ("pipe", "not an ordinary file")):
+        with pytest.raises(tc.FormatError, match=f"{name}.npy: .*{message}"):
+            folder.read(f"{name}.npy")
