@@ -279,9 +279,7 @@ def test_no_program_runs_for_a_picture(tmp_path: Path) -> None:
 def test_the_bound_is_the_callers() -> None:
     raw = gzip.compress(bytes(300 << 20), 1)
     assert len(decoded("bin.gz", raw, max_expanded_nbytes=300 << 20)) == 300 << 20
-    with pytest.raises(
-        tc.FormatError, match=f"expand to more than {(300 << 20) - 1}, expected at most .*max_expanded_nbytes=…"
-    ):
+    with pytest.raises(tc.FormatError, match="expands to more than 314,572,799.*max_expanded_nbytes=…"):
         decoded("bin.gz", raw, max_expanded_nbytes=(300 << 20) - 1)
     # 64 times its own length is never too much
     text = b"".join(b"%d," % (i * i) for i in range(20_000))

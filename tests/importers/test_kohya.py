@@ -209,7 +209,7 @@ def test_an_array_twice_in_a_file(tmp_path: Path) -> None:
         archive.writestr("latents_8x8.npy", archive.read("latents_8x8.npy"))
     found, report = imported(folder, tmp_path / "out", on_error="skip")
     assert found.keys() == {"b"}
-    assert "a_0512x0512_flux.npz: two files in the npz have the same name" in report.skipped[0].what
+    assert "a_0512x0512_flux.npz: two files in the zip have the same name" in report.skipped[0].what
 
 
 def test_arrays_of_other_programs_are_kept(tmp_path: Path) -> None:

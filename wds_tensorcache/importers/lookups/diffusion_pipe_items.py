@@ -15,7 +15,7 @@ from urllib.parse import quote
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.importers.safe_files import parse_torch
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.pickles.pth import peek_pth
+from wds_tensorcache.integrations.pickles import peek_pth
 
 DATABASE = "metadata.db"
 SHARD = re.compile(r"shard_(0|[1-9]\d{0,8})", re.ASCII)
