@@ -43,8 +43,6 @@ def naming(name: str) -> Iterator[None]:
     except MemoryError:
         raise
     except TensorCacheError as exc:
-        if str(exc).startswith(f"{name}: "):
-            raise
         raise exc.at(name) from exc
     except Exception as exc:
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
