@@ -49,7 +49,7 @@ from wds_tensorcache.importers.media_names import name_media
 from wds_tensorcache.importers.safe_files import parse_torch
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.pickles.pth import peek_pth
+from wds_tensorcache.integrations.pickles import peek_pth
 
 _DATABASE = "metadata.db"
 _SHARD = re.compile(r"shard_(0|[1-9]\d{0,8})", re.ASCII)
