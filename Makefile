@@ -23,7 +23,7 @@ test: $(VENV)/dev
 	$(PYTEST) -m "not long"
 
 # the rest
-test-all: $(VENV)/dev
+test-all: $(VENV)/dev $(VENV)/libraries
 	$(PYTEST) -m long
 
 # Of the oldest packages that are supported; long tests start trainers that do not work with them.
@@ -71,6 +71,12 @@ $(VENV)/demo: $(BIN)/python setup.cfg constraints/dev.txt
 
 $(VENV)/dev: $(BIN)/python setup.cfg constraints/dev.txt
 	$(PIP) --editable '.[dev,dali]'
+	touch $@
+
+# Without their dependencies, which hold an older numpy, a torchvision (its builds fit one build of torch) and every cloud's client.
+$(VENV)/libraries: $(VENV)/dev
+	$(PIP) --no-deps litdata mosaicml-streaming
+	$(PIP) catalogue brotli python-snappy zstd
 	touch $@
 
 $(VENV)/fuzz: $(VENV)/dev

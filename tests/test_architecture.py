@@ -197,9 +197,7 @@ HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
         {
             "shards.names",
             "cli.looking.cat",
-            "integrations.exporting.contents",
-            "integrations.exporting.export_cache",
-            "importers.generic.exported",
+            "integrations.exporting",
             "importers.generic.file_folder",
         },
     ),

@@ -23,7 +23,7 @@ _NAMES = {
         "BatchError EncodeError FormatError InvalidKeyError MissingShardError RemoteError StaleCacheError TarFormatError "
         "TensorCacheError UnsafeSkeletonError"
     ),
-    "integrations.exporting.export_cache": "export_cache",
+    "integrations.exporting": "export_cache",
     "importers.import_cache": "import_cache",
     "integrations.torch_dataloader": "StepDataset torch_loader",
     "integrations.webdataset": "decode encoder",

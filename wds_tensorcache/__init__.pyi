@@ -17,7 +17,7 @@ from wds_tensorcache.errors import (
     UnsafeSkeletonError,
 )
 from wds_tensorcache.importers.import_cache import import_cache
-from wds_tensorcache.integrations.exporting.export_cache import export_cache
+from wds_tensorcache.integrations.exporting import export_cache
 from wds_tensorcache.integrations.torch_dataloader import StepDataset, torch_loader
 from wds_tensorcache.integrations.webdataset import decode, encoder
 from wds_tensorcache.integrations.webdataset_resumable import ResumablePipeline

@@ -52,8 +52,7 @@ def test_formats() -> None:
 
 
 def test_wrong_usage(folder: Path, tmp_path: Path) -> None:
-    assert "Missing argument 'SOURCE'" in run("import", status=2).stderr
-    assert "Missing argument 'OUT'" in run("import", folder, status=2).stderr
+    assert "expected a source and the folder OUT" in run("import", folder, status=2).stderr
     assert "'kohya'" in run("import", folder, tmp_path / "out", "--format", "koya", status=2).stderr
     assert "expected TENSOR=MASK" in run("import", folder, tmp_path / "out", "--trim", "x", status=2).stderr
     (folder / "c.npy").unlink()

@@ -1,15 +1,12 @@
-"""Samples for MosaicML streaming and litdata, and the calls of these libraries that write them.
-
-`python -m tests.importers.chunked_samples` writes the folders in `written/` anew. It was run with mosaicml-streaming 0.13.0,
-litdata 0.2.76, numpy 2.4 and torch 2.13, on a little-endian machine. With the argument `old`, it writes the folder that has
-the number of the installed release of litdata: 0.2.30 and 0.2.51.
-"""
+"""Samples for MosaicML streaming and litdata, and the calls of these packages that write them."""
 
 from __future__ import annotations
 
-import shutil
+import importlib
+import importlib.util
+import os
 import sys
-from collections.abc import Iterator
+import types
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-WRITTEN = Path(__file__).parent / "written"
 COUNT = 3
 JPEG, PNG = b"\xff\xd8\xff not a picture", b"\x89PNG\r\n\x1a\n neither"
 MDS_COLUMNS = {
@@ -31,7 +27,6 @@ MDS_COLUMNS = {
     "f32": "float32",
     "f64": "float64",
     "json": "json",
-    "pickled": "pkl",
     "long": "str_int",
     "decimal": "str_decimal",
     "float": "str_float",
@@ -43,8 +38,23 @@ MDS_COLUMNS = {
 }
 
 
+class Gadget:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+def import_streaming() -> Any:
+    """Import MosaicML's package without its `__init__`, which needs torchvision, whose builds fit one build of torch."""
+    if "streaming" not in sys.modules:
+        found = importlib.util.find_spec("streaming")
+        assert found is not None, "`make .venv/libraries` installs mosaicml-streaming"
+        sys.modules["streaming"] = types.ModuleType("streaming")
+        sys.modules["streaming"].__path__ = list(found.submodule_search_locations or [])
+    return importlib.import_module("streaming.base")
+
+
 def mds_sample(number: int) -> dict[str, Any]:
-    """Return a sample, without the column `pixels`; arrays as they are after the import."""
+    """Return a sample as it is after the import, without pictures."""
     return {
         "any": torch.full((2, number + 1), number, dtype=torch.int32),
         "half": torch.full((300,), number).half(),
@@ -56,14 +66,36 @@ def mds_sample(number: int) -> dict[str, Any]:
         "f32": torch.tensor(number / 3),
         "f64": torch.tensor(number / 3, dtype=torch.float64),
         "json": {"k": [1, 2.5, None]},
-        "pickled": {"x": torch.arange(3)},
         "long": 10**30,
         "decimal": Decimal("1.50"),
         "float": 0.1,
+        "pixels": torch.full((2, 3, 3), number, dtype=torch.uint8),
     }
 
 
+def write_mds(out: Path, compression: str | None = None, size_limit: int = 1 << 26) -> None:
+    from PIL import Image
+
+    writer: Any = import_streaming().MDSWriter
+    with writer(out=str(out), columns=MDS_COLUMNS, compression=compression, size_limit=size_limit) as sink:
+        for number in range(COUNT):
+            sample = {name: _stored(value) for name, value in mds_sample(number).items()}
+            media = {"photo": JPEG, "mask": PNG, "views": [JPEG, JPEG]}
+            media["frames"] = b"\0\0\0\0\2\0\0\0" + 2 * len(JPEG).to_bytes(4, "little") + 2 * JPEG
+            sink.write({**sample, **media, "pixels": Image.fromarray(np.full((2, 3, 3), number, np.uint8))})
+
+
+def _stored(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    array = value.numpy()
+    if array.dtype == np.uint8 and array.ndim:
+        return array.tobytes()
+    return array if array.ndim else array[()]
+
+
 def litdata_sample(number: int) -> dict[str, Any]:
+    """Return a sample as it is after the import, without encoded pictures."""
     return {
         "latent": torch.full((4, 2, 1), number / 2),
         "states": torch.full((3, 2), number).half(),
@@ -79,82 +111,24 @@ def litdata_sample(number: int) -> dict[str, Any]:
         "bool": number % 2 == 0,
         "text": f"a café {number}",
         "nested": (1, [2.5, "x"]),
-        "none": None,
+        "pixels": torch.full((2, 3, 3), number, dtype=torch.uint8),
     }
 
 
-def write_mds(out: Path, compression: str | None = None, size_limit: int = 1 << 26) -> None:
-    from PIL import Image
-    from streaming import MDSWriter
-
-    shutil.rmtree(out, ignore_errors=True)
-    options = {"columns": MDS_COLUMNS, "compression": compression, "size_limit": size_limit}
-    with MDSWriter(out=str(out), **options) as writer:
-        for number in range(COUNT):
-            sample = {name: _stored(value) for name, value in mds_sample(number).items()}
-            sample["pickled"] = {"x": np.arange(3)}
-            media = {"photo": JPEG, "mask": PNG, "views": [JPEG, JPEG]}
-            media["frames"] = b"\0\0\0\0\2\0\0\0" + 2 * len(JPEG).to_bytes(4, "little") + 2 * JPEG
-            writer.write({**sample, **media, "pixels": Image.fromarray(np.full((2, 3, 3), number, np.uint8))})
-
-
-def _stored(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    array = value.numpy()
-    if array.dtype == np.uint8 and array.ndim:
-        return array.tobytes()
-    return array if array.ndim else array[()]
-
-
-def write_litdata(out: Path, samples: Iterator[Any] | None = None, loader: Any = None, **options: Any) -> None:
+def write_litdata(out: Path, loader: Any = None, **options: Any) -> None:
+    os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")
     from litdata.streaming.writer import BinaryWriter
-    from litdata.types import Image, Jpeg
+    from litdata.types import Image, Jpeg, JpegArray
     from PIL import Image as Pictures
 
-    shutil.rmtree(out, ignore_errors=True)
     writer = BinaryWriter(str(out), chunk_size=2, item_loader=loader, **options)
     for number in range(COUNT):
         sample: Any = litdata_sample(number)
         sample |= {"array": sample["array"].numpy(), "line": sample["line"].numpy(), "raw": bytes(range(number))}
         sample["photo"] = Jpeg(bytes=JPEG)
         sample["mask"] = Image(path=None, bytes=PNG)
+        sample["views"] = JpegArray(images=[JPEG, JPEG])
         sample["pixels"] = Pictures.fromarray(np.full((2, 3, 3), number, np.uint8))
-        writer[number] = next(samples) if samples else sample
-    writer.done()
-    writer.merge(1)
-
-
-def _write_old_litdata() -> None:
-    """Write the same samples without pictures, whose classes older releases do not have."""
-    from litdata.__about__ import __version__
-    from litdata.streaming.writer import BinaryWriter
-
-    out = WRITTEN / f"litdata_{__version__}"
-    shutil.rmtree(out, ignore_errors=True)
-    writer = BinaryWriter(str(out), chunk_size=2)
-    for number in range(COUNT):
-        sample: Any = litdata_sample(number)
-        sample |= {"array": sample["array"].numpy(), "line": sample["line"].numpy(), "raw": bytes(range(number))}
         writer[number] = sample
     writer.done()
     writer.merge(1)
-
-
-def _main() -> None:
-    if sys.argv[1:] == ["old"]:
-        _write_old_litdata()
-        return
-    from litdata.streaming.item_loader import TokensLoader
-
-    for codec in (None, "gz", "bz2", "zstd:5", "br", "snappy"):
-        write_mds(WRITTEN / f"mds_{(codec or 'plain').split(':')[0]}", codec, 1 << 26 if codec else 2500)
-    write_litdata(WRITTEN / "litdata_plain")
-    for level in ("chunk", "batch", "sample"):
-        write_litdata(WRITTEN / f"litdata_{level}", compression="zstd", compression_level=level)
-    tokens = (torch.arange(number, number + 10, dtype=torch.int32) for number in range(COUNT))
-    write_litdata(WRITTEN / "litdata_tokens", tokens, TokensLoader())
-
-
-if __name__ == "__main__":
-    _main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
+from tests.cli.command import run
 from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 
@@ -156,3 +158,49 @@ def test_arrays_in_files_of_torch(tmp_path: Path) -> None:
         assert type(found["a"][name]) is type(array)
         assert found["a"][name].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
         assert found["a"][name].tobytes() == array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def test_an_extracted_shard(folder: Path, tmp_path: Path) -> None:
+    """`tar xf` is the exact way out of a cache, and this the way back, next to other files."""
+    shared = torch.arange(3).bfloat16()
+    samples = {
+        "dir/photo (1)": {"a.b": shared, "a": {"b": shared, "s": {1, "x"}, "t": np.array(["é"])}, "f": (float("nan"),)},
+        "b": [torch.zeros(0, 3, dtype=torch.complex128), None],
+    }
+    with tc.ShardWriter(tmp_path / "cache") as sink:
+        for name, sample in samples.items():
+            sink.write(tc.safe_key(name), sample, jpg=b"\xff\xd8", **{"v2.json": b"{}"})
+    with tarfile.open(next((tmp_path / "cache").glob("*.tar"))) as tar:
+        tar.extractall(folder, filter="data")
+    np.save(folder / "other.npy", np.ones(2))
+    report = tc.import_cache(folder, tmp_path / "again")
+    assert (report.num_written, report.unused) == (3, [])
+    (folder / "other.npy").unlink()
+    tc.import_cache(folder, tmp_path / "exact")
+    with tc.open(tmp_path / "cache") as one, tc.open(tmp_path / "exact") as two:
+        assert sorted(one.keys()) == sorted(two.keys())
+        for key in sorted(one.keys()):
+            assert_same(tc.realize(one[key]), tc.realize(two[key]))
+            assert two.read_members([key], "v2.json") == [b"{}"]
+    said = run("diff", tmp_path / "cache", tmp_path / "exact").stdout
+    assert "2 samples equal, 0 changed" in said
+
+
+def test_extracted_shards_that_are_refused(folder: Path, tmp_path: Path) -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
+    contents = {
+        "damaged.skel.pyd": skeleton,
+        "damaged.safetensors": tensors[:-1] + b"\1",
+        "half.skel.pyd": skeleton,
+        "named.text.skel.pyd": skeleton,
+        "named.text.safetensors": tensors,
+        "good.skel.pyd": skeleton,
+        "good.safetensors": tensors,
+        "gadget.skel.pyd": pickle.dumps(print),
+        "gadget.safetensors": tensors,
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    found, report = imported(folder, tmp_path / "out", on_error="skip")
+    assert list(found) == ["good"]
+    assert {each.name for each in report.skipped} == {"damaged", "half", "named", "gadget"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.cli.command import run
 from tests.importers.chunked_samples import JPEG, PNG
 from tests.importers.damaged import count_errors, load_damaged
 from tests.importers.folders import imported
@@ -131,19 +129,6 @@ def test_latents_in_nested_lists(tmp_path: Path) -> None:
     assert_same(list(torch.from_numpy(latents)), [value["latent"] for value in found.values()])
 
 
-def test_files_that_pyarrow_wrote_as_datasets_does(tmp_path: Path) -> None:
-    """Without the extension types of `datasets`, in many batches."""
-    (tmp_path / "in").mkdir()
-    table = arrow.table({"x": arrow.array([[1.0], None, [2.0, 3.0]], arrow.list_(arrow.float32())), "i": [1, 2, 3]})
-    write_stream(tmp_path / "in" / "data.arrow", table)
-    state = {"_data_files": [{"filename": "data.arrow"}]}
-    (tmp_path / "in" / "state.json").write_text(json.dumps(state))
-    (tmp_path / "in" / "dataset_info.json").write_text("{}")
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    expected = [{"x": torch.tensor([1.0]), "i": 1}, {"x": None, "i": 2}, {"x": torch.tensor([2.0, 3.0]), "i": 3}]
-    assert_same(expected, list(found.values()))
-
-
 def write_stream(path: Path, table: Any, **options: Any) -> None:
     with arrow.ipc.new_stream(str(path), table.schema, options=arrow.ipc.IpcWriteOptions(**options)) as stream:
         for batch in table.to_batches(max_chunksize=1):
@@ -178,101 +163,36 @@ def test_an_external_picture(tmp_path: Path) -> None:
         import_cache(tmp_path / "in", tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["compressed", "dictionary", "text", "cut"])
-def test_files_that_datasets_does_not_write(tmp_path: Path, kind: str) -> None:
-    make(2).save_to_disk(tmp_path / "in", num_shards=2)
-    first, *_ = sorted((tmp_path / "in").glob("*.arrow"))
-    table = arrow.table({"x": ["a" * 1000] * 1000})
-    if kind == "compressed":
-        write_stream(first, table, compression="zstd")
-    elif kind == "dictionary":
-        write_stream(first, arrow.table({"x": arrow.array(["a", "b"]).dictionary_encode()}))
-    else:
-        first.write_bytes(b"hello, world" if kind == "text" else first.read_bytes()[:300])
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert len(found) == 1
-    assert [each.name for each in report.skipped] == [first.name]
-
-
-def test_bad_states(tmp_path: Path) -> None:
-    make(1).save_to_disk(tmp_path / "in")
-    state = json.loads((tmp_path / "in" / "state.json").read_text())
-    for change, message in (
-        ({"_data_files": [{"filename": "../data.arrow"}]}, "is missing"),
-        ({"_data_files": None}, "is not a state"),
-        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "old release"),
-    ):
-        (tmp_path / "in" / "state.json").write_text(json.dumps({**state, **change}))
-        with pytest.raises(ValueError, match=message):
-            import_cache(tmp_path / "in", tmp_path / "out")
-    (tmp_path / "in" / "state.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="is not JSON"):
-        import_cache(tmp_path / "in", tmp_path / "out")
-
-
-def test_strange_features(tmp_path: Path) -> None:
-    """They become texts in the fingerprint, and describe no column."""
-    make(1).save_to_disk(tmp_path / "in")
-    info = tmp_path / "in" / "dataset_info.json"
-    content = json.loads(info.read_text())
-    for number, strange in enumerate((float("nan"), float("inf"), ["Image"], {"a": None})):
-        content["features"]["size"] = {"_type": strange, "width": strange}
-        info.write_text(json.dumps(content))
-        found, report = imported(tmp_path / "in", tmp_path / str(number))
-        assert report.ok
-        assert found["00000000"]["size"]["width"] == row(0)["size"]["width"]
-    info.write_text(info.read_text().replace("null", "1e999"))
-    assert imported(tmp_path / "in", tmp_path / "large")[1].fingerprint["features"]["size"]["width"] == {"a": "inf"}
-
-
 def test_damage_anywhere(tmp_path: Path) -> None:
     make(5).save_to_disk(tmp_path / "in")
     assert count_errors(tmp_path / "in", "hf-datasets") == (5, 0)
     assert load_damaged(tmp_path / "in", tmp_path / "copy", "hf-datasets", 150) > 20
 
 
-def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    """Each is reported; the others are imported."""
+    make(2).save_to_disk(tmp_path / "in" / "good")
+    for name, change in {
+        "a": {"_data_files": [{"filename": "../../good/data-00000-of-00001.arrow"}]},
+        "b": None,
+    }.items():
+        make(1).save_to_disk(tmp_path / "in" / name)
+        path = tmp_path / "in" / name / "state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}) if change else "[" * 100_000)
+    make(1).save_to_disk(tmp_path / "in" / "c")
+    (first,) = (tmp_path / "in" / "c").glob("*.arrow")
+    first.write_bytes(first.read_bytes()[:300])
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert list(found) == ["good/00000000", "good/00000001"]
+    reasons = {each.name: each.what for each in report.skipped}
+    assert reasons.keys() == {f"{name}/state.json" for name in "abc"}
+    assert "which is missing" in reasons["a/state.json"]
+    assert "is not JSON" in reasons["b/state.json"]
+
+
+@pytest.mark.parametrize(("name", "package"), [("datasets", "datasets"), ("pyarrow", "pyarrow>=14.0.1")])
+def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     make(1).save_to_disk(tmp_path / "in")
-    monkeypatch.setattr(arrow, "__version__", "14.0.0")
-    with pytest.raises(ImportError, match=r"pip install 'pyarrow>=14\.0\.1'"):
-        import_cache(tmp_path / "in", tmp_path / "out")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"pip install 'pyarrow>=14\.0\.1'"):
-        import_cache(tmp_path / "in", tmp_path / "out")
-
-
-@pytest.mark.parametrize("kind", [0, 2, 3, 5, 127])
-def test_a_first_message_that_is_no_schema(tmp_path: Path, kind: int) -> None:
-    """pyarrow does not verify its header, so this runs in another process: a fault would end it."""
-    make(1).save_to_disk(tmp_path / "in")
-    (path,) = (tmp_path / "in").glob("*.arrow")
-    raw = bytearray(path.read_bytes())
-    root = 8 + struct.unpack_from("<I", raw, 8)[0]
-    fields = root - struct.unpack_from("<i", raw, root)[0]
-    type_at, header_at = (root + struct.unpack_from("<H", raw, fields + 4 + 2 * number)[0] for number in (1, 2))
-    assert raw[type_at] == 1
-    raw[type_at] = kind
-    struct.pack_into("<i", raw, header_at + struct.unpack_from("<I", raw, header_at)[0], -0x70000000)
-    path.write_bytes(raw)
-    said = run("import", tmp_path / "in", tmp_path / "out", status=1)
-    assert path.name in said.stderr
-
-
-def test_rows_without_bytes(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    table = arrow.table({"x": arrow.nulls(10_000_000)})
-    with arrow.ipc.new_stream(str(tmp_path / "in" / "a.arrow"), table.schema) as stream:
-        stream.write_table(table)
-    (tmp_path / "in" / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
-    (tmp_path / "in" / "dataset_info.json").write_text('{"features": {}}')
-    with pytest.raises(tc.FormatError, match="a batch of 10,000,000 rows"):
-        import_cache(tmp_path / "in", tmp_path / "out")
-
-
-def test_a_file_that_is_listed_twice(tmp_path: Path) -> None:
-    make(1).save_to_disk(tmp_path / "in")
-    path = tmp_path / "in" / "state.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps({**state, "_data_files": state["_data_files"] * 1000}))
-    with pytest.raises(tc.FormatError, match="lists it 1,000 times"):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"pip install '{package}'"):
         import_cache(tmp_path / "in", tmp_path / "out")

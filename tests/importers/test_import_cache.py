@@ -321,8 +321,10 @@ def test_folders_without_samples(tmp_path: Path) -> None:
         tc.import_cache(tmp_path / "in", tmp_path / "out")
     with pytest.raises(ValueError, match="has no samples of the format 'files'"):
         tc.import_cache(tmp_path / "in", tmp_path / "out", format="files")
-    with pytest.raises(NotADirectoryError):
-        tc.import_cache(tmp_path / "in" / "a.txt", tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        tc.import_cache(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ValueError, match="only local shards can be imported"):
+        tc.import_cache("https://example.org/a.tar", tmp_path / "out")
 
 
 def test_the_formats() -> None:

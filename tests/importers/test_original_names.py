@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from wds_tensorcache.importers.import_cache import import_cache
-from wds_tensorcache.integrations.exporting.export_cache import export_cache
 from wds_tensorcache.shards.names import hashed_key
 
 LONG = "Фотографии/" + "лето на даче " * 6 + "(2)"
@@ -69,16 +68,3 @@ def test_long_suffixes_need_shorter_keys(tmp_path: Path) -> None:
     assert names_in(tmp_path / "out") == ["a" * 88]
     assert tc.open(tmp_path / "out").members == {"metadata.json": 1}
     assert import_cache(tmp_path / "in", tmp_path / "out", resume=True).num_present == 1
-
-
-@pytest.mark.parametrize("kind", ["pt", "webdataset"])
-def test_exports_keep_names(tmp_path: Path, kind: str) -> None:
-    names = [LONG, "写" * 80]  # the second one is too long for a part of a path
-    with tc.ShardWriter(tmp_path / "cache") as sink:
-        for name in names:
-            sink.write(tc.safe_key(name), {"x": torch.ones(2)})
-    with tc.open(tmp_path / "cache") as cache:
-        export_cache(cache, tmp_path / "files", kind)
-    import_cache(tmp_path / "files", tmp_path / "again")
-    assert names_in(tmp_path / "again") == names
-    assert "2 samples equal, 0 changed" in run("diff", tmp_path / "cache", tmp_path / "again").stdout

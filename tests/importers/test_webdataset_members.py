@@ -16,6 +16,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
+from tests.cli.command import json_of
 from tests.importers.folders import imported
 from tests.same import assert_same
 from wds_tensorcache.importers.import_cache import import_cache
@@ -97,6 +98,28 @@ def test_equal_keys_in_several_tars(tmp_path: Path) -> None:
     assert report.notes == [
         "1 keys occur in several tars, for example 'k', so all keys begin with the path of their tar"
     ]
+
+
+def test_files_patterns_and_lists(tmp_path: Path) -> None:
+    """As a folder that has nothing else; the fingerprint has what was named."""
+    for number in range(3):
+        write(tmp_path / "in" / f"s{number}.tar", {f"k{number}": {"npy": np.full(3, number)}})
+    (tmp_path / "in" / "deep").mkdir()
+    (tmp_path / "in" / "other.npy").write_bytes(b"")
+    os.replace(tmp_path / "in" / "s2.tar", tmp_path / "in" / "deep" / "s2.tar")
+    first, second, deep = (str(tmp_path / "in" / name) for name in ("s0.tar", "s1.tar", "deep/s2.tar"))
+    sources: list[tuple[Any, list[str], Any]] = [
+        (first, ["k0"], first),
+        (str(tmp_path / "in" / "s{0..1}.tar"), ["k0", "k1"], str(tmp_path / "in" / "s{0..1}.tar")),
+        (str(tmp_path / "in" / "s*.tar"), ["k0", "k1"], str(tmp_path / "in" / "s*.tar")),
+        ([deep, Path(first)], ["k2", "k0"], [deep, first]),
+    ]
+    for number, (source, keys, origin) in enumerate(sources):
+        found, report = imported(source, tmp_path / f"{number}")
+        assert (sorted(found), report.unused) == (sorted(keys), [])
+        assert report.fingerprint["source"] == origin
+    result = json_of("import", first, second, tmp_path / "out")
+    assert (result["num_written"], result["fingerprint"]["source"]) == (2, [first, second])
 
 
 class Gadget:

@@ -9,7 +9,7 @@ import click
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.integrations.exporting.export_cache import KINDS, export_cache
+from wds_tensorcache.integrations.exporting import KINDS, export_cache
 from wds_tensorcache.reading.find_shards import find_shards
 
 
@@ -17,20 +17,21 @@ from wds_tensorcache.reading.find_shards import find_shards
 @cache_argument
 @click.argument("out", type=click.Path(file_okay=False))
 @click.option("--as", "kind", type=click.Choice(KINDS), default="pt", show_default=True, help="Kind of files.")
-@click.option("--resume", is_flag=True, help="Keep the files that an interrupted export has written.")
 @cache_option
 @json_option
-def export(path: str, out: str, kind: str, resume: bool, cache_name: str | None, as_json: bool) -> None:
+def export(path: str, out: str, kind: str, cache_name: str | None, as_json: bool) -> None:
     """Write each sample of CACHE into a file in the folder OUT, or all samples into a WebDataset tar.
 
     No part of this package is needed to read the files.
     """
     output = Output(as_json)
-    if kind == "webdataset" and resume:
-        raise click.UsageError("an interrupted tar cannot be continued; export it again without --resume")
     find_shards(path, copies=True)  # the error, before `tc.open` warns of the same
-    with open_cache(path, cache_name) as cache, output.progress("exporting") as show:
-        report = export_cache(cache, out, kind, resume=resume, progress=show)
+    try:
+        with open_cache(path, cache_name) as cache, output.progress("exporting") as show:
+            report = export_cache(cache, out, kind, progress=show)
+    except KeyboardInterrupt:
+        output.note("the finished files are kept: the same command continues")
+        raise
     for key, name in report.renamed.items():
         output.note(f"sample {key} is in {name}: its original name is not safe as the name of a file, or is in use")
     for name, dtype in report.widened.items():

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.importers.formats import FORMATS
 from wds_tensorcache.importers.import_cache import import_cache
+from wds_tensorcache.writing.new_folder import check_local
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 
@@ -29,8 +29,7 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
 
 
 @click.command("import")
-@click.argument("source", metavar="SOURCE", required=False, type=LocalPath(file_okay=False))
-@click.argument("out", metavar="OUT", required=False, type=click.Path())
+@click.argument("paths", metavar="SOURCE... OUT", nargs=-1, type=click.Path())
 @click.option(
     "--format",
     "format_name",
@@ -78,22 +77,27 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
 def import_command(
     context: click.Context,
     /,
-    source: str | None,
-    out: str | None,
+    paths: tuple[str, ...],
     format_name: str,
     list_formats: bool,
     as_json: bool,
     workers: int,
     **options: Any,
 ) -> int:
-    """Import the files in SOURCE, which a trainer has written, into shards in the folder OUT."""
+    """Import files that a trainer has written into shards in the folder OUT.
+
+    SOURCE is a folder, a file such as a tar, or a pattern such as 'photos-{000..099}.tar'.
+    """
     output = Output(as_json)
     if list_formats:
         output.table(["format", "files"], [(each.name, each.title) for each in FORMATS])
         output.result([{"format": each.name, "files": each.title} for each in FORMATS])
         return 0
-    if source is None or out is None:
-        raise click.MissingParameter(ctx=context, param=context.command.params[source is not None])
+    if len(paths) < 2:
+        raise click.UsageError("expected a source and the folder OUT", context)
+    *source, out = paths
+    for path in source:
+        check_local(path, "a source")
     options["fingerprint"] = {name: _json(value) for name, value in options["fingerprint"].items()}
     try:
         with output.progress("importing") as show:
@@ -126,7 +130,7 @@ def import_command(
         count, first = len(report.changed), report.changed[0]
         output.note(f"the files of {count:,} samples have changed since their shards were written, for example {first}")
     if report.num_gone:
-        output.note(f"{report.num_gone:,} samples in the shards are no longer in {source}")
+        output.note(f"{report.num_gone:,} samples in the shards are no longer in {', '.join(source)}")
     if report.changed or report.num_gone:
         output.note("import into a new folder to have the files as they are now")
     if report.unused:

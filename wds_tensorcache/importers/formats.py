@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, unknown_name
 from wds_tensorcache.importers.generic import (
-    exported,
     file_folder,
     hf_datasets,
     litdata,
@@ -46,7 +45,6 @@ FORMATS: tuple[Format, ...] = (
     nemo.FORMAT,
     onetrainer.FORMAT,
     simpletuner.FORMAT,
-    exported.FORMAT,
     webdataset_members.FORMAT,
 )
 
@@ -54,7 +52,7 @@ FORMATS: tuple[Format, ...] = (
 def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
     """Return the format with a name; for "auto", the only one that recognizes files of a folder.
 
-    A format that the folder names comes first. Formats that fit the files of many programs count only if no other format fits.
+    Formats that fit the files of many programs count only if no other format fits.
 
     Raises:
         ValueError: There is no such format; or no format, or more than one, fits the folder.
@@ -65,8 +63,8 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
             raise ValueError(unknown_name("format", name, [each.name for each in FORMATS]))
         return found
     counts = {each.name: count for each in FORMATS if (count := _recognize(each, folder))}
-    for rank in ((True, False), (False, False), (False, True)):
-        fitting = [each for each in FORMATS if each.name in counts and (each.is_certain, each.is_generic) == rank]
+    for is_generic in (False, True):
+        fitting = [each for each in FORMATS if each.name in counts and each.is_generic == is_generic]
         if len(fitting) > 1:
             listed = ", ".join(f"{each.name} ({counts[each.name]:,} files)" for each in fitting)
             raise ValueError(

@@ -17,6 +17,7 @@ from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
 from wds_tensorcache.importers.source import Format, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.reading.find_shards import CachePaths, find_shards, iterate_texts
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import hashed_key, safe_key
 from wds_tensorcache.storage.folder import folder_of
@@ -26,7 +27,7 @@ from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
 
 def import_cache(
-    source: str | os.PathLike[str],
+    source: CachePaths,
     out: str | os.PathLike[str],
     *,
     format: str = "auto",
@@ -42,14 +43,14 @@ def import_cache(
     max_nbytes: int = 1 << 30,
     progress: bool | Callable[[int, int | None], object] | None = None,
 ) -> ImportReport:
-    """Write shards from a folder of files that a trainer or another program has made.
+    """Write shards from files that a trainer or another program has made.
 
     Samples are stored in the order of the source. They are divided into shards by their number and the sizes of their files, so
     the shards have the same bytes for any `num_workers`. `tc.safe_key` makes the keys from the names of the samples, and
     `cache.original_name` returns these names.
 
     Args:
-        source: Folder with the files.
+        source: Folder with the files; or a file such as a tar, a pattern such as `"photos-{000..099}.tar"`, or a list of these.
         out: Folder or pattern of the shards, as for `ShardWriter`, also at a url. Then `ImportReport.changed` stays empty,
             because the clocks of stores and of this machine cannot be compared.
         format: Name of the format, or "auto".
@@ -76,24 +77,24 @@ def import_cache(
         ValueError: The format is unknown or cannot be chosen; the folder has no samples; or two samples have one name.
         FormatError: A file is bad, and `on_error` is "stop"; or all files are bad.
         OSError: A file cannot be read, and `on_error` is "stop"; or a shard cannot be written.
-        ImportError: The format needs pyarrow, which is not installed.
+        ImportError: The format needs another package, which is not installed; the message has the command that installs it.
         FileExistsError: `out` contains shards, and `resume` is False.
+        FileNotFoundError: `source` does not exist.
         StaleCacheError: `out` contains shards with another fingerprint.
-        NotADirectoryError: `source` is not a folder.
     """
     if on_error not in ("stop", "skip"):
         raise ValueError(f"on_error={on_error!r}, expected 'stop' or 'skip'")
     num_workers = as_int("num_workers", num_workers)
     if num_workers < 1:
         raise ValueError(f"num_workers={num_workers}, expected at least 1")
-    folder = SourceFolder(os.fsdecode(source), trust)
+    folder, origin = _open_folder(source, trust)
     try:
         chosen = choose_format(folder, format)
     finally:
         folder.check_shortage()
     found = _open(chosen, folder)
     keys = _keys_of(found, folder, chosen.name)
-    made = {**_finite(found.provenance), "format": chosen.name, SOURCE: os.path.abspath(folder.path)}
+    made = {**_finite(found.provenance), "format": chosen.name, SOURCE: origin}
     options = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
     made |= {name: value for name, value in options.items() if value} | dict(fingerprint or {})
     report = _begin_report(chosen.name, found, folder, made)
@@ -126,6 +127,18 @@ def import_cache(
         parts = conversion.write_all(shards, num_workers, may_fork, progress, report.num_present)
     _complete(report, parts)
     return report
+
+
+def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | list[str]]:
+    """Open a source; return what its fingerprint has of it, too."""
+    texts = list(iterate_texts(source))
+    origin = [os.path.abspath(text) for text in texts]
+    if len(texts) == 1 and os.path.isdir(texts[0]):
+        return SourceFolder(texts[0], trust), origin[0]
+    paths = [os.path.abspath(shard.path) for shard in find_shards(texts, copies=True, local_for="imported").shards]
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    files = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
+    return SourceFolder(root, trust, files), origin[0] if len(origin) == 1 else origin
 
 
 def _begin_report(format: str, found: Source, folder: SourceFolder, fingerprint: dict[str, Any]) -> ImportReport:

@@ -71,7 +71,6 @@ class Format:
             from their names, and if these do not tell, from the beginnings of a few files. 0 if the folder has another format.
         open: Function that finds the samples in a folder.
         is_generic: True for a format that fits the files of many programs. It is chosen only if no other format fits.
-        is_certain: True for a format whose folders name it. It is chosen before all other formats.
     """
 
     name: str
@@ -79,7 +78,6 @@ class Format:
     files: re.Pattern[str] | Callable[[SourceFolder], int]
     open: Callable[[SourceFolder], Source]
     is_generic: bool = False
-    is_certain: bool = False
 
     def recognize(self, folder: SourceFolder) -> int:
         """Return how many files of a folder this format would read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,6 +35,7 @@ class SourceFolder:
     Args:
         path: The folder.
         trust: The user trusts the files: pickles and files of `torch.save` may name any class, and then run code.
+        files: Relative paths of the only files to import; None for all.
 
     Attributes:
         names: The paths of all files, relative to the folder, with `/` as separator, sorted.
@@ -50,6 +51,7 @@ class SourceFolder:
 
     path: str
     trust: bool = False
+    files: Sequence[str] | None = None
     names: list[str] = field(init=False, default_factory=list)
     faults: dict[str, str] = field(init=False, default_factory=dict)
     ignored: list[str] = field(init=False, default_factory=list)
@@ -58,6 +60,9 @@ class SourceFolder:
     def __post_init__(self) -> None:
         if not os.path.isdir(self.path):
             raise NotADirectoryError(f"{self.path}: expected a folder with files to import")
+        if self.files is not None:
+            self.names.extend(sorted(self.files))
+            return
         root = os.path.realpath(self.path)
         repository, mark, _ = f"{root}/".rpartition("/snapshots/")
         roots = (os.path.join(root, ""), *([f"{repository}/blobs/"] if mark else []))

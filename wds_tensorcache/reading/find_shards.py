@@ -58,7 +58,7 @@ def find_shards(
     """
     shards: list[FoundShard] = []
     messages: list[str] = []
-    texts = list(_texts(source))
+    texts = list(iterate_texts(source))
     if not texts:
         raise FileNotFoundError("no shards: the list is empty")
     for text in texts:
@@ -74,7 +74,8 @@ def find_shards(
     return Found(shards, next(iter(messages), None))
 
 
-def _texts(source: Any) -> Iterator[str]:
+def iterate_texts(source: Any) -> Iterator[str]:
+    """Yield the paths and patterns in nested lists; raise TypeError for anything else."""
     if isinstance(source, (str, os.PathLike)):
         yield os.fspath(source)
         return
@@ -82,7 +83,7 @@ def _texts(source: Any) -> Iterator[str]:
     if isinstance(source, bytes) or is_cache or not isinstance(source, Sequence):
         raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
     for part in source:
-        yield from _texts(part)
+        yield from iterate_texts(part)
 
 
 def _expand(source: str) -> Iterator[str]:

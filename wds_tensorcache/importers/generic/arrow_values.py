@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.generic.media import Media, extension_of
+from wds_tensorcache.importers.generic.media import Media, extension_of, import_library
 from wds_tensorcache.importers.safe_files import as_tensor
 
-# extensions of media that neither their names nor their first bytes tell
-_MEDIA = {
-    "Image": "png",
-    "Audio": "wav",
-    "Video": "mp4",
-    "Pdf": "pdf",
-    "Nifti": "nii",
-}
-_OLDEST = (14, 0, 1)  # Hazard: older releases run pickles in the metadata of a schema (CVE-2023-47248)
+_MEDIA = {"Image": "png", "Audio": "wav", "Video": "mp4", "Pdf": "pdf", "Nifti": "nii"}
+_PACKAGE = "pyarrow>=14.0.1"  # Hazard: older releases run pickles in the metadata of a schema (CVE-2023-47248)
 
 
 class Lists(IntEnum):
@@ -31,53 +24,41 @@ class Lists(IntEnum):
 
 
 def import_pyarrow() -> Any:
-    """Return the module `pyarrow`.
+    """Import `pyarrow`.
 
     Raises:
         ImportError: It is not installed, or too old for files that are not trusted.
     """
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as exc:
-        raise ImportError("reading Arrow and Parquet files needs pyarrow: pip install 'pyarrow>=14.0.1'") from exc
-    version = tuple(int(part) for part in pyarrow.__version__.split(".")[:3] if part.isdigit())
-    if version < _OLDEST:
-        raise ImportError(f"pyarrow {pyarrow.__version__} may run code in files: pip install 'pyarrow>=14.0.1'")
-    return pyarrow
+    arrow = import_library("pyarrow", _PACKAGE)
+    if tuple(int(part) for part in arrow.__version__.split(".")[:3] if part.isdigit()) < (14, 0, 1):
+        raise ImportError(f"pyarrow {arrow.__version__} may run code in files: pip install {_PACKAGE!r}")
+    return arrow
 
 
 def lists_of(array: Any) -> Lists:
-    """Return the form of the lists in some rows of a column: the simplest form that these rows allow.
-
-    Args:
-        array: The rows, whose content need not have been checked.
-    """
-    arrow = import_pyarrow()
+    """Return the simplest form of lists that some rows of a column allow."""
+    types = import_pyarrow().types
     array = getattr(array, "storage", array)
-    if arrow.types.is_struct(array.type):
+    if types.is_struct(array.type):
         return max(map(lists_of, array.flatten()), default=Lists.TENSORS)
     bounds = np.arange(len(array) + 1)  # of the rows, in the elements of the current level
     form = Lists.TENSORS
     is_row = True  # a row may be null
-    while _is_list(arrow.types, array.type):
+    while _is_list(types, array.type):
         lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         counts = np.diff(bounds)
         firsts = lengths[bounds[:-1][counts > 0]]
-        if (array.null_count and not is_row) or (lengths < 0).any():
+        if array.null_count and not is_row:
             form = Lists.PLAIN
         elif form is Lists.TENSORS and (lengths != np.repeat(firsts, counts[counts > 0])).any():
             form = Lists.INNERMOST
         bounds = np.concatenate(([0], np.cumsum(lengths)))[bounds]
         array, is_row = array.flatten(), False
-    return Lists.PLAIN if array.null_count and _is_number(arrow.types, array.type) else form
+    return Lists.PLAIN if array.null_count and _is_number(types, array.type) and not is_row else form
 
 
 def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> Any:
-    """Return the only element of an Arrow array.
-
-    Bytes become a uint8 tensor [n]. Columns of media, which are structs of bytes and a path, become `Media`.
+    """Return the only element of an Arrow array. Columns of media, which are structs of bytes and a path, become `Media`.
 
     Args:
         array: Array with one element, whose content has been checked.
@@ -87,8 +68,7 @@ def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> A
     Raises:
         FormatError: The media are in another file.
     """
-    arrow = import_pyarrow()
-    types = arrow.types
+    types = import_pyarrow().types
     array = getattr(array, "storage", array)  # of an extension type
     if array.null_count:
         return None
@@ -99,20 +79,21 @@ def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> A
             return _media(array[0].as_py(), _MEDIA[described["_type"]])
         fields = zip(kind, array.flatten(), strict=True)
         return {field.name: value_of(item, described.get(field.name), lists) for field, item in fields}
-    if _is_list(types, kind):
-        sizes: list[int] = []
-        flat = array
-        while _is_list(types, flat.type) and (lists is Lists.TENSORS or not sizes):
-            sizes.append(len(flat.flatten()) // max(len(flat), 1))
-            flat = flat.flatten()
-        if lists is not Lists.PLAIN and _is_number(types, flat.type):
-            return as_tensor(flat.to_numpy(zero_copy_only=False).reshape(_fill(sizes, described.get("shape"))))
-        inner = feature[0] if isinstance(feature, list) and feature else described.get("feature")
-        flat = array.flatten()
-        return [value_of(flat.slice(number, 1), inner, lists) for number in range(len(flat))]
-    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-        return as_tensor(np.frombuffer(array[0].as_py(), np.uint8))
-    return array[0].as_py()
+    if not _is_list(types, kind):
+        return array[0].as_py()
+    sizes: list[int] = []
+    flat = array
+    while _is_list(types, flat.type) and (lists is Lists.TENSORS or not sizes):
+        sizes.append(len(flat.flatten()) // max(len(flat), 1))
+        flat = flat.flatten()
+    if lists is not Lists.PLAIN and _is_number(types, flat.type):
+        shape = described.get("shape")  # sizes inside an empty list are unknown
+        if isinstance(shape, list) and len(shape) == len(sizes):
+            sizes = [size or (wanted if type(wanted) is int else 0) for size, wanted in zip(sizes, shape, strict=True)]
+        return as_tensor(flat.to_numpy(zero_copy_only=False).reshape(sizes))
+    inner = feature[0] if isinstance(feature, list) and feature else described.get("feature")
+    flat = array.flatten()
+    return [value_of(flat.slice(i, 1), inner, lists) for i in range(len(flat))]
 
 
 def _is_list(types: Any, kind: Any) -> bool:
@@ -121,13 +102,6 @@ def _is_list(types: Any, kind: Any) -> bool:
 
 def _is_number(types: Any, kind: Any) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
-
-
-def _fill(sizes: list[int], shape: Any) -> list[int]:
-    """Return the sizes of a tensor. Sizes inside an empty list are unknown, and come from the description of the column."""
-    if not isinstance(shape, list) or len(shape) != len(sizes):
-        return sizes
-    return [known if type(known) is int and not found else found for known, found in zip(shape, sizes, strict=True)]
 
 
 def _media(value: dict[str, Any], default: str) -> Any:

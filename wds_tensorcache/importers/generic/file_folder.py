@@ -10,6 +10,9 @@ without tensors. Paths that differ only in case are different samples. The metad
 `metadata.json`.
 
 An `.npy` file is one sample, also if its first dimension counts samples.
+
+The files of an extracted shard, `KEY.skel.pyd`, `KEY.safetensors` and `KEY.EXTENSION`, make the sample again, bit for bit and
+with the same key. Of named caches, pack the files again with tar: that is a shard.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import os
 from functools import partial
 from typing import Any
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.codec.sample import decode_members
+from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
 from wds_tensorcache.importers.safe_files import (
     load_npy,
     load_npz,
@@ -29,6 +33,7 @@ from wds_tensorcache.importers.safe_files import (
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_metadata
+from wds_tensorcache.shards.names import SKELETON, TENSORS, check_key, half_of, split_member
 
 _LOADERS: dict[str, Any] = {
     ".npy": load_npy,
@@ -49,25 +54,60 @@ def _recognize(folder: SourceFolder) -> int:
 
 def _open(folder: SourceFolder) -> Source:
     """Find the samples: files that differ only in their suffix make one sample."""
+    extracted = _find_extracted(folder)
+    used = {name for files in extracted.values() for name in files.values()}
     stems: dict[str, list[str]] = {}
-    for suffix in _LOADERS:
-        for name in folder.by_suffix.get(suffix, ()):
-            stems.setdefault(os.path.splitext(name)[0], []).append(name)
-    has_several = any(len(names) > 1 for names in stems.values())
     texts: dict[str, list[str]] = {}
-    for suffix in _TEXTS:
-        for name in folder.by_suffix.get(suffix, ()):
-            texts.setdefault(os.path.splitext(name)[0], []).append(name)
-    return Source(
-        [
-            SourceSample(
-                stem,
-                (*names, *texts.get(stem, ())),
-                partial(_load, folder, names, texts.get(stem, []), has_several),
+    for suffixes, found in ((_LOADERS, stems), (_TEXTS, texts)):
+        for name in (name for suffix in suffixes for name in folder.by_suffix.get(suffix, ()) if name not in used):
+            found.setdefault(os.path.splitext(name)[0], []).append(name)
+    has_several = any(len(names) > 1 for names in stems.values())
+    samples = []
+    for stem, names in stems.items():
+        load = partial(_load, folder, names, texts.get(stem, []), has_several)
+        samples.append(SourceSample(stem, (*names, *texts.get(stem, ())), load))
+    for key, files in extracted.items():
+        load = partial(_load_extracted, folder, files)
+        samples.append(SourceSample(key, tuple(files.values()), load, key if _is_key(key) else None))
+    return Source(sorted(samples, key=lambda sample: sample.name))
+
+
+def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
+    """Return the files of each sample of an extracted shard, by suffix."""
+    found: dict[str, dict[str, str]] = {}
+    for name in folder.by_suffix.get(".pyd", ()):
+        key, suffix = split_member(name) or (name, "")
+        if half_of(suffix):
+            found[key] = {}
+    for name in folder.names if found else ():
+        key, suffix = split_member(name) or (name, "")
+        if key in found:
+            found[key][suffix] = name
+    return found
+
+
+def _is_key(key: str) -> bool:
+    try:
+        check_key(key)
+    except InvalidKeyError:
+        return False
+    return True
+
+
+def _load_extracted(folder: SourceFolder, files: dict[str, str]) -> Loaded:
+    for suffix, name in files.items():
+        half = half_of(suffix)
+        if half is not None and half.name:
+            raise FormatError(f"belongs to the cache {half.name!r}: pack the folder with tar, which makes a shard").at(
+                name
             )
-            for stem, names in sorted(stems.items())
-        ]
-    )
+    members = {suffix: folder.read(name) for suffix, name in files.items()}
+    if TENSORS not in members:
+        raise FormatError(f"has no .{TENSORS} file beside it").at(files[SKELETON])
+    try:
+        return Loaded(decode_members(members.pop(SKELETON), members.pop(TENSORS), False, True, {}), members)
+    except TensorCacheError as exc:
+        raise exc.at(files[SKELETON]) from exc
 
 
 def _load(folder: SourceFolder, names: list[str], texts: list[str], has_several: bool) -> Loaded:
@@ -84,7 +124,7 @@ def _load(folder: SourceFolder, names: list[str], texts: list[str], has_several:
 
 FORMAT = Format(
     "files",
-    "folders of .npy, .npz, .pt, .pth, .pkl and .safetensors files, one sample for each stem",
+    "folders of .npy, .npz, .pt, .pth, .pkl and .safetensors files, one sample for each stem; extracted shards",
     _recognize,
     _open,
     True,

@@ -1,38 +1,69 @@
-"""Pictures and other media in samples, which become members; pictures without an encoding, which become tensors."""
+"""Values that other libraries return, as tensors, plain values and members for encoded media."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 import numpy as np
-import torch
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import as_tensor
 from wds_tensorcache.importers.source import Loaded
+from wds_tensorcache.importers.source_folder import SourceFolder
 
+READING = Lock()  # datasets of other libraries may have state, so one thread at a time reads them
+_MAX_INDEX_NBYTES = 1 << 28
+_NUM_PROBED = 4096  # bytes of an index in which to look for the list of chunks
 _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG": "png",
     b"GIF8": "gif",
-    b"BM": "bmp",
+    b"WEBP": "webp",
     b"II*\0": "tif",
     b"MM\0*": "tif",
 }
-_RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
-_MODES = {
-    **dict.fromkeys(("L", "P"), (np.uint8, ())),
-    **dict.fromkeys(("LA", "PA", "La"), (np.uint8, (2,))),
-    **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), (np.uint8, (3,))),
-    **dict.fromkeys(("RGBA", "RGBX", "RGBa", "CMYK"), (np.uint8, (4,))),
-    "I": (np.int32, ()),
-    "F": (np.float32, ()),
-    "I;16": (np.uint16, ()),
-}
+
+
+def import_library(module: str, package: str) -> Any:
+    """Import a module of a package that is not always installed.
+
+    Raises:
+        ImportError: The package is not installed, or does not work here.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        raise ImportError(f"this format is read by another package: pip install {package!r} ({exc})") from exc
+
+
+def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
+    """Yield the paths of the `index.json` files that begin with a list named `entry`, those of outer folders first."""
+    for name in sorted(folder.by_suffix.get(".json", ()), key=lambda name: name.count("/")):
+        if name.rpartition("/")[2] == "index.json":
+            with folder.open(name) as file:
+                if f'"{entry}"'.encode() in file.read(_NUM_PROBED):
+                    yield name
+
+
+def read_json(folder: SourceFolder, name: str) -> dict[str, Any]:
+    """Return the dict in a JSON file.
+
+    Raises:
+        FormatError: The file is damaged, is nested too deeply, or contains something else.
+    """
+    try:
+        content = json.loads(folder.read_text(name, _MAX_INDEX_NBYTES))
+    except (json.JSONDecodeError, RecursionError) as exc:
+        raise FormatError(f"is not JSON: {exc!r:.200}").at(name) from exc
+    if not isinstance(content, dict):
+        raise FormatError(f"contains {type(content).__name__}, expected a dict").at(name)
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +80,10 @@ class Media:
 
 
 def separate_media(value: Any) -> Loaded:
-    """Return a sample whose media became members, named by their paths: `image.jpg`, `frames.0.jpg`.
+    """Return a sample with tensors in place of arrays, pixels and bytes. Media become members, named by their paths.
 
-    Dicts lose the entries with media or with a list of media alone. Other lists and tuples have None in place of media. In
-    names, `_` takes the place of all characters but ASCII letters, digits, `.` and `-`.
+    The names are such as `image.jpg` and `frames.0.jpg`, with `_` in place of all characters but ASCII letters, digits, `.` and
+    `-`. Dicts lose the entries with media or with a list of media alone. Other lists and tuples have None in place of media.
 
     Raises:
         FormatError: Two media have the same name.
@@ -80,53 +111,31 @@ def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
         if items and all(isinstance(item, Media) for item in items):
             return items[0]
         return type(value)(None if isinstance(item, Media) else item for item in items)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return as_tensor(np.frombuffer(value, np.uint8))
+    if hasattr(value, "__array_interface__"):  # arrays and numbers of numpy, pictures of Pillow
+        return as_tensor(np.asarray(value))
     return value
 
 
-def extension_of(content: bytes, name: str = "", default: str = "bin") -> str:
+def extension_of(content: bytes, name: str, default: str) -> str:
     """Return the extension of media: from the suffix of its name, else from its first bytes."""
     suffix = name.rpartition("/")[2].rpartition(".")
     if suffix[1] and suffix[2].isascii() and suffix[2].isalnum() and len(suffix[2]) <= 5:
         return suffix[2].lower()
-    if content.startswith(b"RIFF"):
-        return _RIFF.get(content[8:12], default)
-    return next((found for start, found in _SIGNATURES.items() if content.startswith(start)), default)
+    return next((found for start, found in _SIGNATURES.items() if start in content[:12]), default)
 
 
-def decode_pil(raw: bytes) -> torch.Tensor:
-    """Return the pixels of a picture that is stored as width, height, length of its mode, mode and pixels.
-
-    Returns:
-        Tensor [height, width, channels], without the last dimension for modes with one channel; uint8 for most modes.
-
-    Raises:
-        FormatError: The mode is unknown, or the number of pixels does not match.
-    """
-    width, height, nbytes = np.frombuffer(raw, "<u4", 3).tolist()
-    mode = raw[12 : 12 + nbytes].decode("ascii", "replace")
-    if mode not in _MODES:
-        raise FormatError(f"pictures of mode {mode!r:.40} are not read; store them as PNG")
-    dtype, channels = _MODES[mode]
-    pixels = np.frombuffer(raw, dtype, offset=12 + nbytes).reshape(height, width, *channels)
-    return torch.as_tensor(as_tensor(pixels))
-
-
-def decode_list(raw: bytes, begin: int, decode: Callable[[bytes], Any]) -> list[Any]:
-    """Return the items of a list that is stored as its length, the lengths of the items, and the items.
-
-    Args:
-        raw: The stored list.
-        begin: Offset of its length.
-        decode: Function that decodes an item.
+def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:
+    """Return the media of a list that is stored as its length, the lengths of the items, and the items.
 
     Raises:
         FormatError: The lengths do not match.
     """
     count = int.from_bytes(raw[begin : begin + 4], "little")
-    if begin + 4 + 4 * count > len(raw):
-        raise FormatError(f"a list of {count:,} items exceeds its {len(raw):,} bytes")
-    ends = begin + 4 + 4 * count + np.cumsum(np.frombuffer(raw, "<u4", count, begin + 4), dtype=np.int64)
-    bounds = [begin + 4 + 4 * count, *ends.tolist()]
-    if bounds[-1] != len(raw):
-        raise FormatError(f"a list ends at byte {bounds[-1]:,} of {len(raw):,}")
-    return [decode(raw[first:last]) for first, last in pairwise(bounds)]
+    first = begin + 4 + 4 * count
+    lengths = np.frombuffer(raw[begin + 4 : first], "<u4")
+    if len(lengths) < count or first + lengths.sum() != len(raw):
+        raise FormatError(f"a list of {count:,} items does not end with its {len(raw):,} bytes")
+    ends = first + np.cumsum(lengths)
+    return [Media(extension, raw[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

@@ -47,25 +47,22 @@ _DECODE = decode(lazy=False)
 
 
 def _recognize(folder: SourceFolder) -> int:
-    return sum(_has_tensors(folder, name) for name in folder.by_suffix.get(".tar", ()))
+    """Count the tars whose first members include one to decode, and none of our caches."""
+    heads = [_first_suffixes(folder, name) for name in folder.by_suffix.get(".tar", ())]
+    return sum(
+        any(_kind(suffix) in _DECODED for suffix in head)
+        and not any(suffix.endswith((SKELETON, TENSORS)) for suffix in head)
+        for head in heads
+    )
 
 
 def find_shard(folder: SourceFolder) -> str | None:
     """Return the relative path of a tar that is a shard of a cache already; None if there is none."""
-    tars = folder.by_suffix.get(".tar", ())
-    return next((name for name in tars if any(map(_is_skeleton, _first_suffixes(folder, name)))), None)
-
-
-def _is_skeleton(suffix: str) -> bool:
-    half = half_of(suffix.lower())
-    return half is not None and half.is_skeleton
-
-
-def _has_tensors(folder: SourceFolder, name: str) -> bool:
-    """Return whether the first members of a tar include one to decode, and none of our caches."""
-    suffixes = _first_suffixes(folder, name)
-    is_cache = any(suffix.endswith((SKELETON, TENSORS)) for suffix in suffixes)
-    return not is_cache and any(_kind(suffix) in _DECODED for suffix in suffixes)
+    for name in folder.by_suffix.get(".tar", ()):
+        halves = [half_of(suffix.lower()) for suffix in _first_suffixes(folder, name)]
+        if any(half is not None and half.is_skeleton for half in halves):
+            return name
+    return None
 
 
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
@@ -81,11 +78,8 @@ def _scanner(folder: SourceFolder, name: str) -> Scanner:
 
 
 def _split(member: str) -> tuple[str, str]:
-    """Return key and suffix of a member; the suffix is empty if its name has no dot.
-
-    `tar -c .` puts `./` before each name, which is not a part of the key.
-    """
-    member = member.removeprefix("./")
+    """Return key and suffix of a member; the suffix is empty if its name has no dot."""
+    member = member.removeprefix("./")  # `tar -c .` puts it before each name
     return split_member(member) or (member, "")
 
 
@@ -137,12 +131,11 @@ def _open(folder: SourceFolder) -> Source:
 
 def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
     """Return a note about samples with members that look like separate samples, if there are any."""
-    doubtful = [(key, list(filter(_LIKE_STEM, members))) for key, members in samples]
-    doubtful = [(key, suffixes) for key, suffixes in doubtful if suffixes]
+    doubtful = {key: suffixes for key, members in samples if (suffixes := list(filter(_LIKE_STEM, members)))}
     if not doubtful:
         return []
-    names = [f"{key}.{suffix}" for key, suffixes in doubtful[:_NUM_NAMED] for suffix in suffixes]
-    first, suffixes = doubtful[0]
+    names = [f"{key}.{suffix}" for key, suffixes in islice(doubtful.items(), _NUM_NAMED) for suffix in suffixes]
+    first, suffixes = next(iter(doubtful.items()))
     return [
         f"{len(doubtful):,} samples have members that look like separate samples, for example "
         f"{list_names(names[:_NUM_NAMED])}: in a WebDataset tar, a key ends at the first dot, so {first!r:.100} has "

@@ -1,0 +1,345 @@
+"""Export a cache to files that need no part of this package: one file for each sample, or a WebDataset tar."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+import unicodedata
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain, count, islice
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from wds_tensorcache.codec.tensor_names import RESERVED
+from wds_tensorcache.codec.tree import SEQUENCES, realize
+from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError
+from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_metadata
+from wds_tensorcache.progress import Progress, ProgressOption
+from wds_tensorcache.reading.cache import Cache, TensorCache
+from wds_tensorcache.reading.description import shown_value
+from wds_tensorcache.reading.join import JoinedCache
+from wds_tensorcache.shards.names import safe_key
+from wds_tensorcache.storage.atomic import write_atomically
+from wds_tensorcache.storage.system import boot_id
+from wds_tensorcache.writing.new_folder import check_new, new_folder
+
+KINDS = ("pt", "npz", "safetensors", "webdataset")
+_TAR = "samples.tar"
+_MAX_PART_NBYTES, _MAX_PATH_NBYTES = 200, 1000  # file systems allow 255 for a part, with suffix and temporary name
+_REFUSED = frozenset('\\:*?"<>|')  # by other systems
+_MAX_VALUES = 1 << 16  # of a sample in an npz or safetensors file: a small one may contain one list any number of times
+_MAX_NAME = 10_000
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """The counts of an export.
+
+    Attributes:
+        num_written: Number of samples that this call has written.
+        num_present: Number of samples that an interrupted call had written.
+        renamed: Names of the files by key, for samples whose files could not have the original name.
+        widened: Dtypes in the files by tensor name, for tensors whose own dtype the files cannot hold; no number changes.
+        as_text: Types by name, for values that JSON cannot hold, such as sets and NaN; the JSON has a text in their place.
+        num_without: Number of samples in the shards that do not have the exported cache, such as pictures alone.
+        other_caches: Names of other caches in the shards, which are not exported.
+    """
+
+    num_written: int = 0
+    num_present: int = 0
+    renamed: dict[str, str] = field(default_factory=dict)
+    widened: dict[str, str] = field(default_factory=dict)
+    as_text: dict[str, str] = field(default_factory=dict)
+    num_without: int = 0
+    other_caches: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        present = f", {self.num_present:,} were there" if self.num_present else ""
+        return f"{self.num_written:,} samples written{present}"
+
+
+def export_cache(
+    cache: Cache, out: str | os.PathLike[str], kind: str, *, progress: ProgressOption = None
+) -> ExportReport:
+    """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
+
+    `NAME` is the original name of the sample (see `tc.original_name`). If that is not a safe name of a file on every system, or
+    another file has it, it is the key, or a name made from the key; `renamed` lists these samples. No file is ever written
+    outside `out`.
+
+    - `"pt"`: any nested sample, by `torch.save`. To load a sample with numpy arrays, `torch.load` needs `weights_only=False`.
+    - `"npz"` and `"safetensors"`: the tensors, named by the keys on their paths: `text.states`. Other values are in
+      `NAME.json`, by the same kind of names, or in `NAME.values.json` if samples have members with the suffix `json`. numpy has
+      no bfloat16 and no float8: such tensors are float32 with the same numbers.
+    - `"webdataset"`: one tar `samples.tar`, in which `KEY.pth` is the nested sample.
+
+    The folder appears when it is complete. If a call was interrupted or killed, the same call continues it.
+
+    Args:
+        cache: Cache, or a view of one.
+        out: Local folder, which is made. If it exists, it must be empty.
+        kind: `"pt"`, `"npz"`, `"safetensors"` or `"webdataset"`.
+        progress: As for `tc.build`.
+
+    Raises:
+        ValueError: `kind` is unknown, or `out` is a url.
+        FileExistsError: The folder is not empty, or another process writes it.
+        EncodeError: The kind of file cannot hold a value or a member; the message names it.
+        InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
+        FormatError: A shard is damaged; or `tc.open` has warned that the manifest does not list all shards of the folder.
+        OSError: A file cannot be read or written.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r:.100}, expected one of {', '.join(map(repr, KINDS))}")
+    path = check_new(out, "choose another folder")
+    if cache._left_out is not None:
+        raise FormatError(cache._left_out, kind="index")
+    _check_hidden(cache)
+    export = _Export(cache, kind)
+    with (
+        new_folder(path, token=_identify(cache, kind)) as folder,
+        closing(Progress(progress, len(cache), unit=" samples", smoothing=0)) as bar,
+    ):
+        export.write(folder, bar)
+        os.sync()  # the folder must not get its name before its files are on the disk
+    return export.report
+
+
+def _check_hidden(cache: Cache) -> None:
+    """Raise TarFormatError if a shard has members that the cache does not see."""
+    for part in cache._caches if isinstance(cache, JoinedCache) else ():
+        _check_hidden(part)
+    for shard in cache._store.shards if isinstance(cache, TensorCache) else ():
+        if (unseen := shard.find_unseen(shard.index)) is not None:
+            raise unseen
+
+
+def _identify(cache: Cache, kind: str) -> str:
+    """Return a hash of the kind, the fingerprint, and all keys, names, shapes and digests; reads no tensor."""
+    # Hazard: after a power cut, finished files may be empty; a new boot begins anew
+    found = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
+    for i, entry in enumerate(cache._entries(selected=True)):
+        extent = cache._stored_name(i), *_extent(cache, i)
+        found.update(repr((entry.key, sorted(entry.shapes.items()), extent)).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()[:32]
+
+
+def _extent(cache: Cache, i: int) -> tuple[int, ...]:
+    """Return the digest and the length of the skeleton of a sample in one shard."""
+    if not isinstance(cache, TensorCache):
+        return ()
+    shard, row = cache._store.locate(cache._at(i))
+    return shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
+
+
+class _Export:
+    """The names of all files of an export, and the report."""
+
+    def __init__(self, cache: Cache, kind: str) -> None:
+        self.report = ExportReport()
+        self._cache, self._kind = cache, kind
+        self._having = cache._having()
+        self._values = "values.json" if "json" in self._having else "json"
+        self._own = {"pt": ["pt"], "webdataset": ["pth"]}.get(kind, [self._values, kind])
+        self._files: set[str] = set()  # names that are in use, as file systems compare them
+        self._folders: set[str] = set()
+        self._keys = list(cache.keys())
+        self._names = [self._name(i, key) for i, key in enumerate(self._keys)]
+        if isinstance(cache, TensorCache):
+            shards = cache._store.shards
+            self.report.num_without = sum(len(shard.index.keys) - len(shard) for shard in shards)
+            self.report.other_caches = sorted(
+                {each for shard in shards for each in shard.index.caches} - {shards[0].name}
+            )
+
+    def write(self, folder: str, bar: Progress) -> None:
+        """Write all samples that are not in the folder yet."""
+        if self._kind == "webdataset":
+            with tarfile.open(os.path.join(folder, _TAR), "w", format=tarfile.PAX_FORMAT) as tar:
+                for i, name in enumerate(self._names):
+                    for suffix, content in self._contents(i).items():
+                        member = tarfile.TarInfo(f"{name}.{suffix}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+                    bar.show(i + 1)
+            return
+        for i, name in enumerate(self._names):
+            path = os.path.join(folder, *name.split("/"))
+            if os.path.exists(f"{path}.{self._kind}"):
+                self.report.num_present += 1
+            else:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                # the file with the tensors is the last one: with it, all files of the sample are there
+                for suffix, content in self._contents(i).items():
+                    write_atomically(f"{path}.{suffix}", [content], fsync=False)
+            bar.show(i + 1)
+
+    def _members(self, i: int) -> list[str]:
+        return [suffix for suffix, rows in self._having.items() if rows[i]]
+
+    def _name(self, i: int, key: str) -> str:
+        """Choose the name of a sample's files, which no other file has."""
+        suffixes = [*self._own, *self._members(i)]
+        for suffix in suffixes[len(self._own) :]:
+            if suffix in self._own:
+                what = f"has a member {suffix!r}, which has the name of an exported file; use another kind"
+                raise EncodeError(what).at(f"sample {key!r:.100}")
+            if not _is_safe(f"x.{suffix}"):
+                raise EncodeError(f"sample {key!r:.100}: member {suffix!r:.100} cannot be the end of a file's name")
+        if self._kind == "webdataset":
+            if not _is_safe(key):
+                raise InvalidKeyError(f"sample {key!r:.100}: the key is not a safe relative path; use another kind")
+            if not self._claim(key, suffixes):
+                raise EncodeError(f"sample {key!r:.100}: the key occurs twice; use another kind")
+            return key
+        original = self._cache._name_at(i, key)
+        first = key if original is None else original
+        for name in chain([first, key, safe_key(key)], (f"{safe_key(key)}-{n}" for n in count(2))):
+            if _is_safe(name) and self._claim(name, suffixes):
+                break
+        if name != first:
+            self.report.renamed[key] = name
+        return name
+
+    def _claim(self, name: str, suffixes: Iterable[str]) -> bool:
+        """Claim the names of a sample's files, unless one of them is in use, also as a folder."""
+        folded = name if self._kind == "webdataset" else _fold(name)
+        parts = folded.split("/")
+        files = {f"{folded}.{suffix}" for suffix in suffixes}
+        folders = {"/".join(parts[:end]) for end in range(1, len(parts))}
+        if files & self._files or files & self._folders or folders & self._files:
+            return False
+        self._files |= files
+        self._folders |= folders
+        return True
+
+    def _contents(self, i: int) -> dict[str, bytes]:
+        """Return the contents of a sample's files by suffix; the one with the tensors is the last."""
+        members = {suffix: self._cache.read_members([i], suffix)[0] for suffix in self._members(i)}
+        sample = realize(self._cache[i])
+        self.report.num_written += 1
+        if self._kind in ("pt", "webdataset"):
+            stream = io.BytesIO()
+            torch.save(sample, stream)
+            return {**members, self._own[0]: stream.getvalue()}
+        try:
+            arrays, values = self._separate(sample)
+            if self._kind == "npz":
+                content = _write_npz(arrays)
+            else:
+                metadata = parse_metadata(members.get(METADATA, b""))
+                if metadata is not None:
+                    del members[METADATA]  # the file itself holds it
+                content = safetensors.torch.save(arrays, metadata)
+        except EncodeError as exc:
+            raise exc.at(f"sample {self._keys[i]!r:.100}") from exc
+        except (KeyError, TypeError, ValueError, RuntimeError) as exc:
+            what = f"sample {self._keys[i]!r:.100}: a {self._kind} file cannot hold it: {exc!r:.300}; use pt"
+            raise EncodeError(what) from exc
+        texts = {self._values: _encode_json(values)} if values else {}
+        return {**members, **texts, self._kind: content}
+
+    def _separate(self, sample: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tensors as the file needs them, and the other values as JSON has them, by name."""
+        arrays: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        try:
+            leaves = list(islice(_leaves(sample, ""), _MAX_VALUES + 1))
+        except RecursionError as exc:
+            raise EncodeError("is nested too deeply, or contains itself; use pt") from exc
+        if len(leaves) > _MAX_VALUES or any(len(name) > _MAX_NAME for name, _ in leaves):
+            what = f"has more than {_MAX_VALUES:,} values, or a name of more than {_MAX_NAME:,} characters; use pt"
+            raise EncodeError(what)
+        for name, leaf in leaves:
+            if name in arrays or name in values:
+                raise EncodeError(f"two values would have the name {name!r:.100}; use pt")
+            if not isinstance(leaf, (torch.Tensor, np.ndarray)):
+                values[name] = self._as_json(name, leaf)
+                continue
+            if name == RESERVED or not name.isprintable():
+                raise EncodeError(f"a tensor has the name {name!r:.100}; use pt")
+            arrays[name] = self._as_array(name, leaf) if self._kind == "npz" else _as_tensor(leaf)
+        return arrays, values
+
+    def _as_array(self, name: str, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        try:
+            return leaf.numpy()
+        except TypeError:  # numpy lacks the dtype
+            wide = leaf.to(torch.complex64 if leaf.is_complex() else torch.float32)
+            self.report.widened[name] = str(wide.dtype).removeprefix("torch.")
+            return wide.numpy()
+
+    def _as_json(self, name: str, leaf: Any) -> Any:
+        """Return a value that JSON can hold, or a text in its place."""
+        try:
+            same = json.loads(json.dumps(leaf, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            same = None
+        if same == leaf or (isinstance(leaf, tuple) and same == list(leaf)):
+            return leaf
+        self.report.as_text[name] = type(leaf).__name__
+        return shown_value(leaf)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and other values of nested containers by name; empty containers are values."""
+    if isinstance(value, dict) and value:
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, SEQUENCES) and any(
+        isinstance(item, (dict, *SEQUENCES, torch.Tensor, np.ndarray)) for item in value
+    ):
+        items = enumerate(value)
+    else:
+        yield name or "value", value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{name}.{key}" if name else str(key))
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor:
+    # a copy: a tensor may occur twice, and safetensors refuses tensors that share memory
+    tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _write_npz(arrays: dict[str, Any]) -> bytes:
+    # not `np.savez`, which has a parameter `file`
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            np.lib.format.write_array(content, array, allow_pickle=False)
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue())
+    return stream.getvalue()
+
+
+def _encode_json(values: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(values, ensure_ascii=False, indent=1).encode("utf-8")
+    except UnicodeEncodeError:  # lone surrogates, as in names of files that are not UTF-8
+        return json.dumps(values, indent=1).encode("ascii")
+
+
+def _is_safe(name: str) -> bool:
+    """Return whether a relative path names a file in its folder, on every system."""
+    return (
+        all(part.isprintable() and part[:1] not in ("", ".") and _REFUSED.isdisjoint(part) for part in name.split("/"))
+        and max(map(len, name.encode().split(b"/"))) <= _MAX_PART_NBYTES
+        and len(name.encode()) <= _MAX_PATH_NBYTES
+    )
+
+
+def _fold(name: str) -> str:
+    """Return a form that is equal for two names if some file system treats them as one name."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
