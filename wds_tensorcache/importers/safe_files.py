@@ -22,7 +22,7 @@ from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Layout, StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.source_folder import POOL, SourceFolder, check_fits
+from wds_tensorcache.importers.source_folder import POOL, SourceFolder
 from wds_tensorcache.integrations.arrays import ZIP, gunzip, list_zip, parse_npy, parse_npz
 from wds_tensorcache.integrations.pickles import OLD_TORCH, decode_pickle, load_pth
 from wds_tensorcache.shards.expansion import max_expanded
@@ -95,7 +95,6 @@ def load_torch(folder: SourceFolder, name: str) -> Any:
                 return load_pth(file, partial(folder.view_open, file, name), max_expanded(nbytes), REMEDY)
             raw = folder.view_open(file, name)
             return load_pth(file, partial(_slice, raw), max_expanded(nbytes), REMEDY)
-        check_fits(nbytes, name)
         return parse_torch(file.readall(), folder.trust)
 
 
