@@ -28,7 +28,7 @@ test-all: $(VENV)/dev $(VENV)/libraries
 
 # Of the oldest packages that are supported; long tests start trainers that do not work with them.
 test-oldest: $(VENV)/dev $(VENV)/oldest
-	PYTHONPATH=$(VENV)/oldest $(PYTEST) -m "not long" tests/codec tests/hostile tests/integrations tests/pickles
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) -m "not long" tests/codec tests/hostile tests/integrations
 
 # Writers that are killed at random, and others that go on: nothing is lost, and the bytes are the same in the end.
 kills: $(VENV)/dev

@@ -184,7 +184,7 @@ HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
     "locks": (_names("flock", "lockf"), {"storage.locks", "sharing.reaper"}),
     "calls of fcntl": (
         _names("fcntl"),
-        {"storage.locks", "storage.range_locks", "sharing.reaper", "importers.conversion.pools"},
+        {"storage.locks", "storage.range_locks", "sharing.reaper"},
     ),
     "the path of DALI's index": (lambda node: getattr(node, "value", None) == ".idx", {"shards.index_paths"}),
     "versions of DALI's index": (_has_text("v1.1", "v1.2"), {"shards.dali_index"}),

@@ -155,7 +155,6 @@ def test_what_the_caller_types_is_opened_by_webdataset(here: Path) -> None:
     both = hexed(["0.tar", "1.tar"])
     assert streamed("pipe:cat {0..1}.tar") == both
     assert streamed(["pipe:cat 0.tar", f"file:{here}/1.tar"]) == both
-    assert streamed("0.tar::pipe:cat 1.tar") == both
     assert streamed(f"file:{here}/{{0,1}}.tar") == both
     assert streamed("{0..1}.tar") == both
     assert streamed("pipe:touch OWNED; cat 0.tar") == both[:1]

@@ -11,13 +11,11 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import webdataset as wds
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +24,6 @@ from PIL import Image
 import wds_tensorcache as tc
 from tests.children import run_in_child
 from tests.hostile.pickles import little_memory
-from tests.shards.tars import build
 
 
 def decoded(field: str, raw: bytes, *handlers: Any, **options: Any) -> Any:
@@ -223,10 +220,9 @@ def test_good_bytes_are_decoded_as_webdataset_does(name: str) -> None:
 @given(st.data())
 def test_any_change(data: st.DataObject) -> None:
     """Another value, or an error with its place."""
-    field = data.draw(st.sampled_from(["npy", "npz", "ten", "json", "txt.gz", "cls", "pth", "png"]))
-    torch.save(torch.arange(3), pth := io.BytesIO())
+    field = data.draw(st.sampled_from(["npy", "npz", "ten", "json", "txt.gz", "cls", "png"]))
     bases = {"npy": GOOD["npy"], "npz": GOOD["npz"], "ten": GOOD["ten"], "json": GOOD["json"], "cls": b"7"}
-    raw = bytearray({**bases, "txt.gz": gzip.compress(b"abc"), "pth": pth.getvalue(), "png": png()}[field])
+    raw = bytearray({**bases, "txt.gz": gzip.compress(b"abc"), "png": png()}[field])
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, max(0, len(raw) - 1)))
         raw[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
@@ -247,23 +243,6 @@ def test_costs_grow_with_the_bytes(what: str) -> None:
     assert run_in_child(lambda: tc.decode("pil")({"__key__": "k", **sample}), kill_after_s=90) == 0  # else minutes
 
 
-def count_checksums(expand: Callable[[], bytes]) -> int:
-    """Return how many pieces of what `expand` returns are added to a checksum."""
-    calls: list[str] = []
-    sys.setprofile(lambda frame, event, argument: calls.append(argument.__name__) if event == "c_call" else None)
-    try:
-        expand()
-    finally:
-        sys.setprofile(None)
-    return calls.count("crc32")
-
-
-def test_a_gzip_is_expanded_once() -> None:
-    raw = gzip.compress(b"text" * 9) * 3000
-    assert decoded("bin.gz", raw) == b"text" * 9 * 3000
-    assert count_checksums(lambda: decoded("bin.gz", raw)) <= count_checksums(gzip.open(io.BytesIO(raw)).read) + 1
-
-
 def test_no_program_runs_for_a_picture(tmp_path: Path) -> None:
     """Pillow passes EPS to Ghostscript, whatever name a member has."""
     program = tmp_path / "gs"
@@ -279,9 +258,7 @@ def test_no_program_runs_for_a_picture(tmp_path: Path) -> None:
 def test_the_bound_is_the_callers() -> None:
     raw = gzip.compress(bytes(300 << 20), 1)
     assert len(decoded("bin.gz", raw, max_expanded_nbytes=300 << 20)) == 300 << 20
-    with pytest.raises(
-        tc.FormatError, match=f"expand to more than {(300 << 20) - 1}, expected at most .*max_expanded_nbytes=…"
-    ):
+    with pytest.raises(tc.FormatError, match="expands to more than 314,572,799.*max_expanded_nbytes=…"):
         decoded("bin.gz", raw, max_expanded_nbytes=(300 << 20) - 1)
     # 64 times its own length is never too much
     text = b"".join(b"%d," % (i * i) for i in range(20_000))
@@ -314,12 +291,3 @@ def test_errors_of_the_callers_functions_are_theirs() -> None:
         assert not isinstance(caught.value, tc.FormatError)
     with pytest.raises(tc.FormatError, match="^s.tar: sample 'k': member 'x': "):
         decoded("x", b"1", refuses)
-
-
-def test_in_a_pipeline(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(build([("0.json", b"{}"), ("1.json", b"{"), ("2.json", b"{}")]))
-    with pytest.raises(tc.FormatError, match=r"a\.tar: sample '1': member 'json': "):
-        list(tc.ResumablePipeline(str(path), tc.decode()))
-    stage = tc.decode(handler=wds.ignore_and_continue)
-    assert [sample["__key__"] for sample in tc.ResumablePipeline(str(path), stage)] == ["0", "2"]

@@ -14,9 +14,8 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import assert_complete, imported
+from tests.importers.folders import assert_complete, assert_left_out, imported
 from tests.same import assert_same
-from wds_tensorcache.importers.import_cache import import_cache
 
 SOFTWARE = {"name": "ai-toolkit", "repo": "https://github.com/ostris/ai-toolkit", "version": "0.7.0"}
 
@@ -215,12 +214,7 @@ def test_bad_files(tmp_path: Path, kind: str, content: bytes, message: str) -> N
     bad = tmp_path / "in" / kind / f"bad_{'A' * 22}.safetensors"
     bad.parent.mkdir(exist_ok=True)
     bad.write_bytes(content)
-    with pytest.raises(tc.FormatError, match=message) as caught:
-        import_cache(tmp_path / "in", tmp_path / "stopped")
-    assert f"{kind}/{bad.name}" in str(caught.value)
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert list(found) == ["good"]
-    assert [each.files for each in report.skipped] == [(f"{kind}/{bad.name}",)]
+    assert_left_out(tmp_path / "in", f"{kind}/{bad.name}", message, ["good"])
 
 
 def test_metadata_that_is_not_the_trainers(tmp_path: Path) -> None:
@@ -243,6 +237,4 @@ def test_metadata_that_is_not_the_trainers(tmp_path: Path) -> None:
 def test_a_file_without_a_hash_is_reported(tmp_path: Path) -> None:
     save_latent(tmp_path / "in" / "good.jpg", {"latent": torch.randn(16, 8, 8)})
     safetensors.torch.save_file({"latent": torch.ones(2)}, tmp_path / "in" / "_latent_cache" / "bad.safetensors")
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert list(found) == ["good"]
-    assert [each.name for each in report.skipped] == ["_latent_cache/bad.safetensors"]
+    assert_left_out(tmp_path / "in", "_latent_cache/bad.safetensors", "is not named", ["good"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import random
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,8 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
-from tests.importers.folders import assert_complete, imported
+from tests.importers.folders import assert_complete, assert_left_out, format_of, imported
 from tests.same import assert_same
-from wds_tensorcache.importers.formats import choose_format
-from wds_tensorcache.importers.import_cache import import_cache
-from wds_tensorcache.importers.source_folder import SourceFolder
 
 RNG = np.random.default_rng(0)
 
@@ -199,19 +193,6 @@ def test_an_image_named_like_a_resolution(tmp_path: Path) -> None:
     assert_complete(all_arrays(folder), found.values())
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
-def test_an_array_twice_in_a_file(tmp_path: Path) -> None:
-    """The file is bad, and the other one is imported."""
-    folder = tmp_path / "in"
-    for name in ("a", "b"):
-        save_latents(folder / f"{name}_0512x0512_flux.npz", (16, 8, 8), end="_8x8")
-    with zipfile.ZipFile(folder / "a_0512x0512_flux.npz", "a") as archive:
-        archive.writestr("latents_8x8.npy", archive.read("latents_8x8.npy"))
-    found, report = imported(folder, tmp_path / "out", on_error="skip")
-    assert found.keys() == {"b"}
-    assert "a_0512x0512_flux.npz: two files in the npz have the same name" in report.skipped[0].what
-
-
 def test_arrays_of_other_programs_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a_0512x0512_sd3.npz"
     save_latents(path, (16, 8, 8), end="_8x8")
@@ -265,10 +246,6 @@ def test_text_alone_and_latents_alone(tmp_path: Path) -> None:
     assert_complete(all_arrays(folder), found.values())
 
 
-def recognized(folder: Path, name: str = "auto") -> str:
-    return choose_format(SourceFolder(str(folder)), name).name
-
-
 def test_recognition(tmp_path: Path) -> None:
     for i in range(9):
         save_latents(tmp_path / "old" / f"{i}.npz", (4, 8, 8))
@@ -276,10 +253,10 @@ def test_recognition(tmp_path: Path) -> None:
         np.savez(tmp_path / "plain" / f"{i}.npz", latents=floats(4), crop_ltrb=floats(4))
         np.savez(tmp_path / "plain" / f"x_0512x0512_{i}.npz", x=floats(4))
     save_latents(tmp_path / "plain" / "a_0512x0512_sd3.npz", (4, 8, 8))  # one file among many of another origin
-    assert recognized(tmp_path / "old") == "kohya"
-    assert recognized(tmp_path / "plain") == "files"
+    assert format_of(tmp_path / "old") == "kohya"
+    assert format_of(tmp_path / "plain") == "files"
     (tmp_path / "old" / "0.npz").write_bytes(b"bad")
-    assert recognized(tmp_path / "old") == "files"  # the first file is always one of those looked into
+    assert format_of(tmp_path / "old") == "files"  # the first file is always one of those looked into
     save_text(tmp_path / "old", "0", "sdxl")
     found, report = imported(tmp_path / "old", tmp_path / "out", format="kohya", on_error="skip")
     assert report.num_skipped == 1
@@ -292,58 +269,21 @@ def test_foreign_files_are_named(tmp_path: Path) -> None:
     for i in range(3):
         save_latents(folder / f"{i}_0512x0512_flux.npz", (16, 8, 8))
     np.savez(folder / "depth.npz", depth=floats(4))
-    with pytest.raises(tc.FormatError, match=r"depth\.npz: is not a file of sd-scripts"):
-        import_cache(folder, tmp_path / "stopped")
-    found, report = imported(folder, tmp_path / "out", on_error="skip")
-    assert [each.name for each in report.skipped] == ["depth.npz"]
-    assert found.keys() == {"0", "1", "2"}
+    assert_left_out(folder, "depth.npz", "is not a file of sd-scripts", "012")
 
 
 def test_bad_captions_are_named(tmp_path: Path) -> None:
     save_latents(tmp_path / "in" / "a_0512x0512_flux.npz", (16, 8, 8))
     (tmp_path / "in" / "a.txt").write_bytes("日本".encode("cp932"))
     with pytest.raises(tc.FormatError, match=r"a\.txt: is not UTF-8"):
-        import_cache(tmp_path / "in", tmp_path / "out")
+        tc.import_cache(tmp_path / "in", tmp_path / "out")
 
 
 def test_without_latents(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     np.savez(tmp_path / "in" / "a_0512x0512_flux.npz", original_size=np.array([1, 2]))
     with pytest.raises(tc.FormatError, match=r"a_0512x0512_flux\.npz: has no array 'latents'"):
-        import_cache(tmp_path / "in", tmp_path / "out")
-
-
-def test_mutated_files(tmp_path: Path) -> None:
-    """Whatever bytes change: the result is the same arrays, or FormatError; and the good file is always imported."""
-    folder = tmp_path / "in"
-    save_latents(folder / "a_0512x0512_flux.npz", (2, 3, 3), end="_3x3")
-    good = save_latents(folder / "b_0512x0512_flux.npz", (2, 3, 3), end="_3x3")
-    whole = (folder / "a_0512x0512_flux.npz").read_bytes()
-    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
-        heads = [file.header_offset for file in archive.infolist()]
-        directory = archive.start_dir
-    rng = random.Random(0)
-    num_bad = 0
-    for number in range(120):
-        raw = bytearray(whole)
-        at = rng.choice(
-            [rng.randrange(len(raw)), directory + rng.randrange(len(raw) - directory), rng.choice(heads) + 10]
-        )
-        raw[at] ^= 1 << rng.randrange(8)
-        if number % 10 == 0:
-            del raw[rng.randrange(len(raw)) :]
-        (folder / "a_0512x0512_flux.npz").write_bytes(raw)
-        samples = choose_format(SourceFolder(str(folder)), "kohya").open(SourceFolder(str(folder))).samples
-        for sample in samples:
-            if "b_0512x0512_flux.npz" in sample.files:
-                assert_same(tensors(good), sample.load().value)
-                continue
-            try:
-                sample.load()
-            except tc.FormatError as exc:
-                assert "a_0512x0512_flux.npz" in str(exc)  # noqa: PT017
-                num_bad += 1
-    assert num_bad > 40
+        tc.import_cache(tmp_path / "in", tmp_path / "out")
 
 
 # The `.safetensors` files of the branch new_cache
@@ -457,7 +397,7 @@ def test_safetensors_of_several_lengths(tmp_path: Path) -> None:
     assert_complete(all_tensors(tmp_path / "in"), found.values())
     save_new_text(tmp_path / "in" / "a_flux_512_m_te.safetensors", "hello, new")
     with pytest.raises(tc.FormatError, match="has another caption"):
-        import_cache(tmp_path / "in", tmp_path / "other")
+        tc.import_cache(tmp_path / "in", tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -470,10 +410,8 @@ def test_safetensors_of_several_lengths(tmp_path: Path) -> None:
 )
 def test_safetensors_with_wrong_metadata(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     save_new(tmp_path / "in" / "a_0512x0512_sdxl.safetensors", (512, 512), torch.randn(4, 8, 8), **changes)
-    with pytest.raises(tc.FormatError, match=message) as caught:
-        import_cache(tmp_path / "in", tmp_path / "out")
-    assert "a_0512x0512_sdxl.safetensors" in str(caught.value)
-    assert len(str(caught.value)) < 500
+    save_new(tmp_path / "in" / "b_0512x0512_sdxl.safetensors", (512, 512), torch.randn(4, 8, 8))
+    assert_left_out(tmp_path / "in", "a_0512x0512_sdxl.safetensors", message, "b")
 
 
 @pytest.mark.parametrize(
@@ -492,5 +430,5 @@ def test_safetensors_with_wrong_prompts(tmp_path: Path, keys: list[str], message
         tmp_path / "in" / "a_sdxl_77_te.safetensors",
         metadata={"architecture": "sdxl", "format_version": "1.0.0"},
     )
-    with pytest.raises(tc.FormatError, match=message):
-        import_cache(tmp_path / "in", tmp_path / "out")
+    save_new_text(tmp_path / "in" / "b_sdxl_77_te.safetensors", "good")
+    assert_left_out(tmp_path / "in", "a_sdxl_77_te.safetensors", message, "b")

@@ -10,10 +10,8 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import imported
+from tests.importers.folders import assert_left_out, assert_samples, imported
 from tests.same import assert_same
-from wds_tensorcache.importers.import_cache import import_cache
-from wds_tensorcache.importers.source_folder import SourceFolder
 
 NAME = "latents_rank{:02d}_shard{:03d}.safetensors"
 
@@ -49,38 +47,10 @@ def test_each_row_is_a_sample(tmp_path: Path) -> None:
     torch.save(stats, folder / "latents_stats.pt")
     found, report = imported(folder, tmp_path / "out")
     assert (report.format, report.ok, report.unused) == ("lightningdit", True, [])
-    assert list(found) == list(expected)  # the order of the trainer
-    for name, sample in expected.items():
-        assert_same(sample, found[name])
+    assert_samples(expected, found)
     fingerprint: dict[str, Any] = tc.open(tmp_path / "out").fingerprint
     for key, value in stats.items():  # as JSON, and yet exact
         assert_same(value, torch.tensor(fingerprint[f"latents_{key}"]).view(1, 32, 1, 1))
-
-
-def test_training_batches(tmp_path: Path) -> None:
-    tensors = rows_of(6)
-    save(tmp_path / "in" / NAME.format(0, 0), tensors)
-    import_cache(tmp_path / "in", tmp_path / "out")
-    (batch,) = tc.Loader(tc.open(tmp_path / "out"), batch_size=6, shuffle=False)
-    assert_same(tensors["latents"], batch["latents"])
-    assert_same(tensors["labels"], batch["label"])
-
-
-def test_only_the_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "in" / NAME.format(0, 0), rows_of(20))
-    lengths = []
-    view = SourceFolder.view
-
-    def spy(self: SourceFolder, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        found = view(self, name, begin, end)
-        lengths.append(len(found))
-        return found
-
-    monkeypatch.setattr(SourceFolder, "view", spy)
-    monkeypatch.setattr(SourceFolder, "read", None)  # it would read a whole file
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert len(found) == 20
-    assert sorted(set(lengths)) == [8, 32 * 4 * 4 * 4]
 
 
 def test_other_dtypes_and_no_flips(tmp_path: Path) -> None:
@@ -122,12 +92,7 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
     save(tmp_path / "in" / NAME.format(0, 0), ROWS)
     bad = NAME.format(0, 1)
     (tmp_path / "in" / bad).write_bytes(content)
-    with pytest.raises(tc.FormatError, match=message) as caught:
-        import_cache(tmp_path / "in", tmp_path / "stopped")
-    assert bad in str(caught.value)
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert len(found) == 3
-    assert [each.name for each in report.skipped] == [bad]
+    assert_left_out(tmp_path / "in", bad, message, [f"latents_rank00_shard000/{row:05d}" for row in range(3)])
 
 
 def test_a_bool_of_two_is_found_when_its_row_is_read(tmp_path: Path) -> None:
@@ -137,10 +102,8 @@ def test_a_bool_of_two_is_found_when_its_row_is_read(tmp_path: Path) -> None:
     content[-1] = 2
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / NAME.format(0, 0)).write_bytes(content)
-    with pytest.raises(tc.FormatError, match=r"latents_rank00_shard000.safetensors.*bool"):
-        import_cache(tmp_path / "in", tmp_path / "stopped")
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert (len(found), report.num_skipped) == (1, 1)
+    good = ["latents_rank00_shard000/00000"]
+    assert_left_out(tmp_path / "in", "latents_rank00_shard000.safetensors", "bool", good)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +118,5 @@ def test_a_bool_of_two_is_found_when_its_row_is_read(tmp_path: Path) -> None:
 def test_bad_statistics(tmp_path: Path, stats: Any) -> None:
     save(tmp_path / "in" / NAME.format(0, 0), ROWS)
     torch.save(stats, tmp_path / "in" / "latents_stats.pt")
-    with pytest.raises(tc.FormatError, match="latents_stats.pt"):
-        import_cache(tmp_path / "in", tmp_path / "stopped")
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert len(found) == 3
-    assert [each.name for each in report.skipped] == ["latents_stats.pt"]
+    good = [f"latents_rank00_shard000/{row:05d}" for row in range(3)]
+    assert_left_out(tmp_path / "in", "latents_stats.pt", "latents_stats.pt", good)

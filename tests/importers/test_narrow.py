@@ -2,90 +2,65 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+from pathlib import Path
+
+import safetensors.torch
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from wds_tensorcache.importers.narrow import narrow
+from tests.importers.folders import imported
+from tests.same import assert_same, tensor_bytes
 
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float().contiguous().view(torch.int32)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def all_of(dtype: torch.dtype) -> torch.Tensor:
-    """Return all 65,536 values of a dtype of 16 bits."""
-    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    """Return all 65,536 values of a dtype of 16 bits, as float32."""
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
 
 
-def test_all_values_of_bfloat16() -> None:
-    values = all_of(torch.bfloat16)
-    found = narrow(values.float())
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found.view(torch.int16), values.view(torch.int16))  # also the bits of NaN
-    assert torch.equal(bits(found), bits(values))
-
-
-def test_all_values_of_float16() -> None:
-    """Each alone: either it comes back bit for bit, or it stays."""
-    for value in all_of(torch.float16)[::7].float():
-        found = narrow(value.reshape(1))
-        assert torch.equal(bits(found), bits(value.reshape(1)))
-    numbers = all_of(torch.float16)
-    numbers = numbers[~numbers.isnan()].float()
-    found = narrow(numbers)
-    assert found.dtype == torch.float16
-    assert torch.equal(bits(found), bits(numbers))
-
-
-@given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1, max_size=40), st.integers(0, 3))
-def test_any_bits(words: list[int], kind: int) -> None:
-    mask = [-1, ~0xFFFF, ~0x1FFF, 0][kind]
-    tensor = torch.tensor([word & mask for word in words], dtype=torch.int32).view(torch.float32)
-    found = narrow(tensor)
-    assert found.dtype == (torch.bfloat16 if kind in (1, 3) else found.dtype)
-    assert torch.equal(bits(found), bits(tensor))
-    is_half = torch.equal(bits(tensor.half()), bits(tensor))
-    is_brain = torch.equal(bits(tensor.bfloat16()), bits(tensor)) or not (bits(tensor) & 0xFFFF).any()
-    assert (found is tensor) == (not is_half and not is_brain)
-
-
-@pytest.mark.parametrize("at", [0, 1, 4095, 4096, 9_999])
-def test_one_value_that_does_not_fit(at: int) -> None:
-    """Wherever it is, also after the first values."""
+def with_value(at: int, value: float) -> torch.Tensor:
     tensor = torch.ones(10_000)
-    assert narrow(tensor).dtype == torch.bfloat16
-    tensor[at] = 1 + 2**-10
-    assert narrow(tensor).dtype == torch.float16
-    tensor[at] = 1 + 2**-20
-    assert narrow(tensor) is tensor
+    tensor[at] = value
+    return tensor
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(3, dtype=torch.float64),
-        torch.ones(3, dtype=torch.float16),
-        torch.ones(3, dtype=torch.int32),
-        torch.ones(0),
-        torch.ones(3, dtype=torch.complex64),
-    ],
-    ids=repr,
-)
-def test_other_tensors_stay(tensor: torch.Tensor) -> None:
-    assert narrow(tensor) is tensor
+def random_words(mask: int) -> torch.Tensor:
+    words = torch.randint(-(1 << 31), 1 << 31, (5000,), generator=torch.Generator().manual_seed(0))
+    return (words & mask).to(torch.int32).view(FP32)
 
 
-def test_shapes_and_strides() -> None:
-    for tensor in (
-        torch.arange(12.0).reshape(3, 4).T,
-        torch.tensor(3.0),
-        torch.ones(2, 3, 4)[:, ::2],
-        torch.ones(1).expand(5),
-    ):
-        found = narrow(tensor)
-        assert found.dtype == torch.bfloat16
-        assert found.shape == tensor.shape
-        assert np.array_equal(found.float().numpy(), tensor.numpy())
+HALVES = all_of(FP16)
+CASES: dict[str, tuple[torch.Tensor, torch.dtype]] = {
+    "all of bfloat16": (all_of(BF16), BF16),
+    "all of float16": (HALVES[~HALVES.isnan()], FP16),
+    "bits of bfloat16": (random_words(~0xFFFF), BF16),
+    "any bits": (random_words(-1), FP32),
+    **{f"half at {at}": (with_value(at, 1 + 2**-10), FP16) for at in (0, 4095, 4096, 9_999)},
+    **{f"float at {at}": (with_value(at, 1 + 2**-20), FP32) for at in (0, 4095, 4096, 9_999)},
+    "transposed": (torch.arange(12.0).reshape(3, 4).T.contiguous(), BF16),
+    "a number": (torch.tensor(3.0), BF16),
+    "empty": (torch.ones(0), FP32),
+    "float64": (torch.ones(3, dtype=torch.float64), torch.float64),
+    "int32": (torch.ones(3, dtype=torch.int32), torch.int32),
+}
+
+
+def test_every_bit_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    safetensors.torch.save_file({name: tensor for name, (tensor, _) in CASES.items()}, tmp_path / "in/a.safetensors")
+    found, report = imported(tmp_path / "in", tmp_path / "out", narrow=True)
+    for name, (tensor, dtype) in CASES.items():
+        stored = found["a"][name]
+        assert (name, stored.dtype, stored.shape) == (name, dtype, tensor.shape)
+        assert tensor_bytes(stored.to(tensor.dtype)) == tensor_bytes(tensor), name
+    assert report.nbytes_narrowed == sum(
+        tensor.nbytes // 2 for tensor, dtype in CASES.values() if dtype in (BF16, FP16)
+    )
+
+
+def test_views(tmp_path: Path) -> None:
+    tensors = {"rows": torch.ones(2, 3, 4)[:, ::2], "expanded": torch.ones(1).expand(5)}
+    (tmp_path / "in").mkdir()
+    torch.save(tensors, tmp_path / "in" / "a.pt")
+    found, _ = imported(tmp_path / "in", tmp_path / "out", narrow=True)
+    assert_same({name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()}, found["a"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from hashlib import md5
@@ -14,16 +13,9 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import imported
+from tests.cli.command import run
+from tests.importers.folders import assert_samples, imported
 from tests.same import assert_same
-from wds_tensorcache.importers.formats import choose_format
-from wds_tensorcache.importers.import_cache import import_cache
-from wds_tensorcache.importers.source_folder import SourceFolder
-
-
-class Gadget:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch hacked",)
 
 
 def flux_data(i: int) -> dict[str, Any]:
@@ -73,9 +65,7 @@ def test_pictures(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert report.format == "nemo"
     assert report.ok
-    assert list(found) == list(expected)
-    for name, sample in expected.items():
-        assert_same(sample, found[name])
+    assert_samples(expected, found)
     assert report.fingerprint == {
         "format": "nemo",
         "source": str(tmp_path / "in"),
@@ -95,9 +85,7 @@ def test_moved_caches(tmp_path: Path) -> None:
     (tmp_path / "old").rename(tmp_path / "in")
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert report.ok
-    assert found.keys() == expected.keys()
-    for name, sample in expected.items():
-        assert_same(sample, found[name])
+    assert_samples(expected, found)
     assert report.fingerprint["caches"] == {
         name: {"processor": "flux", "model_name": "black-forest-labs/FLUX.1-dev", "model_type": "flux"}
         for name in ("one", "two/deep")
@@ -143,7 +131,7 @@ def test_old_meta_files(tmp_path: Path) -> None:
 def test_meta_files_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "a.meta").write_text("fileFormatVersion: 2")
     with pytest.raises(ValueError, match="none of its 1 files"):
-        choose_format(SourceFolder(str(tmp_path)))
+        tc.import_cache(tmp_path, tmp_path / "out")
 
 
 def test_files_out_of_the_folder_are_not_read(tmp_path: Path) -> None:
@@ -168,7 +156,7 @@ def test_files_that_are_missing_or_not_listed(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "in" / f"{names[1]}.pt", tmp_path / "in" / "512x256" / "more.pt")
     (tmp_path / "in" / "metadata_shard_0001.json").unlink()
     with pytest.raises(tc.FormatError):
-        import_cache(tmp_path / "in", tmp_path / "stopped")
+        tc.import_cache(tmp_path / "in", tmp_path / "stopped")
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert found.keys() == {names[1], names[4]}
     assert {each.name for each in report.skipped} == {
@@ -200,25 +188,21 @@ def test_hostile_metadata(tmp_path: Path) -> None:
     shard.write_text(json.dumps(items))
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert list(found) == list(expected)[1:]
-    assert "nest more than" in report.skipped[0].what
+    assert "nested too deeply" in report.skipped[0].what
     assert report.fingerprint["format"] == "nemo"
     assert report.fingerprint["source"] == str(tmp_path / "in")
     assert report.fingerprint["loss"] == "NaN"
     write_cache(tmp_path / "deep", 2, more=deep)
     with pytest.raises(tc.FormatError, match=r"metadata\.json: containers nest more than"):
-        import_cache(tmp_path / "deep", tmp_path / "none")
+        tc.import_cache(tmp_path / "deep", tmp_path / "none")
 
 
-def test_bad_files_are_named_and_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = list(write_cache(Path("in"), 4))
-    torch.save({"latent": torch.ones(1), "run": Gadget()}, f"in/{names[0]}.pt")
-    torch.save(torch.ones(1), f"in/{names[1]}.pt")
-    Path(f"in/{names[2]}.pt").write_bytes(b"PK\x03\x04 hello")
-    found, report = imported(Path("in"), Path("out"), on_error="skip")
-    assert list(found) == [names[3]]
-    assert "--trust" in report.skipped[0].what
-    assert "expected a dict" in report.skipped[1].what
-    for name, skipped in zip(names, report.skipped, strict=False):
-        assert f"{name}.pt" in skipped.what
-    assert not Path("hacked").exists()
+def test_items_of_one_file(tmp_path: Path) -> None:
+    """An image is listed twice, with two prompts; its second file has replaced the first one."""
+    write_cache(tmp_path / "in", count=2)
+    listed = tmp_path / "in" / "metadata_shard_0000.json"
+    items = json.loads(listed.read_text())
+    listed.write_text(json.dumps([*items, {**items[0], "prompt": "another prompt"}]))
+    said = run("import", tmp_path / "in", tmp_path / "out")
+    assert said.stdout.splitlines()[-1] == "2 samples read, 2 written, 0 skipped"
+    assert "1 items have the cache_file of an earlier item, and were not used, for example item 2 of" in said.stderr

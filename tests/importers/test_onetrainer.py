@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import imported
+from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
-from wds_tensorcache.importers.import_cache import import_cache
-
-
-class Gadget:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch hacked",)
 
 
 def group_key(*names: Any) -> str:
@@ -99,17 +92,6 @@ def test_several_concepts_and_variations(tmp_path: Path) -> None:
             assert_same({"image": sample["image"][0], "text": sample["text"]}, found[f"{concept}/sub/photo {i}"])
 
 
-def test_training_chooses_a_variation(tmp_path: Path) -> None:
-    samples = write_concept(tmp_path / "in", "/data/cats", 2, num_images=2, num_texts=3)
-    for sample in samples:
-        assert len(sample["image"]) == 2
-    import_cache(tmp_path / "in", tmp_path / "out")
-    choose = {("tokens", "mask"): ("text.*.tokens_1", "text.*.tokens_mask_1")}
-    with tc.open(tmp_path / "out") as cache:
-        batch = next(iter(tc.Loader(cache, batch_size=1, choose=choose)))
-    assert batch["tokens"].shape == batch["mask"].shape == (1, 77)
-
-
 def test_ambiguous_concepts_are_not_joined(tmp_path: Path) -> None:
     cats = write_concept(tmp_path / "in", "/data/cats", 2)
     dogs = write_concept(tmp_path / "in", "/data/dogs", 2)
@@ -144,7 +126,7 @@ def test_unfinished_and_foreign_variations(tmp_path: Path) -> None:
     write_variation(folder, "image", "c", 1, items, aggregate[::-1])
     (write_variation(folder, "image", "c", 2, items, aggregate) / "aggregate.pt").unlink()
     with pytest.raises(tc.FormatError):
-        import_cache(folder, tmp_path / "stopped")
+        tc.import_cache(folder, tmp_path / "stopped")
     found, report = imported(folder, tmp_path / "out", on_error="skip")
     for i in range(2):
         assert_same({"image": {**items[i], **aggregate[i]}}, found[f"photo {i}"])
@@ -171,10 +153,10 @@ def test_bad_files_are_named_and_nothing_runs(tmp_path: Path, monkeypatch: pytes
         assert f"variation-0/{i}.pt" in what[f"photo {i}"]
     torch.save([Gadget()], folder / "aggregate.pt")
     with pytest.raises(ValueError, match="has no samples"):
-        import_cache("in", "none", on_error="skip")
+        tc.import_cache("in", "none", on_error="skip")
     write_concept(Path("in"), "e", 1)
     with pytest.raises(tc.FormatError, match="--trust"):
-        import_cache("in", "stopped")
+        tc.import_cache("in", "stopped")
     assert not Path("hacked").exists()
     imported(Path("in"), Path("trusted"), on_error="skip", trust=True)
     assert Path("hacked").exists()

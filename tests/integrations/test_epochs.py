@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import multiprocessing
 import pickle
-import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,32 +38,10 @@ def test_late_workers_of_an_abandoned_iteration() -> None:
         assert epochs.is_in_workers()
 
 
-def test_iterations_with_the_same_seed() -> None:
-    epochs = SharedEpochs()
-    for epoch in range(5):
-        assert [epochs.begin(worker(1, number), 1) for number in (epoch % 2, 1 - epoch % 2)] == [epoch, epoch]
-
-
 def test_persistent_workers() -> None:
     epochs = SharedEpochs()
     for turn in range(1, 3000):  # more epochs than the cells can hold
         assert {epochs.begin(worker(1, number), turn) for number in (0, 1)} == {turn - 1}
-
-
-def test_the_main_process_between_workers() -> None:
-    epochs = SharedEpochs()
-    assert not epochs.is_in_workers()
-    epochs.put(4)
-    assert epochs.begin(worker(1, 0), 1) == 5
-    assert epochs.is_in_workers()
-    epochs.put(1)
-    assert not epochs.is_in_workers()
-    assert {epochs.begin(worker(2, number), 1, 7) for number in (0, 1)} == {7}  # from a state
-    assert epochs.begin(worker(3, 0), 1) == 8
-    assert {epochs.begin(worker(4, number), 1, 2) for number in (0, 1)} == {2}  # from an earlier state
-    assert {epochs.begin(worker(5, number), 1) for number in (0, 1)} == {3}
-    assert epochs.begin(None, 1) == 4
-    assert not epochs.is_in_workers()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda epochs: pickle.loads(pickle.dumps(epochs))])
@@ -75,30 +51,6 @@ def test_copies_are_independent(copied: Any) -> None:
     other = copied(epochs)
     epochs.put(8)
     assert other.begin(worker(1, 0), 1) == 4
-
-
-def begin_all(epochs: SharedEpochs, number: int, seed: int, results: Any) -> None:
-    chance = random.Random(seed)
-    found = []
-    for iteration in range(20):
-        for _ in range(chance.randrange(2000)):
-            pass
-        found.append(epochs.begin(worker(iteration + 1, number), 1))
-    results.put((number, found))
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_that_begin_at_the_same_time(context: Any) -> None:
-    epochs, started = SharedEpochs(), multiprocessing.get_context(context)
-    results = started.Queue()
-    running = [started.Process(target=begin_all, args=(epochs, number, number, results)) for number in range(2)]
-    for each in running:
-        each.start()
-    found = dict(results.get(timeout=120) for _ in running)
-    for each in running:
-        each.join(60)
-    assert found[0] == found[1]
-    assert sorted(found[0]) == list(range(20))
 
 
 @pytest.fixture(scope="module")

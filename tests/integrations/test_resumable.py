@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 import webdataset as wds
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wds_tensorcache as tc
-from wds_tensorcache.integrations.webdataset_resumable import _Done
 
 SIZES = (5, 1, 7, 3, 4)
 COUNT = sum(SIZES)
@@ -130,19 +127,6 @@ def test_workers_continue_with_the_next_epoch(urls: list[str], persistent: bool)
     assert list(map(number, made)) == expected[1]
 
 
-def test_ranks_share_shards_by_size(tmp_path: Path) -> None:
-    for shard, size in enumerate((100_000, 1000, 1000, 1000, 1000)):
-        with wds.TarWriter(str(tmp_path / f"{shard}.tar")) as sink:
-            sink.write({"__key__": f"{shard}", "bin": bytes(size)})
-    urls = str(tmp_path / "{0..4}.tar")
-    mine, other = (
-        [sample["__key__"] for sample in tc.ResumablePipeline(urls, shuffle=False, rank=rank, world_size=2)]
-        for rank in range(2)
-    )
-    assert mine == ["0"]
-    assert other == ["1", "2", "3", "4"]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
     def begun() -> Any:
@@ -184,15 +168,6 @@ def test_refused_arguments_and_states(urls: list[str]) -> None:
     ):
         with pytest.raises(ValueError, match="the state belongs to a different stream"):
             other.load_state_dict(state)
-
-
-@given(st.lists(st.integers(0, 30)))
-def test_done_samples_are_ranges(numbers: list[int]) -> None:
-    done = _Done()
-    for one in numbers:
-        done.add(one)
-    assert [i for i in range(40) if i in done] == sorted(set(numbers))
-    assert done.edges == sorted(set(done.edges))
 
 
 def test_set_epoch_after_loading_a_state(urls: list[str]) -> None:
@@ -362,11 +337,3 @@ def test_stages_that_the_pipeline_replaces_are_refused(urls: list[str], tmp_path
         tc.ResumablePipeline(str(tmp_path), tc.decode())
     with pytest.raises(KeyError, match="let the stages pass it on, or apply this stage to the items"):
         next(iter(tc.ResumablePipeline(urls, wds.map(lambda sample: sample["__key__"]))))
-
-
-def test_folders_and_patterns(urls: list[str]) -> None:
-    folder = str(Path(urls[0]).parent)
-    for source in (folder, f"{folder}/*.tar", f"{folder}/{{0..4}}.tar"):
-        assert sorted(i for item in tc.ResumablePipeline(source, tc.decode()) for i in number(item)) == list(
-            range(COUNT)
-        )

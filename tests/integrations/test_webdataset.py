@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -107,26 +106,6 @@ def test_other_members_are_decoded_as_webdataset_does(write_shard: Any) -> None:
     assert handled["txt"] == "NÉ"
     (only,) = read(path, only=["json"])
     assert (only["json"], only["txt"]) == ({"a": [1]}, "né".encode())
-
-
-class Executed(Exception):
-    pass
-
-
-def execute() -> None:
-    raise Executed
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return execute, ()
-
-
-@pytest.mark.parametrize("extension", ["pyd", "pkl", "pickle", "x.pyd"])
-def test_foreign_pickles_are_not_executed(write_shard: Any, extension: str) -> None:
-    path = write_shard([{"__key__": "a", "tensorcache": 0, extension: pickle.dumps(Evil(), 4)}])
-    with pytest.raises(tc.UnsafeSkeletonError, match=f"shard.tar: sample 'a': member '{extension}': .*execute"):
-        read(path)
 
 
 def test_other_samples_pass_through(write_shard: Any) -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import io
 import math
 import zipfile
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
-from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.crc import crc32
-from wds_tensorcache.importers.safe_files import REMEDY, dtype_of
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.safe_files import REMEDY, dtype_of, naming
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.pickles.pth_index import TensorPart, index_pth
+from wds_tensorcache.integrations import arrays
+from wds_tensorcache.integrations.pickles import TensorPart, index_pth
 from wds_tensorcache.shards.expansion import max_expanded
-
-_ZIP = b"PK\x03\x04"
-_IS_ENCRYPTED = 1
 
 
 def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) -> torch.Tensor:
@@ -47,10 +44,8 @@ def read_tensor(folder: SourceFolder, name: str, tensor: StoredTensor) -> torch.
 def _view(
     folder: SourceFolder, name: str, tensor: StoredTensor, begin: int, end: int, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    try:
-        return check_tensor(view_tensor(np.asarray(folder.view(name, begin, end)), dtype_of(tensor), shape))
-    except FormatError as exc:
-        raise exc.at(name) from exc
+    with naming(name):
+        return check_tensor(view_tensor(folder.view(name, begin, end), dtype_of(tensor), shape))
 
 
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
@@ -59,18 +54,8 @@ def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
     Raises:
         FormatError: The list is damaged, or two files have the same name.
     """
-    try:
-        with folder.open(name) as opened, zipfile.ZipFile(opened) as archive:
-            files = archive.infolist()
-        if len({file.filename for file in files}) < len(files):
-            raise FormatError("two files in the zip have the same name")
-        if not all(file.filename for file in files):
-            raise FormatError("a file in the zip has no name")
-        return files
-    except TensorCacheError as exc:
-        raise exc.at(name) from exc
-    except Exception as exc:  # zipfile raises many kinds of exceptions
-        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+    with naming(name), folder.open(name) as file:
+        return list(arrays.list_zip(file).values())
 
 
 def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> memoryview:
@@ -81,18 +66,13 @@ def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> mem
     Raises:
         FormatError: The file is compressed, encrypted, cut short or damaged.
     """
-    try:
-        if file.compress_type != zipfile.ZIP_STORED or file.flag_bits & _IS_ENCRYPTED:
-            raise FormatError("is compressed or encrypted, expected a stored file")
-        at = file.header_offset
-        head = folder.view(name, at, at + 30)
-        begin = at + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+    with naming(name), naming(f"{file.filename!r:.200}"):
+        if file.compress_type != zipfile.ZIP_STORED:
+            raise FormatError("is compressed, expected a stored file")
+        begin = arrays.find_content(folder.view(name, file.header_offset, file.header_offset + 30), file)
         content = folder.view(name, begin, begin + file.file_size)
-        if head[:4] != _ZIP or crc32(content) != file.CRC:
-            raise FormatError("is damaged: its CRC is not as listed")
+        arrays.check_content(content, file)
         return content
-    except FormatError as exc:
-        raise FormatError(f"{file.filename!r:.200}: {exc.reason}").at(name) from exc
 
 
 def index_torch(folder: SourceFolder, name: str) -> Any:
@@ -102,11 +82,8 @@ def index_torch(folder: SourceFolder, name: str) -> Any:
         UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
         FormatError: The file is damaged, or has another format.
     """
-    try:
-        with folder.open(name) as opened, io.BufferedReader(opened) as file:
-            return index_pth(file, max_expanded(file.seek(0, io.SEEK_END)), REMEDY)
-    except TensorCacheError as exc:
-        raise exc.at(name) from exc
+    with naming(name), folder.open(name) as file:
+        return index_pth(file, partial(folder.view_open, file, name), max_expanded(file.seek(0, io.SEEK_END)), REMEDY)
 
 
 def read_parts(folder: SourceFolder, name: str, value: Any) -> Any:
@@ -115,11 +92,5 @@ def read_parts(folder: SourceFolder, name: str, value: Any) -> Any:
     Raises:
         FormatError: The file was cut short since, or a bool is a byte other than 0 or 1.
     """
-
-    def read(part: TensorPart) -> torch.Tensor:
-        try:
-            return part.view(np.asarray(folder.view(name, part.begin, part.end)))
-        except FormatError as exc:
-            raise exc.at(name) from exc
-
-    return rebuild(value, read, TensorPart)
+    with naming(name):
+        return rebuild(value, lambda part: part.view(folder.view(name, part.begin, part.end)), TensorPart)

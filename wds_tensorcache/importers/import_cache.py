@@ -5,28 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.conversion.convert import BAD_SAMPLE, Conversion
-from wds_tensorcache.importers.conversion.pools import open_pool
+from wds_tensorcache.importers.conversion import Conversion, Written, plan_shards
 from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
 from wds_tensorcache.importers.source import Format, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.progress import Progress
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards, iterate_texts
 from wds_tensorcache.shards.fingerprint import SOURCE
-from wds_tensorcache.shards.names import NamedKey, hashed_key, safe_key
+from wds_tensorcache.shards.names import hashed_key, safe_key
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
-
-_NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
 
 
 def import_cache(
@@ -48,8 +44,9 @@ def import_cache(
 ) -> ImportReport:
     """Write shards from files that a trainer or another program has made.
 
-    Samples are stored in the order of the source, and the shards have the same bytes for any `num_workers`. `tc.safe_key` makes
-    the keys from the names of the samples, and `cache.original_name` returns these names.
+    Samples are stored in the order of the source. They are divided into shards by their number and the sizes of their files, so
+    the shards have the same bytes for any `num_workers`. `tc.safe_key` makes the keys from the names of the samples, and
+    `cache.original_name` returns these names.
 
     Args:
         source: Folder with the files; or a file such as a tar, a pattern such as `"photos-{000..099}.tar"`, or a list of these.
@@ -63,10 +60,13 @@ def import_cache(
         drop_padding: Trim rows even if their elements are not all equal, so that padding cannot restore them.
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
-        num_workers: Number of processes that read and convert files. Threads are used instead if a fork is not safe: on
-            other systems than Linux, in a process with several threads or with CUDA, for few samples, and if `out` is a url.
+        num_workers: Number of processes that read and convert files; each writes whole shards. Threads are used instead if a
+            fork is not safe: on other systems than Linux, in a process with several threads or with CUDA, for few samples, and
+            if `out` is a url.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
-        max_samples, max_nbytes: As for `ShardWriter`.
+        max_samples: Maximum number of samples in a shard. From 128 samples or 64 MiB on, they are divided into four equal
+            shards, or eight, twelve, …, so that all workers have work.
+        max_nbytes: Maximum length of a shard, about: the files count as long as they are before they are converted.
         progress: As for `tc.build`.
 
     Returns:
@@ -100,56 +100,31 @@ def import_cache(
     if report.skipped and on_error == "stop":
         first = report.skipped[0]
         raise FormatError(first.what).at(first.name)
-    existing = _list_shards(out, resume)
-    writer = ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes)
-    changes = narrow, dict(trim or {}), drop_padding
-    conversion = Conversion(keys, found.samples, writer._pack, *changes, folder.check_shortage)
-    num_probed = num_narrowable = 0
-    # sets of entries: how many samples have each, and the first of these
-    forms: dict[frozenset[str], tuple[int, str]] = {}
-    with writer:
-        todo = [index for index, key in enumerate(keys) if key not in writer]
-        report.num_present = len(keys) - len(todo)
-        report.num_gone = writer.num_finished - report.num_present
-        new = {found.samples[index].name for index in todo}
-        report.changed = _changed(found.samples, new, folder, existing)
-        items = [(index, number < _NUM_PROBED) for number, index in enumerate(todo)]
-        # Workers start first: a bar may have a thread, and a process with threads is not forked.
-        with (
-            open_pool(num_workers, conversion, items, may_fork=not is_url(os.fsdecode(out))) as results,
-            closing(Progress(progress, report.num_read, unit=" samples", smoothing=0)) as bar,
-        ):
-            bar.show(report.num_present, report.num_present)
-            for result, index in zip(results, todo, strict=True):
-                sample = found.samples[index]
-                try:
-                    if isinstance(result, Exception):
-                        raise result
-                    writer._place(result.packed)
-                except BAD_SAMPLE as exc:
-                    bad = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
-                    error = bad.at(sample.name) if isinstance(bad, TensorCacheError) else bad.error
-                    if on_error == "stop":
-                        raise error from exc.__cause__
-                    report.num_skipped += 1
-                    report.skipped.append(Skipped(sample.name, sample.files, str(error)))
-                else:
-                    report.num_written += 1
-                    report.num_hashed += isinstance(result.packed.key, NamedKey)
-                    report.nbytes += result.nbytes
-                    report.nbytes_narrowed += result.nbytes_narrowed
-                    report.nbytes_trimmed += result.nbytes_trimmed
-                    num_probed += result.nbytes * (result.nbytes_narrowable is not None)
-                    num_narrowable += result.nbytes_narrowable or 0
-                    count, first_name = forms.get(result.names, (0, sample.name))
-                    forms[result.names] = count + 1, first_name
-                bar.show(report.num_present + report.num_written + report.num_skipped, report.num_present)
-    if num_probed:
-        report.nbytes_narrowable = report.nbytes * num_narrowable // num_probed
-    for name in sorted(set().union(*forms)):
-        without = [each for form, each in forms.items() if name not in form]
-        if without:
-            report.lacking[name] = sum(count for count, _ in without), without[0][1]
+    pattern = ShardPattern(os.fsdecode(out))
+    if not resume and not is_url(pattern.folder):
+        for name in pattern.existing(folder_of(pattern.folder).names()).values():
+            remedy = "continue an interrupted import with --resume (resume=True), or choose another folder"
+            raise FileExistsError(f"{pattern.locate(name)} exists; {remedy}")
+
+    # This writer locks the pattern. Each shard has a writer of its own, unless the path means a single shard.
+    with ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes) as whole:
+
+        def open_writer(number: int) -> ShardWriter:
+            return ShardWriter(pattern.path(number), fingerprint=made) if pattern.is_numbered else whole
+
+        plan = partial(plan_shards, samples=found.samples, folder=folder)
+        if pattern.is_numbered:
+            plan = partial(plan, max_samples=max_samples, max_nbytes=max_nbytes)
+        shards = _missing_shards(whole, pattern, keys, plan)
+        new = {found.samples[index].name for shard in shards.values() for index in shard}
+        report.num_present = len(keys) - len(new)
+        report.num_gone = len(whole.finished) - report.num_present
+        report.changed = _changed(found.samples, new, folder, whole.finished.indexes)
+        changes = narrow, dict(trim or {}), drop_padding
+        conversion = Conversion(folder, found.samples, keys, *changes, on_error == "stop", open_writer)
+        may_fork = not is_url(pattern.folder)  # the client of a store has threads
+        parts = conversion.write_all(shards, num_workers, may_fork, progress, report.num_present)
+    _complete(report, parts)
     return report
 
 
@@ -168,27 +143,61 @@ def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | l
 def _begin_report(format: str, found: Source, folder: SourceFolder, fingerprint: dict[str, Any]) -> ImportReport:
     """Return a report with what is known before samples are read."""
     report = ImportReport(format, num_read=len(found.samples), notes=list(found.notes), fingerprint=fingerprint)
-    report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
-    report.skipped += [Skipped(name, (name,), what) for name, what in folder.faults.items()]
+    report.skipped += [Skipped(name, (name,), what) for name, what in (*found.bad.items(), *folder.faults.items())]
     used = {file for sample in found.samples for file in sample.files} | found.bad.keys() | set(found.metadata_files)
     report.unused += [file for file in folder.names if file not in used] + folder.ignored
     return report
 
 
-def _list_shards(out: str | os.PathLike[str], resume: bool) -> list[str]:
-    """Return the paths of the existing shards; raise FileExistsError if there are some, and the import does not resume."""
-    pattern = ShardPattern(os.fsdecode(out))
-    names = [] if is_url(pattern.folder) else folder_of(pattern.folder).names()
-    existing = [pattern.locate(name) for name in pattern.existing(names).values()]
-    if existing and not resume:
-        what = "continue an interrupted import with --resume (resume=True), or choose another folder"
-        raise FileExistsError(f"{existing[0]} exists; {what}")
-    return existing
+def _missing_shards(
+    writer: ShardWriter,
+    pattern: ShardPattern,
+    keys: Sequence[str],
+    plan: Callable[[Sequence[int]], list[Sequence[int]]],
+) -> dict[int, Sequence[int]]:
+    """Return the samples of each shard to write, by its number.
+
+    After an interruption, these are the missing shards of the same plan. If the folder has changed, new samples follow.
+    """
+    shards = dict(enumerate(plan(range(len(keys)))))
+    stored_keys = [writer.finished.stored_key(key) for key in keys]
+    missing = [index for index, key in enumerate(stored_keys) if key not in writer]
+    is_same = True
+    for path, index in writer.finished.indexes.items():
+        planned = shards.pop(pattern.number(os.path.basename(path)) or 0, ())
+        is_same &= {stored_keys[at] for at in planned}.issuperset(index.keys)
+    if not is_same:
+        return dict(enumerate(plan(missing), writer._number))
+    rest = sorted(set(missing).difference(*shards.values()))  # bad samples of finished shards
+    return shards | dict(enumerate(plan(rest), max(writer._number, 1 + max(shards, default=-1))))
 
 
-def _changed(samples: Sequence[SourceSample], new: set[str], folder: SourceFolder, shards: list[str]) -> list[str]:
+def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
+    """Add what was written into each shard to a report."""
+    counts = Counter[str]()
+    forms: dict[frozenset[str], tuple[int, str]] = {}
+    for part in parts:
+        counts += part.counts
+        report.skipped += part.skipped
+        for form, (count, first) in part.forms.items():
+            before, first = forms.get(form, (0, first))
+            forms[form] = before + count, first
+    probed, narrowable = counts.pop("probed", 0), counts.pop("narrowable", 0)
+    for name, count in counts.items():
+        setattr(report, name, count)
+    if probed:
+        report.nbytes_narrowable = report.nbytes * narrowable // probed
+    for name in sorted(set().union(*forms)):
+        without = [entry for form, entry in forms.items() if name not in form]
+        if without:
+            report.lacking[name] = sum(count for count, _ in without), without[0][1]
+
+
+def _changed(
+    samples: Sequence[SourceSample], new: set[str], folder: SourceFolder, shards: Collection[str]
+) -> list[str]:
     """Return the names of the samples that are in shards, and have a file that was changed after the last shard."""
-    if not shards:
+    if not shards or any(map(is_url, shards)):
         return []
     written_ns = max(os.stat(path).st_ctime_ns for path in shards)
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,17 +67,23 @@ class Format:
     Attributes:
         name: Name for `--format`.
         title: The program, and what it writes, in one line.
-        recognize: Function that returns how many files of a folder this format would read, from their names, and if these do
-            not tell, from the beginnings of a few files. 0 if the folder has another format.
+        files: Pattern of the names of its files; or a function that returns how many files of a folder this format would read,
+            from their names, and if these do not tell, from the beginnings of a few files. 0 if the folder has another format.
         open: Function that finds the samples in a folder.
         is_generic: True for a format that fits the files of many programs. It is chosen only if no other format fits.
     """
 
     name: str
     title: str
-    recognize: Callable[[SourceFolder], int]
+    files: re.Pattern[str] | Callable[[SourceFolder], int]
     open: Callable[[SourceFolder], Source]
     is_generic: bool = False
+
+    def recognize(self, folder: SourceFolder) -> int:
+        """Return how many files of a folder this format would read."""
+        if isinstance(self.files, re.Pattern):
+            return sum(self.files.fullmatch(name) is not None for name in folder.names)
+        return self.files(folder)
 
 
 def one_or_all(names: set[str]) -> str | list[str]:

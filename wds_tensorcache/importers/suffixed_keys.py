@@ -18,7 +18,6 @@ _DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE = re.compile(rf"(.+)_({'|'.join(map(re.escape, sorted(_DTYPES, key=len, reverse=True)))})", re.DOTALL)
 _RESOLUTION = re.compile(r"((?:latents|alpha_mask).*?)_((?:\d+x)?\d+x\d+)", re.DOTALL)
-_NUM_PROBED = 8
 
 
 class SuffixedKey(NamedTuple):
@@ -65,11 +64,6 @@ def peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, s
         return read_safetensors_header(folder, name)
     except (TensorCacheError, OSError):
         return [], {}
-
-
-def probe_headers(folder: SourceFolder, names: list[str]) -> dict[str, dict[str, str]]:
-    """Return the metadata of a few of the files by name, evenly spaced."""
-    return {name: peek_header(folder, name)[1] for name in names[:: -(-len(names) // _NUM_PROBED)]}
 
 
 def as_numbers(metadata: dict[str, str], *keys: str, count: int) -> tuple[int, ...]:

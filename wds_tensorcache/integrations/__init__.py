@@ -1,4 +1,4 @@
 """Adapters to webdataset, torch's data loaders and files of `torch.save`.
 
-Untrusted `.npz`, `.gz`, `.npy` and pictures are checked in `safe_members.py`; the zip of a `.pth` file is read in `pth.py`.
+Untrusted members are decoded in `safe_members.py`, pickles and `.pth` files in `pickles.py`, `.npz` and `.npy` in `arrays.py`.
 """

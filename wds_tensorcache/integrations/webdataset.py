@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +12,9 @@ from webdataset.handlers import reraise_exception
 from webdataset.writer import make_encoder
 
 from wds_tensorcache.codec.header import is_bound
-from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
+from wds_tensorcache.codec.sample import decode_members, encode_sample
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
-from wds_tensorcache.integrations.pickles.pth import load_pth
 from wds_tensorcache.integrations.safe_members import MemberDecoder
 from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.names import (
@@ -128,7 +126,7 @@ def decode(
     """
     table = allow_table(allow)
     steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
-    members = MemberDecoder(steps, partial(_pickle_decoder, table), check_option(max_expanded_nbytes), **decoder)
+    members = MemberDecoder(steps, table, check_option(max_expanded_nbytes), **decoder)
     return Decode(members, lazy, verify, table, handler)
 
 
@@ -197,16 +195,6 @@ class Decode:
             if isinstance(cause, TensorCacheError):
                 raise cause.at(_where(sample)) from cause.__cause__ or cause
             raise
-
-
-def _pickle_decoder(table: Mapping[tuple[str, str], type], extension: str) -> Callable[[bytes, int], Any] | None:
-    """Return a safe decoder for an extension that webdataset would unpickle, running any code in it; None for any other."""
-    kind = extension.rpartition(".")[2]
-    if kind == "pth":
-        return lambda raw, limit: load_pth(io.BytesIO(raw), limit, table)
-    if kind in ("pyd", "pickle", "pkl"):
-        return lambda raw, limit: decode_plain_pickle(raw, table)
-    return None
 
 
 def _check_other(sample: dict[str, Any], field: str, value: Any) -> None:

@@ -67,8 +67,8 @@ class ResumablePipeline(IterableDataset[Any]):
             opened as that file. A remote text is a manifest if it ends with `.json`, a folder if it ends with `/`, and a
             pattern if its last part has wildcards. In an object store, a text without a dot in its last part is a folder, too.
             Any other remote text is a shard, unlike in `tc.open`, where also `https://host/cache` is a folder. A text of
-            another kind is passed to webdataset's `gopen`, which runs a command only if your text itself starts with `pipe:`,
-            or has it after `::`. In a list, each remote text is a shard.
+            another kind, and in a list each text, is passed to webdataset's `gopen`, which runs a command if the text starts
+            with `pipe:`.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -194,7 +194,7 @@ class ResumablePipeline(IterableDataset[Any]):
         if not 0 <= epoch < _MAX_EPOCH:
             raise ValueError(f"epoch={epoch}, expected 0 or more, and less than {_MAX_EPOCH}")
         self._enter()
-        num_used = sum(done.num_done() for done in self._done.values())
+        num_used = sum(sum(done.edges[1::2]) - sum(done.edges[::2]) for done in self._done.values())
         if num_used and epoch > self._epoch and not (self._is_over or self._has_warned):
             self._has_warned = True
             warnings.warn(
@@ -231,7 +231,7 @@ class ResumablePipeline(IterableDataset[Any]):
             return
         stream = open_url(url)
         first = done.resume(stream.info)
-        stream.skip(first.begin)
+        stream.skip(first[1])
         shard = {"url": url, "stream": stream}
         yield from self._tars.samples_of(shard, done.is_wanted, first=first, on_start=done.add_start, listed=listed)
 
@@ -281,9 +281,7 @@ class ResumablePipeline(IterableDataset[Any]):
             raise ValueError(
                 f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}; expected int and bool"
             )
-        done = _parse_done(state.get("done"), len(self._urls))
-        _parse_starts(state.get("starts", {}), done)
-        self._move(epoch, done, is_over=is_over)
+        self._move(epoch, _parse_done(state.get("done"), state.get("starts", {}), len(self._urls)), is_over=is_over)
 
     def _identity(self, info: Any) -> dict[str, Any]:
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -300,10 +298,9 @@ class ResumablePipeline(IterableDataset[Any]):
 class SharedEpochs:
     """Shared memory in which the workers of an iteration agree on its epoch, without messages to the main process.
 
-    torch starts the workers of an iteration one by one. All have the same base seed, which is the worker's seed minus its
-    number. The first worker registers the next epoch under this base seed. The other workers find it there, even if workers of
-    the next iteration have already begun. No lock is needed, because all workers of an iteration write the same value into the
-    same cell.
+    All workers of an iteration have the same base seed, which is the worker's seed minus its number. The first worker registers
+    the next epoch under this base seed, and the others find it there, even if workers of the next iteration have already begun.
+    No lock is needed, because all workers of an iteration write the same value into the same cell.
 
     Threads/fork/pickle: forked and spawned processes share the cells; a copy by `pickle` or `deepcopy` is independent.
     """
@@ -375,9 +372,6 @@ class _Done:
     def __contains__(self, number: int) -> bool:
         return bisect_right(self.edges, number) % 2 == 1
 
-    def num_done(self) -> int:
-        return sum(self.edges[1::2]) - sum(self.edges[::2])
-
     def is_wanted(self, number: int) -> bool:
         self.num_read = number + 1
         return number not in self
@@ -394,17 +388,14 @@ class _Done:
             self.edges[at - before : at + after] = new[before : 2 - after]
 
     def add_start(self, start: Start) -> None:
-        if start.number not in self:
-            self.starts[start.number] = start.begin
+        if start[0] not in self:
+            self.starts[start[0]] = start[1]
 
     def first_start(self) -> list[Any] | None:
-        """Return the first sample that is not done, for a state: number, offset, and length and tag of the object.
-
-        Return None if it is unknown, or if a tag, which shows whether the object has changed, is unknown.
-        """
+        """Return number and offset of the first sample that is not done, with length and tag of the object; None if unknown."""
         first = self.edges[1] if self.edges[:1] == [0] else 0
         begin = self.starts.get(first)
-        if not begin or self.info is None or self.info.tag is None:
+        if not begin or self.info is None or self.info.tag is None:  # only a tag shows whether the object has changed
             return None
         return [first, begin, self.info.nbytes, self.info.tag]
 
@@ -416,35 +407,36 @@ class _Done:
             return FIRST
         # if no sample follows, the shard has as many as were skipped
         self.num_read = known[0]
-        return Start(*known[:2])
+        return known[0], known[1]
 
 
-def _parse_done(state: Any, num_shards: int) -> dict[int, _Done]:
-    """Return the samples that a state lists, by shard."""
+def _parse_done(samples: Any, starts: Any, num_shards: int) -> dict[int, _Done]:
+    """Return the samples that a state lists, by shard, and where to start."""
     try:
-        done = {int(shard): _Done(edges, count) for shard, (edges, count) in state.items()}
+        done = {int(shard): _Done(edges, count) for shard, (edges, count) in samples.items()}
         for shard, one in done.items():
             numbers = one.edges if one.count is None else [*one.edges, one.count]
-            if not 0 <= shard < num_shards or not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError(f"shard {shard} of {num_shards} has the sample numbers {numbers!r:.100}")
-            if len(one.edges) % 2 or one.edges != sorted(set(one.edges)) or numbers != sorted(numbers):
-                raise ValueError(f"shard {shard}: {numbers!r:.100} are not ascending ranges")
-    except (AttributeError, TypeError, ValueError) as exc:
-        raise ValueError(f"the state is damaged: {exc}; expected samples by shard, got {state!r:.200}") from exc
-    return done
-
-
-def _parse_starts(state: Any, done: Mapping[int, _Done]) -> None:
-    """Add the starts that a state lists to the shards in `done`."""
-    try:
-        for shard, (number, begin, nbytes, tag) in state.items():
-            are_ints = all(type(value) is int for value in (number, begin, nbytes))
-            if not are_ints or number < 0 or not 0 < begin < nbytes or begin % BLOCK or type(tag) is not str:
+            is_ascending = one.edges == sorted(set(one.edges)) and numbers == sorted(numbers)
+            if not 0 <= shard < num_shards or len(one.edges) % 2 or not is_ascending or not _are_counts(*numbers):
+                raise ValueError(f"shard {shard} of {num_shards} has {numbers!r:.100}, expected ascending ranges")
+        for shard, (number, begin, nbytes, tag) in starts.items():
+            if (
+                not _are_counts(number, begin, nbytes)
+                or not 0 < begin < nbytes
+                or begin % BLOCK
+                or type(tag) is not str
+            ):
                 raise ValueError(f"shard {shard} starts at {[number, begin, nbytes, tag]!r:.200}")
             one = done[int(shard)]
             one.starts, one.info = {number: begin}, ObjectInfo(nbytes, tag)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
-        raise ValueError(f"the state is damaged: {exc}; expected starts by shard, got {state!r:.200}") from exc
+        problem = f"{exc}; expected samples and starts by shard, got {samples!r:.200} and {starts!r:.200}"
+        raise ValueError(f"the state is damaged: {problem}") from exc
+    return done
+
+
+def _are_counts(*numbers: Any) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
@@ -475,23 +467,21 @@ def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -
 
 def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None]) -> str:
     """Return a digest of the names of all shards, their loads, and what a manifest lists about them."""
+    # without queries, which change, unless they alone tell shards apart
+    names = [shown_url(url) for url in urls]
+    if len(set(names)) < len(set(urls)):
+        names = [reveal(url) for url in urls]
     # loads determine which worker reads which shard; a cache may be rebuilt with the same names
-    parts = [*_names(urls), repr(loads)]
+    parts = [*names, repr(loads)]
     entries = [None if shard is None else shard.entry for shard in listed]
     # lengths of local shards are among the loads
     numbers = [
         None if entry is None else (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
         for url, entry in zip(urls, entries, strict=True)
     ]
-    if any(each is not None and any(each) for each in numbers):
+    if any(number is not None and any(number) for number in numbers):
         parts.append(repr(numbers))
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
-
-
-def _names(urls: list[str]) -> list[str]:
-    """Return urls for the identity of a stream: without queries, which change, unless they alone tell shards apart."""
-    names = [shown_url(url) for url in urls]
-    return names if len(set(names)) == len(set(urls)) else [reveal(url) for url in urls]
 
 
 def _loads(urls: list[str]) -> list[int]:

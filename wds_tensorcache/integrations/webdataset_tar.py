@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from webdataset.gopen import Pipe
 from webdataset.handlers import reraise_exception
@@ -64,15 +64,9 @@ def tarfile_to_samples(
     return TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The start of a sample: its number in the shard, and the offset of its first header."""
-
-    number: int
-    begin: int
-
-
-FIRST = Start(0, 0)
+Start: TypeAlias = "tuple[int, int]"
+"""The number of a sample in its shard, and the offset of its first header."""
+FIRST: Start = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +118,8 @@ class TarSamples:
         is_over = False
         try:
             skip = stream.skip if isinstance(stream, RemoteStream) else None
-            tar = TarStream(stream, first.begin, skip, self.max_expanded_nbytes)
-            for number, sample in self._group(tar, common, is_wanted, first.number, on_start, listed):
-                if sample is not None and not sample.get(_BAD):
-                    yield number, sample
+            tar = TarStream(stream, first[1], skip, self.max_expanded_nbytes)
+            yield from self._group(tar, common, is_wanted, first[0], on_start, listed)
             hidden = tar.finish()
             if hidden is not None:
                 warnings.warn(str(hidden.at(shown_url(url))), stacklevel=user_level())
@@ -149,44 +141,44 @@ class TarSamples:
         first: int,
         on_start: Callable[[Start], object] | None,
         listed: FoundShard | None,
-    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield the number, from `first`, and the sample of each run of members with the same key; None if it is not wanted.
-
-        The first pair is `(first - 1, None)`, which stands for no sample.
-        """
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the wanted samples, which are runs of members with the same key, with their numbers from `first`."""
         sample: dict[str, Any] = {}
         number, is_kept = first - 1, False
         # the samples of the tar, also those that the caller's functions or handler drop
         num_samples, tar_key = first, None
         for name, read in tar:
-            split = None if listed is None else split_member(name)
-            if split is not None and split[0] != tar_key:
-                num_samples, tar_key = num_samples + 1, split[0]
+            parts = None if listed is None else split_member(name)
+            if parts is not None and parts[0] != tar_key:
+                num_samples, tar_key = num_samples + 1, parts[0]
             try:
-                found = self._split(name)
+                parts = self._split(name)
             except Exception as exc:  # an error of one member: the handler decides, and the shard continues
                 self._report(exc)
                 continue
-            if found is None:
+            if parts is None:
                 continue
-            key, suffix = found
+            key, suffix = parts
             if not sample or key != sample["__key__"]:
                 if on_start is not None and tar.start is not None:
-                    on_start(Start(number + 1, tar.start))
-                yield number, sample if is_kept else None
+                    on_start((number + 1, tar.start))
+                if is_kept and not sample.get(_BAD):
+                    yield number, sample
                 number += 1
                 is_kept = is_wanted(number)
                 sample = {"__key__": key, **common}
-            if suffix in _RESERVED:
-                error = FormatError(f"sample {key!r} has a member {suffix!r}, a name that webdataset reserves")
-                self._report(error.at(shown_url(common["__url__"])))
-            elif suffix in sample:
-                error = FormatError(f"sample {key!r} has two members {suffix!r}", kind="duplicate")
+            if suffix in _RESERVED or suffix in sample:
+                is_twice = suffix not in _RESERVED
+                problem = (
+                    f"two members {suffix!r}" if is_twice else f"a member {suffix!r}, a name that webdataset reserves"
+                )
+                error = FormatError(f"sample {key!r} has {problem}", kind="duplicate" if is_twice else "format")
                 self._report(error.at(shown_url(common["__url__"])))
             else:
                 sample[suffix] = read() if is_kept else None
         # only the end-of-archive block proves that the last sample is complete
-        yield number, sample if is_kept else None
+        if is_kept and not sample.get(_BAD):
+            yield number, sample
         # `first` counts only the samples that the caller's functions keep
         if listed is not None and listed.entry is not None and not (first and (self.select_files or self.rename_files)):
             check_listed(shown_url(common["__url__"]), listed.entry, listed.manifest, num_samples=num_samples)

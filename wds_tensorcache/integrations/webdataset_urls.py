@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
 from webdataset.gopen import gopen, gopen_schemes, rewrite_url
 from webdataset.pipeline import DataPipeline
-from webdataset.shardlists import envsubst
 
-from wds_tensorcache.reading.find_shards import existing_folder, expand_braces, find_shards
+from wds_tensorcache.reading.find_shards import existing_folder, find_shards
 from wds_tensorcache.shards.manifest import FoundShard
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.stream import RemoteStream
@@ -22,7 +20,6 @@ from wds_tensorcache.storage.urls import conceal, is_url, is_web, shown
 
 Url: TypeAlias = "tuple[str, FoundShard | None]"
 _IS_URL = re.compile(r"(pipe|file):|[A-Za-z][A-Za-z0-9+.-]*://").match
-_MAX_SUBSTITUTIONS = 10  # webdataset's own limit
 # what webdataset itself does for our schemes; a function that the user has registered instead is called
 _REPLACED = frozenset({"gopen_curl", "gopen_gsutil", "gopen_hf"})
 
@@ -47,18 +44,15 @@ def open_url(url: Any) -> Any:
     """
     if is_remote(url):
         return RemoteStream(url)
-    is_named = isinstance(url, str) and ":" in url and os.path.lexists(url)
-    return _open_path(os.fspath(url)) if is_named or isinstance(url, os.PathLike) else gopen(url)
+    if not isinstance(url, os.PathLike) and not (isinstance(url, str) and ":" in url and os.path.lexists(url)):
+        return gopen(url)
+    held = ShardFile(os.fspath(url)).descriptor()  # refuses folders, pipes and devices; closed with the last reference
+    return open(os.dup(held.fd), "rb")
 
 
 def shown_url(url: Any) -> str:
     """Return a path or url for messages, without credentials."""
     return shown(url) if is_remote(url) else str(url)
-
-
-def _open_path(path: str) -> BinaryIO:
-    held = ShardFile(path).descriptor()  # refuses folders, pipes and devices; closed with the last reference
-    return open(os.dup(held.fd), "rb")
 
 
 class _Path(str):
@@ -75,39 +69,22 @@ def find_urls(urls: Any) -> list[Url]:
 
     Names that were found, for example in a folder, are `PathLike`: never run as commands. Remote urls are concealed.
     """
-    return [(conceal(url) if is_remote(url) else url, listed) for url, listed in _find_all(urls)]
-
-
-def _find_all(urls: Any) -> list[Url]:
-    if isinstance(urls, os.PathLike):
-        return _listed(urls)
-    if isinstance(urls, str):
-        if os.path.lexists(urls) or existing_folder(urls):
-            return _find_text(urls)  # a folder's name may contain `::` or `${x}`
-        return [found for part in urls.split("::") for found in _find_text(_substituted(part))]
+    if isinstance(urls, str) and not isinstance(urls, os.PathLike):
+        return _find_text(urls)
     is_list = isinstance(urls, Iterable) and not isinstance(urls, (bytes, DataPipeline, Mapping))
-    given: list[Any] = list(urls) if is_list else [None]
-    if not all(isinstance(url, (str, os.PathLike)) for url in given):
+    listed: list[Any] = [urls] if isinstance(urls, os.PathLike) else list(urls) if is_list else [None]
+    if not all(isinstance(url, (str, os.PathLike)) for url in listed):
         raise TypeError(f"urls={urls!r:.200}: expected a list of urls, a pattern or a folder; pass stages after it")
-    return [found for url in given for found in (_listed(url) if isinstance(url, os.PathLike) else [(url, None)])]
+    return [url for each in listed for url in (_find_paths(each) if isinstance(each, os.PathLike) else [_as_is(each)])]
 
 
 def _find_text(text: str) -> list[Url]:
-    is_there = os.path.lexists(text)
-    if not is_there and is_remote(text) and _is_several(text):
-        return [(shard.path, shard if shard.entry else None) for shard in find_shards(text).shards]
-    if not is_there and _IS_URL(text) and not existing_folder(text):
-        return [(url, None) for url in braceexpand(text)]
-    if not is_there and glob.has_magic(text):
-        return _listed(text)
-    found: list[Url] = []
-    for path in [text] if is_there else expand_braces(text):
-        if os.path.isdir(path) or (path.endswith(".json") and os.path.exists(path)):
-            found += _listed(path)
-        else:
-            # `{pipe:…,a}.tar` does not start with `pipe:`, so its braces expand to names of files
-            found.append((path if path == text else _Path(path), None))
-    return found
+    if os.path.isfile(text) and not text.endswith(".json"):
+        return [(text, None)]
+    is_several = is_remote(text) and _is_several(text)
+    if not is_several and _IS_URL(text) and not os.path.lexists(text) and not existing_folder(text):
+        return [_as_is(url) for url in braceexpand(text)]
+    return _find_paths(text)
 
 
 def _is_several(url: str) -> bool:
@@ -119,12 +96,12 @@ def _is_several(url: str) -> bool:
     return not name or name.endswith(".json") or bool(set(name) & set("*["))
 
 
-def _listed(source: str | os.PathLike[str]) -> list[Url]:
-    return [(_Path(shard.path), shard if shard.entry else None) for shard in find_shards(source).shards]
+def _find_paths(source: str | os.PathLike[str]) -> list[Url]:
+    shards = find_shards(source).shards
+    return [
+        (shard.path if is_url(shard.path) else _Path(shard.path), shard if shard.entry else None) for shard in shards
+    ]
 
 
-def _substituted(text: str) -> str:
-    """Replace `${name}` by the environment variable `WDS_name`, repeatedly, as webdataset does."""
-    for _ in range(_MAX_SUBSTITUTIONS):
-        text = envsubst(text)
-    return text
+def _as_is(url: str) -> Url:
+    return (conceal(url) if is_remote(url) else url), None

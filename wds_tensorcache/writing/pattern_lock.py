@@ -58,7 +58,9 @@ class WriterLock:
             return
         for name in os.listdir(folder):
             other = os.path.join(folder, name)
-            if name.endswith(".lock") and pattern.is_other_world_size(name[1:-5]):
+            shard = name[1:-5]
+            is_part = pattern.is_other_world_size(shard) or (other != path and pattern.covers(shard))
+            if name.endswith(".lock") and is_part:
                 if is_held(other):
                     self.close()
                     _refuse(pattern, other)

@@ -49,7 +49,7 @@ import torch
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.image_files import ImageFile, join_files
+from wds_tensorcache.importers.joined_files import ImageFile, join_files
 from wds_tensorcache.importers.safe_files import load_safetensors, read_safetensors_header
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
@@ -63,10 +63,6 @@ _NOT_INFO = {"format", "software"}
 _TEXTS = ("filename", "latent_space_version", "class_name")
 # a text's hash contains the model, which its file does not name; the first ones have another name in latents
 _MODELS = ("flux", "sd1", "sd2", "sd3", "sdxl", "pixart", "auraflow", "ssd", "vega", "ltx2", "ltx2.3", "minimax_h3")
-
-
-def _recognize(folder: SourceFolder) -> int:
-    return sum(_FILE.fullmatch(name) is not None for name in folder.by_suffix.get(".safetensors", ()))
 
 
 def _open(folder: SourceFolder) -> Source:
@@ -181,5 +177,5 @@ def _info(metadata: dict[str, str]) -> dict[str, Any]:
 
 
 FORMAT = Format(
-    "ai-toolkit", "ai-toolkit: _latent_cache and _t_e_cache, joined by the names of the images", _recognize, _open
+    "ai-toolkit", "ai-toolkit: _latent_cache and _t_e_cache, joined by the names of the images", _FILE, _open
 )

@@ -34,47 +34,86 @@ interrupted: let diffusion-pipe finish it first.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from urllib.parse import quote
 
-from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.lookups.diffusion_pipe_items import (
-    DATABASE,
-    SHARD,
-    Item,
-    Spec,
-    read_database,
-)
-from wds_tensorcache.importers.lookups.media_names import name_media
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.importers.media_names import name_media
+from wds_tensorcache.importers.safe_files import parse_torch
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.pickles import peek_pth
 
+_DATABASE = "metadata.db"
+_SHARD = re.compile(r"shard_(0|[1-9]\d{0,8})", re.ASCII)
 _TEXT = re.compile(r"(uncond_)?text_embeddings_\d+", re.ASCII)
 _LATENTS = "latents"
 _SIZE = re.compile(r"(.*/)?cache_(?:([\d.]+)x)?\d+x\d+x(\d+)", re.ASCII)
+_PEEK_NBYTES = 1 << 13  # most pickles are shorter, unless their captions are long
+_Spec = tuple[Any, ...]  # `image_spec`, the tar (or None) and the name of the media file
 # for each text folder, the items of each media file, one for each caption
-_Texts = dict[str, dict["Spec | None", list[Item]]]
+_Texts = dict[str, dict["_Spec | None", list["_Item"]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """The bytes `[begin, end)` of a `.bin` file, which are a file of `torch.save`."""
+
+    file: str
+    begin: int
+    end: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, item at byte {self.begin}"
+
+    def load(self, folder: SourceFolder) -> dict[str, Any]:
+        try:
+            value = parse_torch(folder.read_range(self.file, self.begin, self.end), folder.trust)
+            if not isinstance(value, dict):
+                raise FormatError(f"contains {type(value).__name__}, expected a dict")
+        except TensorCacheError as exc:
+            raise exc.at(self.where) from exc
+        return value
+
+    def find_spec(self, folder: SourceFolder) -> _Spec | None:
+        """Return the item's `image_spec`; None if it has none, or is bad, which `load` reports."""
+        for end in sorted({min(self.begin + _PEEK_NBYTES, self.end), self.end}):
+            try:
+                value = peek_pth(folder.read_range(self.file, self.begin, end))
+                spec = value.get("image_spec") if isinstance(value, dict) else None
+                is_spec = isinstance(spec, (list, tuple)) and all(isinstance(part, (str, type(None))) for part in spec)
+                return tuple(spec) if is_spec and spec else None
+            except FormatError:
+                continue
+        return None
 
 
 def _recognize(folder: SourceFolder) -> int:
-    caches = {_split(name)[0] for name in folder.names if _split(name)[1] == DATABASE}
+    caches = {_split(name)[0] for name in folder.names if _split(name)[1] == _DATABASE}
     shards = (_split(name) for name in folder.by_suffix.get(".bin", ()))
-    return sum(path in caches and SHARD.fullmatch(file[:-4]) is not None for path, file in shards)
+    return sum(path in caches and _SHARD.fullmatch(file[:-4]) is not None for path, file in shards)
 
 
 def _open(folder: SourceFolder) -> Source:
     """Read all databases; find the text embeddings that belong to each of the latents."""
-    latents: dict[str, list[Item]] = {}
+    latents: dict[str, list[_Item]] = {}
     texts: dict[str, _Texts] = {}  # by the folder that contains the text folders
     unconds: dict[str, _Texts] = {}
     fingerprints: dict[str, str] = {}
     bad: dict[str, str] = {}
     listed: set[str] = set()
-    for database in (name for name in folder.names if _split(name)[1] == DATABASE):
+    for database in (name for name in folder.names if _split(name)[1] == _DATABASE):
         path = _split(database)[0]
         try:
-            fingerprints[path], items = read_database(folder, database)
+            fingerprints[path], items = _read_database(folder, database)
         except FormatError as exc:
             bad[database] = exc.reason
             continue
@@ -89,8 +128,8 @@ def _open(folder: SourceFolder) -> Source:
             latents[path] = items
     for name in folder.by_suffix.get(".bin", ()):
         path, file = _split(name)
-        if name not in listed and file.startswith("shard_") and f"{path}/{DATABASE}".lstrip("/") in folder:
-            bad[name] = f"is not listed in {DATABASE}, or {DATABASE} is bad"
+        if name not in listed and file.startswith("shard_") and f"{path}/{_DATABASE}".lstrip("/") in folder:
+            bad[name] = f"is not listed in {_DATABASE}, or {_DATABASE} is bad"
     samples = list(_latent_samples(folder, latents, texts, bad) if latents else _text_samples(folder, texts))
     for place, each in unconds.items():
         every = {cache: [item for items in specs.values() for item in items] for cache, specs in each.items()}
@@ -99,10 +138,10 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _latent_samples(
-    folder: SourceFolder, latents: dict[str, list[Item]], texts: dict[str, _Texts], bad: dict[str, str]
+    folder: SourceFolder, latents: dict[str, list[_Item]], texts: dict[str, _Texts], bad: dict[str, str]
 ) -> Iterator[SourceSample]:
     """Yield a sample for each of the latents; name text folders with items that no sample has in `bad`."""
-    used: set[tuple[str, Spec | None]] = set()
+    used: set[tuple[str, _Spec | None]] = set()
     for path, items in latents.items():
         parent, cache = _split(path)
         candidates = _text_folders(parent, texts)
@@ -146,14 +185,14 @@ def _text_samples(folder: SourceFolder, texts: dict[str, _Texts]) -> Iterator[So
 
 
 def _sample(
-    folder: SourceFolder, name: str, item: Item | None, captions: dict[str, list[Item]], problem: str | None
+    folder: SourceFolder, name: str, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None
 ) -> SourceSample:
     items = [*([item] if item else []), *(each for found in captions.values() for each in found)]
     files = tuple(dict.fromkeys(each.file for each in items))
     return SourceSample(name.lstrip("/"), files, partial(_load, folder, item, captions, problem))
 
 
-def _load(folder: SourceFolder, item: Item | None, captions: dict[str, list[Item]], problem: str | None) -> Loaded:
+def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None) -> Loaded:
     """Return the latents and the embeddings of their captions; `problem` says why these are not known."""
     value = item.load(folder) if item else {}
     if item and problem:
@@ -170,6 +209,90 @@ def _load(folder: SourceFolder, item: Item | None, captions: dict[str, list[Item
         merged = [{key: part for each in parts for key, part in each.items()} for parts in zip(*loaded, strict=True)]
         value["text"] = [{key: part for key, part in each.items() if key != "image_spec"} for each in merged]
     return Loaded(value)
+
+
+def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
+    """Return the fingerprint and the items of a cache, in the order in which the trainer numbers them.
+
+    The database is opened read-only and immutable, and only plain tables are read. Views, triggers, virtual tables, functions
+    and journals are refused, because SQLite would execute them.
+    """
+    path = name[: -len(_DATABASE)]
+    for suffix in ("-journal", "-wal"):
+        if f"{name}{suffix}" in folder:  # Hazard: SQLite would roll back what the journal lists
+            raise FormatError(
+                f"{_DATABASE}{suffix} exists, so caching was interrupted or still runs; let diffusion-pipe resume and finish it"
+            ).at(name)
+    uri = f"file:{quote(os.path.abspath(folder.locate(name)))}?mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(uri, uri=True)) as database:
+            database.text_factory = lambda text: text.decode("utf-8", "replace")
+            database.execute("PRAGMA trusted_schema=OFF")
+            tables = _list_tables(database)
+            fingerprints = database.execute("SELECT value FROM fingerprint LIMIT 1").fetchall()
+            rows = _read_rows(database.execute("SELECT shard, shard_index FROM items ORDER BY rowid"))
+            shards = {
+                table: _read_rows(database.execute(f"SELECT offset, size FROM {table} ORDER BY rowid"))
+                for table in tables
+                if _SHARD.fullmatch(table)
+            }
+        items = {
+            int(table[len("shard_") :]): _find_items(folder, f"{path}{table}.bin", extents)
+            for table, extents in shards.items()
+        }
+        return str(fingerprints[0][0] if fingerprints else ""), _order_items(rows, items)
+    except sqlite3.Error as exc:
+        raise FormatError(f"cannot be read: {exc!r:.300}").at(name) from exc
+    except FormatError as exc:
+        raise exc.at(name) from exc
+
+
+def _list_tables(database: sqlite3.Connection) -> list[str]:
+    """Return the names of all tables; raise FormatError if there is anything but plain tables of plain columns."""
+    schema = database.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    for kind, name, sql in schema:
+        if kind != "table" or not re.fullmatch(r"CREATE TABLE \w+ ?\(\w+(, ?\w+)*\)", str(sql), re.ASCII):
+            raise FormatError(
+                f"contains {str(kind)!r:.20} {str(name)!r:.80}, expected only the tables of diffusion-pipe"
+            )
+    return [str(name) for _, name, _ in schema]
+
+
+def _read_rows(rows: Iterable[tuple[Any, ...]]) -> list[tuple[int, int]]:
+    """Return rows of two integers that are not negative."""
+    pairs: list[tuple[int, int]] = []
+    for left, right in rows:
+        if left.__class__ is not int or right.__class__ is not int or min(left, right) < 0:
+            raise FormatError(f"row {len(pairs)} is ({left!r:.40}, {right!r:.40}), expected two offsets or numbers")
+        pairs.append((left, right))
+    return pairs
+
+
+def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]]) -> list[_Item]:
+    """Return the items of one `.bin` file, whose rows must follow each other without gaps."""
+    if file not in folder:
+        raise FormatError(f"{file} is missing")
+    items, end = [], 0
+    for begin, nbytes in extents:
+        if begin != end or not nbytes:
+            raise FormatError(f"{file}: the item of {nbytes:,} bytes at byte {begin:,} does not start at byte {end:,}")
+        end = begin + nbytes
+        items.append(_Item(file, begin, end))
+    folder.read_range(file, end, end)  # raises FormatError if the file is shorter
+    return items
+
+
+def _order_items(rows: list[tuple[int, int]], items: dict[int, list[_Item]]) -> list[_Item]:
+    """Return the items in the order of the table `items`, which must contain each once."""
+    ordered = []
+    for shard, number in rows:
+        of_shard = items.get(shard, [])
+        if number >= len(of_shard):
+            raise FormatError(f"item {number} of shard {shard} does not exist")
+        ordered.append(of_shard[number])
+    if not len(ordered) == len(set(ordered)) == sum(map(len, items.values())):
+        raise FormatError(f"the table 'items' has {len(ordered)} rows, expected one for each item in the shards")
+    return ordered
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -34,9 +34,10 @@ import torch
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
 from wds_tensorcache.importers.file_parts import list_zip, view_zip_file
-from wds_tensorcache.importers.safe_files import as_tensor, parse_npy
+from wds_tensorcache.importers.safe_files import as_tensor
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.arrays import parse_npy
 
 _MOMENTS = re.compile(r"((?:.*/)?)(\d{5}/img-mean-std-\d{8}\.npy)", re.DOTALL | re.ASCII)
 _IMAGES, _FEATURES = "images/", "vae-sd/"

@@ -39,10 +39,6 @@ _FILE = re.compile(r"(?:.*/)?latents_rank\d+_shard\d+\.safetensors", re.DOTALL |
 _STATS = "latents_stats.pt"
 
 
-def _recognize(folder: SourceFolder) -> int:
-    return sum(_FILE.fullmatch(name) is not None for name in folder.by_suffix.get(".safetensors", ()))
-
-
 def _open(folder: SourceFolder) -> Source:
     """Find the rows of all `.safetensors` files, as LightningDiT does."""
     samples: list[SourceSample] = []
@@ -102,4 +98,4 @@ def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
     return found
 
 
-FORMAT = Format("lightningdit", "LightningDiT: latents_rank*_shard*.safetensors of ImageNet", _recognize, _open)
+FORMAT = Format("lightningdit", "LightningDiT: latents_rank*_shard*.safetensors of ImageNet", _FILE, _open)

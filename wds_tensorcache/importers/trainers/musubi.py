@@ -42,68 +42,34 @@ from typing import Any
 import torch
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.image_files import ImageFile, join_files
+from wds_tensorcache.importers.joined_files import ImageFile, JoinedFiles, Table, join_files
 from wds_tensorcache.importers.safe_files import load_safetensors
-from wds_tensorcache.importers.source import Format, Loaded, Source, one_or_all
+from wds_tensorcache.importers.source import Format, Loaded, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.suffixed_keys import (
-    CommonMetadata,
-    as_numbers,
-    parse_key,
-    peek_header,
-    probe_headers,
-    short_names,
-)
+from wds_tensorcache.importers.suffixed_keys import as_numbers, parse_key, short_names
 
-_LATENTS = re.compile(r"(.+)_(\d{4,}x\d{4,})_([a-z][a-z0-9]*)\.safetensors", re.DOTALL)
-_TEXT = re.compile(r"(.+)_([a-z][a-z0-9]*)_te\.safetensors", re.DOTALL)
-_TEXT_OF_KOHYA = re.compile(r".+_\d+(_m)?_te\.safetensors", re.DOTALL)
 _PART = re.compile(r"(.+)_(\d{5,})-\d{3,}(?:-(\d+))?", re.DOTALL)
 
 
-def _recognize(folder: SourceFolder) -> int:
-    names = folder.by_suffix.get(".safetensors", [])
-    fitting = [name for name in names if _is_text(name) or _LATENTS.fullmatch(name)]
-    if not fitting or 2 * len(fitting) < len(names):
-        return 0
-    probed = probe_headers(folder, fitting)
-    return len(fitting) * sum(map(_is_ours, probed.values())) // len(probed)
-
-
-def _is_text(name: str) -> bool:
-    return bool(_TEXT.fullmatch(name)) and not _TEXT_OF_KOHYA.fullmatch(name)
-
-
-def _is_ours(metadata: dict[str, str]) -> bool:
+def _is_ours(name: str, metadata: dict[str, str]) -> bool:
     is_kohya = any(key.startswith("crop_ltrb") for key in metadata)
     return {"architecture", "format_version"} <= metadata.keys() and not is_kohya
 
 
+_TABLE = Table(
+    "musubi-tuner",
+    re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL),
+    # texts of kohya have the number of their tokens in front of `_te`
+    re.compile(r"(?!.+_\d+(?:_m)?_te\.)(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_te\.safetensors", re.DOTALL),
+    _is_ours,
+    {"latents": "width|height|frame_count", "text": "caption1"},
+)
+
+
 def _open(folder: SourceFolder) -> Source:
-    latents, texts, bad, architectures = [], [], {}, set()
-    of_latents = CommonMetadata(re.compile("width|height|frame_count"))
-    of_texts = CommonMetadata(re.compile("caption1"))
-    for name in folder.by_suffix.get(".safetensors", ()):
-        match = _LATENTS.fullmatch(name) or (_TEXT.fullmatch(name) if _is_text(name) else None)
-        keys, metadata = peek_header(folder, name)
-        if match is None or (metadata and not _is_ours(metadata)):
-            bad[name] = "is not a file of musubi-tuner: its name or its metadata differ"
-            continue
-        is_text = match.re is _TEXT
-        if is_text:
-            texts.append(ImageFile(name, match[1], match[2]))
-        else:
-            latents.append(ImageFile(name, match[1], match[3], match[2]))
-        if keys:
-            (of_texts if is_text else of_latents).add(keys, metadata)
-        architectures |= {metadata["architecture"]} if metadata else set()
-    load = partial(_load, folder, of_latents, of_texts)
-    provenance = {
-        "architecture": one_or_all(architectures),
-        "metadata": {"latents": of_latents.shared, "text": of_texts.shared},
-        "keys": sorted(of_latents.scheme | of_texts.scheme),
-    }
-    return Source(join_files(latents, texts, load, _stem_of_video), provenance, bad)
+    files = _TABLE.find(folder)
+    samples = join_files(files.latents, files.texts, partial(_load, folder, files), _stem_of_video)
+    return Source(samples, files.provenance, files.bad)
 
 
 def _stem_of_video(stem: str) -> str:
@@ -112,12 +78,7 @@ def _stem_of_video(stem: str) -> str:
 
 
 def _load(
-    folder: SourceFolder,
-    of_latents: CommonMetadata,
-    of_texts: CommonMetadata,
-    latents: ImageFile | None,
-    resolution: str,
-    texts: Sequence[ImageFile],
+    folder: SourceFolder, files: JoinedFiles, latents: ImageFile | None, _: str, texts: Sequence[ImageFile]
 ) -> Loaded:
     sample: dict[str, Any] = {}
     rest: dict[str, dict[str, str]] = {}
@@ -130,13 +91,13 @@ def _load(
             sample |= _facts(latents.stem, metadata)
         except FormatError as exc:
             raise exc.at(latents.name) from exc
-        rest["latents"] = of_latents.rest_of(metadata)
+        rest["latents"] = files.metadata["latents"].rest_of(metadata)
     for text in texts:
         tensors, metadata = load_safetensors(folder, text.name)
         sample["text"] = _named(tensors)
         if "caption1" in metadata:
             sample["caption"] = metadata["caption1"]
-        rest["text"] = of_texts.rest_of(metadata)
+        rest["text"] = files.metadata["text"].rest_of(metadata)
     rest = {kind: entries for kind, entries in rest.items() if entries}
     return Loaded(sample | ({"metadata": rest} if rest else {}))
 
@@ -162,4 +123,6 @@ def _facts(stem: str, metadata: dict[str, str]) -> dict[str, Any]:
     return facts
 
 
-FORMAT = Format("musubi", "musubi-tuner: .safetensors files of latents and text encoder outputs", _recognize, _open)
+FORMAT = Format(
+    "musubi", "musubi-tuner: .safetensors files of latents and text encoder outputs", _TABLE.recognize, _open
+)

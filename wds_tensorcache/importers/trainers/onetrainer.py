@@ -39,7 +39,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.lookups.media_names import name_media, number_repeats
+from wds_tensorcache.importers.media_names import name_media, number_repeats
 from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder

@@ -41,7 +41,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.image_files import ImageFile, join_files, note_resolutions
+from wds_tensorcache.importers.joined_files import ImageFile, join_files, note_resolutions
 from wds_tensorcache.importers.safe_files import list_npz, load_npz
 from wds_tensorcache.importers.source import Format, Loaded, Source, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder

@@ -27,79 +27,52 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.image_files import ImageFile, join_files, note_resolutions
+from wds_tensorcache.importers.joined_files import ImageFile, JoinedFiles, Table, join_files, note_resolutions
 from wds_tensorcache.importers.safe_files import load_safetensors
-from wds_tensorcache.importers.source import Format, Loaded, Source, one_or_all
+from wds_tensorcache.importers.source import Format, Loaded, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.suffixed_keys import (
-    CommonMetadata,
-    as_numbers,
-    parse_key,
-    peek_header,
-    probe_headers,
-    short_names,
-)
+from wds_tensorcache.importers.suffixed_keys import as_numbers, parse_key, short_names
 
-_LATENTS = re.compile(r"(.+)_(\d{4,}x\d{4,})_([a-z][a-z0-9]*)\.safetensors", re.DOTALL)
-_TEXT = re.compile(r"(.+)_([a-z][a-z0-9]*)_(\d+(?:_m)?)_te\.safetensors", re.DOTALL)
+_TEXTS = re.compile(r"(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_(?P<label>\d+(?:_m)?)_te\.safetensors", re.DOTALL)
 _PROMPT = re.compile(r"(.+)_(\d{1,4})", re.DOTALL)
-
-
-def _recognize(folder: SourceFolder) -> int:
-    names = folder.by_suffix.get(".safetensors", [])
-    fitting = [name for name in names if _TEXT.fullmatch(name) or _LATENTS.fullmatch(name)]
-    if not fitting or 2 * len(fitting) < len(names):
-        return 0
-    latents = [name for name in fitting if not _TEXT.fullmatch(name)]
-    probed = [_is_ours(name, metadata) for name, metadata in probe_headers(folder, latents or fitting).items()]
-    return len(fitting) * sum(probed) // len(probed)
 
 
 def _is_ours(name: str, metadata: dict[str, str]) -> bool:
     is_latents = any(key.startswith("crop_ltrb_") for key in metadata)
-    return {"architecture", "format_version"} <= metadata.keys() and (is_latents or bool(_TEXT.fullmatch(name)))
+    return {"architecture", "format_version"} <= metadata.keys() and (is_latents or bool(_TEXTS.fullmatch(name)))
+
+
+_TABLE = Table(
+    "sd-scripts",
+    re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL),
+    _TEXTS,
+    _is_ours,
+    {"latents": "width|height|crop_ltrb_.*", "text": r"caption\d+"},
+)
 
 
 def _open(folder: SourceFolder) -> Source:
-    latents, texts, bad, architectures = [], [], {}, set()
-    of_latents = CommonMetadata(re.compile(r"width|height|crop_ltrb_.*"))
-    of_texts = CommonMetadata(re.compile(r"caption\d+"))
-    num_captions = 1
-    for name in folder.by_suffix.get(".safetensors", ()):
-        match = _TEXT.fullmatch(name) or _LATENTS.fullmatch(name)
-        keys, metadata = peek_header(folder, name)
-        if match is None or (metadata and not _is_ours(name, metadata)):
-            bad[name] = "is not a file of sd-scripts: its name or its metadata differ"
-            continue
-        parsed = [parse_key(key) for key in keys]
-        if match.re is _TEXT:
-            texts.append(ImageFile(name, match[1], match[2], match[3]))
-            num_captions = max(num_captions, *(number + 1 for number, _ in map(_prompt, keys)), 1)
-        else:
-            sizes = dict.fromkeys(f"_{each.resolution}" for each in parsed if each.content == "latents")
-            latents.append(ImageFile(name, match[1], match[3], match[2], tuple(sizes) or ("",)))
-        if keys:
-            (of_texts if match.re is _TEXT else of_latents).add(keys, metadata)
-        architectures |= {metadata["architecture"]} if metadata else set()
-    labels = {text.label for text in texts}
-    load = partial(_load, folder, of_latents, of_texts, len(labels) > 1, num_captions > 1)
-    provenance = {
-        "architecture": one_or_all(architectures),
-        "metadata": {"latents": of_latents.shared, "text": of_texts.shared},
-        "tokens": sorted(labels),
-        "keys": sorted(of_latents.scheme | of_texts.scheme),
-    }
-    return Source(join_files(latents, texts, load), provenance, bad, notes=note_resolutions(latents))
+    files = _TABLE.find(folder)
+    latents = []
+    for file in files.latents:
+        keys = map(parse_key, file.tensors)
+        sizes = dict.fromkeys(f"_{key.resolution}" for key in keys if key.content == "latents")
+        latents.append(replace(file, resolutions=tuple(sizes) or ("",)))
+    has_many = any(_prompt(key)[0] for text in files.texts for key in text.tensors)
+    labels = {text.label for text in files.texts}
+    load = partial(_load, folder, files, len(labels) > 1, has_many)
+    provenance = {**files.provenance, "tokens": sorted(labels)}
+    return Source(join_files(latents, files.texts, load), provenance, files.bad, notes=note_resolutions(latents))
 
 
 def _load(
     folder: SourceFolder,
-    of_latents: CommonMetadata,
-    of_texts: CommonMetadata,
+    files: JoinedFiles,
     is_labeled: bool,
     has_many: bool,
     latents: ImageFile | None,
@@ -108,24 +81,21 @@ def _load(
 ) -> Loaded:
     sample: dict[str, Any] = {}
     rest: dict[str, Any] = {}
-    for file in (latents, *texts):
-        if file is None:
-            continue
+    for file in filter(None, (latents, *texts)):
         tensors, metadata = load_safetensors(folder, file.name)
         try:
             if file is latents:
-                sample, rest["latents"] = _latents(tensors, metadata, resolution), of_latents.rest_of(metadata)
+                sample = _latents(tensors, metadata, resolution)
+                rest["latents"] = files.metadata["latents"].rest_of(metadata)
                 continue
             prompts = _prompts(tensors, metadata)
             captions = [metadata.get(f"caption{number + 1}") for number in range(len(prompts))]
-            found = (
-                {"texts": prompts, "captions": captions} if has_many else {"text": prompts[0], "caption": captions[0]}
-            )
-            (kind, states), (of_caption, caption) = found.items()
+            kind, states = ("texts", prompts) if has_many else ("text", prompts[0])
+            of_caption, caption = ("captions", captions) if has_many else ("caption", captions[0])
             if sample.setdefault(of_caption, caption) != caption:
                 raise FormatError("has another caption than the texts of other lengths")
             name = f"{kind}_{file.label}" if is_labeled else kind
-            sample[name], rest[name] = states, of_texts.rest_of(metadata)
+            sample[name], rest[name] = states, files.metadata["text"].rest_of(metadata)
         except FormatError as exc:
             raise exc.at(file.name) from exc
     rest = {kind: entries for kind, entries in rest.items() if entries}
@@ -179,5 +149,8 @@ def _prompts(tensors: dict[str, Any], metadata: dict[str, str]) -> list[dict[str
 
 
 FORMAT = Format(
-    "kohya-safetensors", "kohya sd-scripts, branch new_cache: the same data in .safetensors files", _recognize, _open
+    "kohya-safetensors",
+    "kohya sd-scripts, branch new_cache: the same data in .safetensors files",
+    _TABLE.recognize,
+    _open,
 )

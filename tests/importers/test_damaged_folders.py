@@ -1,0 +1,157 @@
+"""Files of trainers that are damaged or large: right samples, or errors that the import reports."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.importers import test_comfyui as comfyui
+from tests.importers import test_diffusion_pipe as diffusion_pipe
+from tests.importers import test_edm2 as edm2
+from tests.importers import test_kohya as kohya
+from tests.importers import test_lightningdit as lightningdit
+from tests.importers import test_ltx as ltx
+from tests.importers import test_musubi as musubi
+from tests.importers import test_nemo as nemo
+from tests.importers import test_simpletuner as simpletuner
+from tests.importers.folders import Gadget, assert_left_out, imported, leaves
+from tests.same import assert_same
+from wds_tensorcache.importers.source_folder import SourceFolder
+
+
+def write_kohya(folder: Path) -> None:
+    for name in "ab":
+        kohya.save_latents(folder / f"{name}_0512x0512_flux.npz", (2, 3, 3), end="_3x3")
+
+
+def write_new_kohya(folder: Path) -> None:
+    for name in "ab":
+        kohya.save_new(folder / f"{name}_0512x0512_sdxl.safetensors", (512, 512), torch.randn(4, 8, 8))
+        kohya.save_new_text(folder / f"{name}_sdxl_225_te.safetensors", name)
+
+
+def write_musubi(folder: Path) -> None:
+    for name in "ab":
+        musubi.save_image(folder, name, "wan")
+        musubi.save_text(folder, name, "wan")
+
+
+def write_comfyui(folder: Path) -> None:
+    comfyui.save_set(folder, *comfyui.make_set(4), shard_size=2)
+    (folder / "metadata.json").unlink()
+
+
+def write_edm2(folder: Path) -> None:
+    for name in "ab":
+        edm2.write_zip(folder / f"{name}.zip", edm2.GOOD)
+
+
+def write_lightningdit(folder: Path) -> None:
+    for shard in range(2):
+        lightningdit.save(folder / lightningdit.NAME.format(0, shard), lightningdit.rows_of(3))
+
+
+def write_diffusion_pipe(folder: Path) -> None:
+    for name in "ab":
+        items = [diffusion_pipe.latent_item(f"/{i}.png", ["x"], 2) for i in range(3)]
+        diffusion_pipe.write_cache(folder / name / "latents", items)
+
+
+WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "kohya": (write_kohya, "a*"),
+    "kohya-safetensors": (write_new_kohya, "a*"),
+    "musubi": (write_musubi, "a*"),
+    "comfyui": (write_comfyui, "shard_0000*"),
+    "edm2": (write_edm2, "a*"),
+    "lightningdit": (write_lightningdit, "*shard000*"),
+    "diffusion-pipe": (write_diffusion_pipe, "a/latents/*"),
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", WRITERS)
+def test_damage(tmp_path: Path, name: str, seed: int) -> None:
+    writer, pattern = WRITERS[name]
+    writer(tmp_path / "whole")
+    expected, report = imported(tmp_path / "whole", tmp_path / "all", format=name)
+    draw = random.Random(seed)
+    shutil.copytree(tmp_path / "whole", tmp_path / "in")
+    path = draw.choice(sorted((tmp_path / "in").glob(pattern)))
+    raw = bytearray(path.read_bytes())
+    # headers are at the beginning or at the end
+    places = (range(8), range(min(len(raw), 2500)), range(max(0, len(raw) - 1500), len(raw)))[seed % 3]
+    for _ in range(draw.choice((1, 4))):
+        raw[draw.choice(places)] ^= 1 << draw.randrange(8)
+    if seed > 9:
+        del raw[draw.randrange(len(raw)) :]
+    path.write_bytes(raw)
+    found, report = imported(tmp_path / "in", tmp_path / "out", format=name, on_error="skip")
+    others = [sample for sample in expected if not sample.startswith(("a", "shard_0000", "latents_rank00_shard000"))]
+    assert len(others) >= len(expected) // 2
+    for sample in others:
+        assert_same(expected[sample], found[sample])
+    assert report.skipped or found.keys() == expected.keys() or seed < 10
+
+
+@pytest.mark.parametrize("name", ["comfyui", "edm2", "lightningdit"])
+def test_large_files_are_read_by_position(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of many samples may be larger than memory."""
+    WRITERS[name][0](tmp_path / "in")
+    lengths = []
+    view = SourceFolder.view_open
+
+    def spy(self: SourceFolder, file: Any, name: str, begin: int = 0, end: int | None = None, *more: Any) -> memoryview:
+        content = view(self, file, name, begin, end, *more)
+        lengths.append(len(content))
+        return content
+
+    monkeypatch.setattr(SourceFolder, "view_open", spy)
+    monkeypatch.setattr(SourceFolder, "read", None)  # it would read a whole file
+    samples, _ = imported(tmp_path / "in", tmp_path / "out", format=name, num_workers=3)
+    largest = max(tensor.nbytes for tensor in leaves(list(samples.values())))
+    assert len(lengths) >= 2 * len(samples)
+    assert max(lengths) <= largest + 200  # an .npy file has a header
+
+
+def write_nemo(folder: Path) -> list[str]:
+    return [f"{name}.pt" for name in nemo.write_cache(folder, 2)]
+
+
+def write_ltx(folder: Path) -> list[str]:
+    for name in "ab":
+        ltx.save(ltx.latents(0), folder / f".precomputed/latents/{name}.pt")
+        ltx.save(ltx.conditions(0), folder / f".precomputed/conditions/{name}.pt")
+    return [f".precomputed/latents/{name}.pt" for name in "ab"]
+
+
+def write_simpletuner(folder: Path) -> list[str]:
+    names = [f"vae/{simpletuner.vae_name(name)}" for name in "ab"]
+    for name in names:
+        simpletuner.save(torch.randn(4, 8, 8), folder / name, compress=True)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(Gadget(), "--trust"), ([1], "expected a"), (b"PK\x03\x04 hello", "pt")]
+)
+@pytest.mark.parametrize("writer", [write_nemo, write_ltx, write_simpletuner])
+def test_files_of_torch(
+    tmp_path: Path, writer: Callable[[Path], list[str]], content: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bad, good = writer(tmp_path / "in")
+    if isinstance(content, bytes):
+        (tmp_path / "in" / bad).write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "in" / bad)
+    if content == [1] and writer is write_ltx:
+        return  # any content is a part of its samples
+    name = good.removesuffix(".pt").removeprefix(".precomputed/latents/")
+    assert_left_out(tmp_path / "in", bad, message, [name])
+    assert not Path("hacked").exists()

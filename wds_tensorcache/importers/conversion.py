@@ -1,0 +1,253 @@
+"""Convert the samples of a source, and write them: each worker writes whole shards, which are planned before."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import math
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.tree import rebuild
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.importers.narrow import narrow
+from wds_tensorcache.importers.report import Skipped
+from wds_tensorcache.importers.source import Loaded, SourceSample
+from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trim import trim
+from wds_tensorcache.progress import Progress
+from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
+from wds_tensorcache.storage.system import SHORTAGES
+from wds_tensorcache.writing.writer import ShardWriter
+
+_MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
+_MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # so many samples or bytes are worth several shards
+_NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
+_NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
+_POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+
+
+def plan_shards(
+    indexes: Sequence[int],
+    samples: Sequence[SourceSample],
+    folder: SourceFolder,
+    max_samples: float = math.inf,
+    max_nbytes: float = math.inf,
+) -> list[Sequence[int]]:
+    """Divide samples into shards by the sizes of their files; the number of workers does not count."""
+    shared = Counter(file for index in indexes for file in samples[index].files)
+    sizes = dict.fromkeys(shared, 0.0)
+    for file, count in shared.items():
+        with suppress(OSError):  # reading the sample reports it
+            sizes[file] = os.path.getsize(folder.locate(file)) / count
+    nbytes = [sum(map(sizes.__getitem__, samples[index].files)) for index in indexes]
+    num_shards = math.ceil(max(len(indexes) / max_samples, sum(nbytes) / max_nbytes, 1))
+    if max_samples < math.inf and (len(indexes) >= _MANY_SAMPLES or sum(nbytes) >= _MANY_NBYTES):
+        num_shards += -num_shards % _NUM_SHARDS
+    most = min(max_samples, math.ceil(len(indexes) / num_shards))
+    starts, num_bytes = [0], 0.0
+    for at, size in enumerate(nbytes):
+        if at - starts[-1] >= most or num_bytes >= max_nbytes:
+            starts.append(at)
+            num_bytes = 0
+        num_bytes += size
+    return [indexes[begin:end] for begin, end in zip(starts, [*starts[1:], len(indexes)], strict=True) if begin < end]
+
+
+@dataclass(slots=True)
+class Written:
+    """What was written into a shard.
+
+    Attributes:
+        counts: Values of the attributes of `ImportReport` with these names; and of the samples that were probed, "probed" and
+            "narrowable" bytes.
+        forms: Sets of the entries and members of samples: how many samples have each, and the name of the first of these.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    skipped: list[Skipped] = field(default_factory=list)
+    forms: dict[frozenset[str], tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Conversion:
+    """The conversion of the samples of a source, which have keys.
+
+    Attributes:
+        narrow, masks, drop_padding: The options of `import_cache`.
+        stops: Whether a bad sample raises its error.
+        open_writer: Function from the number of a shard to its `ShardWriter`.
+    """
+
+    folder: SourceFolder
+    samples: Sequence[SourceSample]
+    keys: Sequence[str]
+    narrow: bool
+    masks: dict[str, str]
+    drop_padding: bool
+    stops: bool
+    open_writer: Callable[[int], ShardWriter]
+    _probed: set[int] = field(default_factory=set)
+    _is_over: Any = None  # memory that worker processes share
+    _num_done: Any = None
+    _slots: dict[int, int] = field(default_factory=dict)
+
+    def write_all(
+        self,
+        shards: Mapping[int, Sequence[int]],
+        num_workers: int,
+        may_fork: bool,
+        progress: bool | Callable[[int, int | None], object] | None,
+        num_present: int,
+    ) -> list[Written]:
+        """Write shards by number; return the counts of each.
+
+        Raises:
+            ChildProcessError: A worker process was killed.
+        """
+        todo = sorted(index for shard in shards.values() for index in shard)
+        self._probed = set() if self.narrow else set(todo[:_NUM_PROBED])
+        self._slots = {number: slot for slot, number in enumerate(shards)}
+        self._num_done = np.frombuffer(mmap.mmap(-1, 8 * max(1, len(shards))), np.int64)
+        self._is_over = np.frombuffer(mmap.mmap(-1, 1), bool)
+        num_workers = min(num_workers, len(shards))
+        pool: Executor
+        if may_fork and num_workers > 1 and len(todo) >= _MIN_SAMPLES and _is_fork_safe():
+            pool = ProcessPoolExecutor(num_workers, get_context("fork"), _begin_worker, (self, os.getpid()))
+            write: Callable[..., Written] = _write_shard
+        else:
+            pool, write = ThreadPoolExecutor(max(1, num_workers)), self.write_shard
+        try:
+            # Workers start first: a bar may have a thread, and a process with threads is not forked.
+            futures = [pool.submit(write, number, shard) for number, shard in shards.items()]
+            with closing(Progress(progress, num_present + len(todo), unit=" samples", smoothing=0)) as bar:
+                for future in futures:
+                    bar.show(num_present + int(self._num_done.sum()), num_present)
+                    while not wait([future], _POLL_S).done:
+                        bar.show(num_present + int(self._num_done.sum()), num_present)
+                    future.result()
+                bar.show(num_present + len(todo), num_present)
+            return [future.result() for future in futures]
+        except BrokenExecutor as exc:
+            remedy = "finished shards stay, and the import can resume"
+            raise ChildProcessError(f"a worker process was killed, for example for lack of memory; {remedy}") from exc
+        finally:
+            self._is_over[0] = True
+            pool.shutdown(cancel_futures=True)
+
+    def write_shard(self, number: int, indexes: Sequence[int]) -> Written:
+        """Write one shard; bad samples are left out, or raise their error."""
+        written = Written()
+        with self.open_writer(number) as writer:
+            for index in indexes:
+                if self._is_over[0]:
+                    raise InterruptedError("the import has ended")
+                self._write_sample(writer, index, written)
+                self._num_done[self._slots[number]] += 1
+        return written
+
+    def _write_sample(self, writer: ShardWriter, index: int, written: Written) -> None:
+        sample = self.samples[index]
+        try:
+            loaded, saved = self._convert(sample, index)
+            key = self.keys[index]
+            if older_key(key) and any(len(f"{key}.{suffix}") > MAX_MEMBER_NBYTES for suffix in loaded.members):
+                key = hashed_key(sample.name)  # at most 80 characters instead of 88, so that the members' names fit
+            packed = writer._pack(key, loaded.value, dict(loaded.members))
+        except (TensorCacheError, OSError, RecursionError) as exc:
+            self.folder.check_shortage()
+            if isinstance(exc, OSError) and exc.errno in SHORTAGES and not isinstance(exc, TensorCacheError):
+                raise
+            error = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
+            error = error.at(sample.name) if isinstance(error, TensorCacheError) else error
+            if self.stops:
+                raise error from exc.__cause__
+            written.skipped.append(Skipped(sample.name, sample.files, str(error)))
+            written.counts["num_skipped"] += 1
+            return
+        except MemoryError as exc:
+            raise OSError(errno.ENOMEM, f"{sample.name}: not enough memory") from exc
+        self.folder.check_shortage()
+        writer._place(packed)
+        nbytes = sum(cache.layout.nbytes - cache.layout.data_begin for cache in packed.caches)
+        written.counts.update(saved, num_written=1, num_hashed=isinstance(key, NamedKey), nbytes=nbytes)
+        if index in self._probed:
+            written.counts["probed"] += nbytes
+        entries = map(str, loaded.value) if isinstance(loaded.value, dict) else ()
+        form = frozenset((*entries, *(f".{suffix}" for suffix in loaded.members)))
+        number, first = written.forms.get(form, (0, sample.name))
+        written.forms[form] = number + 1, first
+
+    def _convert(self, sample: SourceSample, index: int) -> tuple[Loaded, Counter[str]]:
+        """Read a sample, trim and narrow its tensors; return it, and the bytes that each saves."""
+        try:
+            loaded = sample.load()
+        except (TensorCacheError, ImportError, MemoryError, OSError, RecursionError):
+            raise
+        except Exception as exc:  # hostile files may have any values
+            raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+        for suffix in loaded.members:
+            if suffix == FIELD or suffix.endswith(f".{FIELD}"):
+                raise FormatError(f"member {suffix!r:.100} has a name that is reserved for caches")
+        value, saved = loaded.value, Counter[str]()
+        if self.masks:
+            value, saved["nbytes_trimmed"] = trim(value, self.masks, self.drop_padding)
+
+        def convert(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+                return leaf  # packing refuses a sparse tensor, and says where it is
+            narrowed = narrow(leaf)
+            saved["nbytes_narrowed" if self.narrow else "narrowable"] += leaf.nbytes - narrowed.nbytes
+            return narrowed if self.narrow else leaf
+
+        if self.narrow or index in self._probed:
+            value = rebuild(value, convert)
+        return Loaded(value, loaded.members), saved
+
+
+def _is_fork_safe() -> bool:
+    """Return whether a forked child may run torch, and ends with this process.
+
+    Hazard: another thread may hold a lock, which the child would have forever. CUDA and Arrow do not work after a fork.
+    """
+    return (
+        sys.platform == "linux"
+        and threading.active_count() == 1
+        and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        and not sys.modules.keys() & {"pyarrow", "jax"}
+    )
+
+
+_worker: Conversion  # of a worker process
+
+
+def _begin_worker(conversion: Conversion, parent: int) -> None:
+    global _worker
+    _worker = conversion
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # a collection would copy the pages of all objects
+    torch.set_num_threads(1)  # Hazard: the child does not have the threads of OpenMP, and would wait for them
+
+
+def _write_shard(number: int, indexes: Sequence[int]) -> Written:
+    return _worker.write_shard(number, indexes)

@@ -1,1 +1,0 @@
-"""Convert samples of a source, in threads or in worker processes, and write them in their order."""

@@ -1,1 +1,0 @@
-"""Files that tell which items belong together: databases, lists of images, and paths of media files."""

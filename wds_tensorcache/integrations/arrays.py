@@ -1,0 +1,151 @@
+"""The bytes of `.npy`, `.npz` and gzip files, decoded at a cost that is a small multiple of their length."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import struct
+import zipfile
+import zlib
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from wds_tensorcache.errors import FormatError
+
+try:
+    from isal.isal_zlib import crc32  # ten times as fast
+except ImportError:
+    from zlib import crc32
+
+ZIP = b"PK\x03\x04"
+_IS_ENCRYPTED = 1
+_PIECE_NBYTES = 1 << 20
+Array = np.ndarray[Any, Any]
+
+
+def parse_npy(content: Any, trust: bool = False) -> Array:
+    """Return the array in the content of an `.npy` file; run the pickles in it only if `trust`.
+
+    Raises:
+        FormatError: The content is too short, or contains pickled objects.
+        ValueError: It is not the content of an `.npy` file.
+
+    Memory: aliases `content`, and may be unaligned.
+    """
+    is_short = len(content) > 6 and content[6] == 1
+    begin = 10 + int.from_bytes(content[8:10], "little") if is_short else 12 + int.from_bytes(content[8:12], "little")
+    shape, is_fortran, dtype = _parse_npy_header(bytes(content[:begin]))
+    if dtype.hasobject and trust:
+        return np.lib.format.read_array(io.BytesIO(content), allow_pickle=True)
+    if dtype.hasobject:
+        raise FormatError(
+            f"an array of {dtype} contains pickled objects, which run only if you trust the file; store plain arrays"
+        )
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or begin + count * dtype.itemsize > len(content) or (count and not dtype.itemsize):
+        raise FormatError(f"an array of {dtype} {list(shape)!r:.200} exceeds its file of {len(content):,} bytes")
+    flat = np.frombuffer(content, dtype, count, begin) if count * dtype.itemsize else np.empty(count, dtype)
+    return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+@lru_cache(256)  # the arrays of a trainer have few different shapes
+def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order and dtype; True for Fortran's order."""
+    stream = io.BytesIO(head)
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise FormatError(f"version {version} of npy is unknown")
+    # version 3 is version 2 with non-ASCII field names
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(stream)
+
+
+def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
+    """Return the files in a zip by name.
+
+    Raises:
+        FormatError: Two files have the same name, or one has none.
+        zipfile.BadZipFile, and other exceptions of `zipfile`: The list is damaged.
+    """
+    with zipfile.ZipFile(file) as archive:
+        files = archive.infolist()
+    listed = {file.filename: file for file in files}
+    if len(listed) < len(files):
+        raise FormatError("two files in the zip have the same name")
+    if "" in listed:
+        raise FormatError("a file in the zip has no name")
+    return listed
+
+
+def find_content(head: Any, file: zipfile.ZipInfo) -> int:
+    """Return the offset in a zip of the content of a file, from the first 30 bytes of the file's header.
+
+    Raises:
+        FormatError: The file is damaged, encrypted, or compressed by anything but deflate.
+    """
+    # other methods may allocate gigabytes before the first byte, for example LZMA for its dictionary
+    is_known = file.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    if len(head) < 30 or head[:4] != ZIP or file.flag_bits & _IS_ENCRYPTED or not is_known:
+        raise FormatError("is damaged, encrypted, or compressed, but not by deflate")
+    name_nbytes, extra_nbytes = struct.unpack_from("<HH", head, 26)
+    return file.header_offset + 30 + int(name_nbytes) + int(extra_nbytes)
+
+
+def check_content(content: Any, file: zipfile.ZipInfo) -> None:
+    """Raise FormatError if the content of a file in a zip has another length or CRC than the zip lists."""
+    if len(content) != file.file_size or crc32(content) != file.CRC:
+        raise FormatError("is damaged: its length or CRC is not as listed")
+
+
+def parse_npz(
+    content: memoryview, files: dict[str, zipfile.ZipInfo], limit: int, remedy: str, trust: bool = False
+) -> dict[str, Array]:
+    """Return the arrays of an `.npz` file by name, as `parse_npy` does.
+
+    Args:
+        content, files: The file, and what `list_zip` returns for it.
+        limit: Limit for the total bytes of all arrays.
+        remedy: Advice for users that trust the file, at the end of a message about the limit.
+        trust: As for `parse_npy`.
+
+    Raises:
+        FormatError: The file is damaged, contains pickled objects or other files, or expands too much.
+
+    Memory: arrays that are not compressed alias `content`.
+    """
+    expanded = sum(file.file_size for file in files.values())
+    if expanded > limit:
+        raise FormatError(f"{len(content):,} bytes expand to {expanded:,}, expected at most {limit:,}{remedy}")
+    arrays = {}
+    for name, file in files.items():
+        try:
+            if not name.endswith(".npy"):
+                raise FormatError("is not an array")
+            begin = find_content(content[file.header_offset : file.header_offset + 30], file)
+            raw = content[begin : begin + file.compress_size]
+            if file.compress_type == zipfile.ZIP_DEFLATED:
+                raw = memoryview(zlib.decompressobj(-15).decompress(raw, file.file_size + 1))
+            check_content(raw, file)
+            arrays[name[:-4]] = parse_npy(raw, trust)
+        except FormatError as exc:
+            raise exc.at(f"array {name.removesuffix('.npy')!r:.100}") from exc
+    return arrays
+
+
+def gunzip(raw: bytes, limit: int, remedy: str) -> bytes:
+    """Return the content of a gzip file; `remedy` is advice if it expands to more than `limit` bytes.
+
+    Raises:
+        FormatError: The file expands too much.
+        EOFError, OSError, zlib.error: It is damaged.
+    """
+    # in pieces, because gzip.decompress copies all bytes after each of the concatenated streams
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file, io.BytesIO() as expanded:
+        while piece := file.read(_PIECE_NBYTES):
+            if expanded.tell() + len(piece) > limit:
+                raise FormatError(f"the gzip file of {len(raw):,} bytes expands to more than {limit:,}{remedy}")
+            expanded.write(piece)
+        return expanded.getvalue()

@@ -1,0 +1,523 @@
+"""Read pickles, and files of `torch.save`, without running them: only plain values, numpy arrays and tensors.
+
+An allow-list of names is not enough: 500 bytes can describe a key of nested, shared tuples whose hash takes years, 400 bytes
+can allocate gigabytes, and a state can change any object. So opcodes are listed, too, states change only arrays and dtypes,
+each call checks its arguments, and time and memory stay a small multiple of the bytes read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import pickle
+import pickletools
+import re
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.dtypes import TORCH_TRUE
+from wds_tensorcache.codec.skeleton import opcodes as op
+from wds_tensorcache.codec.skeleton.limits import MAX_DEPTH, add_key_parts, call_budget, call_cost
+from wds_tensorcache.codec.skeleton.types import ALLOW_ONLY, BUILDERS, Allowed, Builder, find_global
+from wds_tensorcache.codec.tree import CONTAINERS, shown, walk
+from wds_tensorcache.codec.views import check_tensor, view_tensor
+from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.integrations.arrays import ZIP, find_content, list_zip
+
+OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
+_MAX_NDIM = 64
+_MAX_ARRAY_NDIM = 32
+_MAX_SIZE = 1 << 59
+_OPCODES = """
+    PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT
+    BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8
+    EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+    GLOBAL STACK_GLOBAL REDUCE BUILD NEWOBJ NEWOBJ_EX BINPERSID BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET
+""".split()
+
+Read = Callable[[int, int], Any]  # from begin and end of a range of bytes in a file to these bytes
+
+
+def decode_pickle(raw: bytes, limit: int, remedy: str, allow: Allowed | None = None) -> Any:
+    """Return the object in a pickle of protocol 2 or later.
+
+    Args:
+        raw: The pickle, with nothing after it.
+        limit: Limit for the total bytes of all tensors and arrays; elements that tensors share count once per tensor.
+        remedy: Advice for users that trust the file, at the end of messages.
+        allow: Classes that the caller trusts.
+
+    Raises:
+        UnsafeSkeletonError: The pickle has more than plain values, OrderedDict and other types of FORMAT.md, arrays of numbers,
+            bools, bytes and texts, dense tensors and parameters.
+        FormatError: The pickle is damaged, or exceeds `limit`.
+
+    Memory: arrays may alias one newly allocated copy of `raw`'s bytes, and may be read-only.
+    """
+    with _advising(remedy):
+        unpickler = _Unpickler(raw, limit, remedy, allow)
+        result = unpickler.load_checked()
+        if unpickler.read(1):
+            raise FormatError("bytes follow the pickle")
+        return result
+
+
+def load_pth(file: BinaryIO, read: Read, limit: int, remedy: str, allow: Allowed | None = None) -> Any:
+    """Return the object in a file of `torch.save`, with all tensors on the CPU; `_metadata` of state dicts is dropped.
+
+    Args:
+        file: The open file, a zip from torch 1.6 or later.
+        read: Function of a range of bytes in the file, which returns them as writable memory.
+        limit, remedy, allow: As for `decode_pickle`.
+
+    Raises:
+        UnsafeSkeletonError: As `decode_pickle`.
+        FormatError: The file is damaged, in a different format, or exceeds `limit`.
+
+    Memory: all tensors of a storage share the memory that `read` has returned for it.
+    """
+    with _advising(remedy):
+        pickled, locate = _open_zip(file, read, remedy)
+        return _Unpickler(pickled, limit, remedy, allow, lambda key: read(*locate(f"data/{key}"))).load_checked()
+
+
+def index_pth(file: BinaryIO, read: Read, limit: int, remedy: str) -> Any:
+    """Return what `load_pth` returns, but with a `TensorPart` in place of each tensor. No storage is read.
+
+    Raises:
+        UnsafeSkeletonError, FormatError: As `load_pth`; FormatError also for a parameter.
+    """
+    with _advising(remedy):
+        pickled, locate = _open_zip(file, read, remedy)
+        return _Unpickler(
+            pickled, limit, remedy, None, lambda key: range(*locate(f"data/{key}")), _find_part
+        ).load_checked()
+
+
+def peek_pth(begin: bytes) -> Any:
+    """Return the object in a file of `torch.save` with None in place of each tensor.
+
+    Args:
+        begin: First bytes of the file, with its whole pickle, which torch writes before the tensors.
+
+    Raises:
+        UnsafeSkeletonError: The file contains more than `load_pth` reads.
+        FormatError: `begin` is damaged, or ends inside the pickle.
+    """
+    with _advising(""):
+        name_nbytes, extra_nbytes = struct.unpack_from("<HH", begin, 26)
+        name, pickled = begin[30 : 30 + name_nbytes], begin[30 + name_nbytes + extra_nbytes :]
+        if not begin.startswith(ZIP) or not name.endswith(b"/data.pkl"):
+            raise FormatError("expected a file of torch.save, whose first record is its pickle")
+        find_storage, view = lambda key: range(sys.maxsize), lambda *tensor: None
+        return _Unpickler(pickled, sys.maxsize, "", None, find_storage, view).load_checked()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPart:
+    """A tensor in a file of `torch.save`, not read yet.
+
+    Attributes:
+        dtype: Dtype of the tensor.
+        begin, end: Range of bytes in the file that contains all its elements.
+        size, stride: Shape and strides in elements; its first element is at `begin`.
+    """
+
+    dtype: torch.dtype
+    begin: int
+    end: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, memory: Any) -> torch.Tensor:
+        """Return the tensor whose elements are in `memory`, the bytes `[begin, end)` of the file.
+
+        Raises:
+            FormatError: A bool is a byte other than 0 or 1.
+
+        Memory: aliases `memory` and keeps it alive, unless it has elements of other tensors.
+        """
+        count = (self.end - self.begin) // self.dtype.itemsize
+        tensor = _view(memory, self.dtype, 0, self.size, self.stride, count)
+        # a small file can describe many tensors of few elements, each at both ends of a large storage
+        return tensor.clone() if count > tensor.numel() else tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    """The memory of tensors, and the dtype of those tensors that do not say theirs."""
+
+    memory: Any
+    dtype: torch.dtype
+
+
+def _view(memory: Any, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> torch.Tensor:
+    """Return a tensor of a storage; `count` is the number of elements from its first to its last."""
+    flat = view_tensor(memory, dtype, (offset + count if count else 0,))
+    return check_tensor(flat.as_strided(size, stride, offset if count else 0))
+
+
+def _find_part(record: range, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> TensorPart:
+    begin = record.start + offset * dtype.itemsize if count else record.start
+    return TensorPart(dtype, begin, begin + count * dtype.itemsize, tuple(size), tuple(stride))
+
+
+def _open_zip(file: BinaryIO, read: Read, remedy: str) -> tuple[bytes, Callable[[str], tuple[int, int]]]:
+    """Return the pickle of a file of `torch.save`, and a function from a record's name to its range of bytes."""
+    file.seek(0)
+    begin = file.read(4)
+    if begin != ZIP:
+        # older files, and those of `pickle.dump`, begin with the number of their protocol
+        advice = remedy if begin[:1] == b"\x80" else ""
+        expected = f"expected a zip file, the format of torch.save since torch 1.6{advice}"
+        raise FormatError(expected if begin else "the file is empty")
+    records = {name.partition("/")[2]: record for name, record in list_zip(file).items()}
+
+    def locate(name: str) -> tuple[int, int]:
+        record = records.get(name)
+        if record is None:
+            raise FormatError(f"the record {name!r:.80} is not in the zip")
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise FormatError(f"the record {name!r:.80} is compressed, which torch.save never does")
+        # torch does not compare checksums either, and may omit them when it writes
+        content = find_content(read(record.header_offset, record.header_offset + 30), record)
+        return content, content + record.file_size
+
+    if "byteorder" in records and bytes(read(*locate("byteorder"))) != b"little":
+        raise FormatError(f"the tensors are not little-endian{remedy}")
+    return bytes(read(*locate("data.pkl"))), locate
+
+
+@contextlib.contextmanager
+def _advising(remedy: str) -> Iterator[None]:
+    """Add `remedy` to an UnsafeSkeletonError; raise FormatError for errors of pickle and zipfile."""
+    try:
+        yield
+    except UnsafeSkeletonError as exc:
+        reason = f"the pickle names {exc.needs!r:.200}, which is not run" if exc.needs else exc.reason
+        exc.reason = f"{reason}{remedy}"
+        raise
+    except TensorCacheError:
+        raise
+    except Exception as exc:  # pickle and zipfile raise many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+
+
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
+    """An unpickler of listed opcodes and names.
+
+    In Python, since C's unpickler hashes keys before anybody can count their parts.
+
+    Args:
+        pickled: The pickle.
+        limit, remedy, allow: As for `decode_pickle`.
+        load_storage: Function from the key of a storage to its memory; None if the pickle has no storages.
+        view: Function like `_view` that makes a tensor.
+    """
+
+    def __init__(
+        self,
+        pickled: bytes,
+        limit: int,
+        remedy: str,
+        allow: Allowed | None = None,
+        load_storage: Callable[[str], Any] | None = None,
+        view: Callable[..., Any] = _view,
+    ) -> None:
+        super().__init__(file := io.BytesIO(pickled))
+        self.read, self.readline = file.read, file.readline
+        self._limit = self._nbytes_left = limit
+        self._remedy, self._allow = remedy, allow or {}
+        self._budget, self._num_key_parts = call_budget(len(pickled)), 0
+        self._load_storage, self._view = load_storage, view
+        self._storages: dict[str, Any] = {}
+
+    def load(self) -> Any:
+        self.metastack, self.stack = list[Any](), list[Any]()
+        self.proto = 0
+        self.append = self.stack.append
+        dispatch, read = self.dispatch, self.read
+        try:
+            while True:
+                dispatch[read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+        finally:
+            self.memo.clear()  # its builders refer to this object
+
+    def load_checked(self) -> Any:
+        """Return the object, which has no parts of tensors in it, and does not nest too deeply."""
+        result = self.load()
+        for part, depth in walk(result):
+            if part.__class__ in (_Storage, Builder):
+                raise UnsafeSkeletonError(
+                    "the object contains a storage or a class itself, expected tensors and arrays"
+                )
+            if depth > MAX_DEPTH and isinstance(part, CONTAINERS):
+                raise FormatError(f"containers nest more than {MAX_DEPTH} deep")
+        return result
+
+    def load_frame(self) -> None:
+        self.read(8)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__builtin__":  # Python 2, and protocol 2
+            module, name = "builtins", {"long": "int", "unicode": "str", "xrange": "range"}.get(name, name)
+        build = _BUILDERS.get((module, name))
+        if build is None:
+            return find_global(module, name, _PLAIN, self._allow)
+        return Builder(lambda args: build(self, *args), factory=set if name == "set" else None)
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        match pid:
+            case ("storage", torch.dtype() as dtype, str(key), str(), int(count), *rest) if not any(rest):
+                pass
+            case _:
+                raise FormatError(f"expected the description of a storage, got {shown(pid)}")
+        if self._load_storage is None:
+            raise FormatError("the pickle needs storages, which only a file of torch.save has")
+        if key not in self._storages:
+            self._storages[key] = self._load_storage(key)
+        memory = self._storages[key]
+        if not 0 <= count * dtype.itemsize <= len(memory):
+            raise FormatError(f"storage {key!r:.80} declares {count} elements of {dtype} in {len(memory)} bytes")
+        return _Storage(memory, dtype)
+
+    def load_reduce(self) -> None:
+        args, function = self.stack.pop(), self.stack[-1]
+        if function.__class__ is not Builder or args.__class__ is not tuple:
+            raise UnsafeSkeletonError(f"the pickle calls {shown(function)}")
+        self._spend(call_cost(args))
+        self.stack[-1] = function.build(args)
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if target.__class__ is OrderedDict:
+            self.stack.pop()  # `_metadata`, the versions of a module's state dict
+        elif target.__class__ is np.ndarray:
+            self._fill_array(target, *self.stack.pop())
+        elif isinstance(target, np.dtype):
+            _set_byte_order(target, *self.stack.pop())
+        else:
+            ALLOW_ONLY[op.BUILD](self.stack, self._allow, 1)
+
+    def load_newobj(self) -> None:
+        ALLOW_ONLY[op.NEWOBJ](self.stack, self._allow, 1)
+
+    def load_newobj_ex(self) -> None:
+        ALLOW_ONLY[op.NEWOBJ_EX](self.stack, self._allow, 1)
+
+    def load_bytearray8(self) -> None:
+        # Hazard: pickle allocates the declared length before it reads.
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict):
+            raise FormatError(f"an item is set in {shown(target)}")
+        self._count_keys(items[::2])
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[key] = value
+
+    def load_additems(self) -> None:
+        items = self.pop_mark()
+        self._count_keys(items)
+        if not isinstance(self.stack[-1], set):
+            raise FormatError(f"an element is added to {shown(self.stack[-1])}")
+        self.stack[-1].update(items)
+
+    def load_frozenset(self) -> None:
+        items = self.pop_mark()
+        self._count_keys(items)
+        self.append(frozenset(items))
+
+    def _count_keys(self, keys: Sequence[Any]) -> None:
+        self._num_key_parts = add_key_parts(self._num_key_parts, keys)
+
+    def _spend(self, cost: int) -> None:
+        # Hazard: one long text or list in the memo may be copied by thousands of calls.
+        self._budget -= cost
+        if self._budget < 0:
+            raise FormatError("the objects together are much larger than the pickle")
+
+    def _add_nbytes(self, nbytes: int) -> None:
+        self._nbytes_left -= nbytes
+        if self._nbytes_left < 0:
+            raise FormatError(f"the tensors and arrays together need more than {self._limit:,} bytes{self._remedy}")
+
+    def build_set(self, cls: type, items: Any = ()) -> Any:
+        if items.__class__ not in (list, tuple):
+            raise TypeError(f"cannot build a {cls.__name__} from {shown(items)}")
+        self._spend(len(items))
+        self._count_keys(items)
+        return cls(items)
+
+    def build_bytes(self, text: str = "", encoding: str = "latin1") -> bytes:
+        """Build bytes from the Latin-1 text that protocol 2 has in their place."""
+        if text.__class__ is not str or encoding != "latin1":
+            raise TypeError(f"cannot build bytes from {shown(text)}, expected Latin-1 text")
+        return text.encode("latin1")
+
+    def build_dtype(self, text: str, *flags: bool) -> np.dtype[Any]:
+        """Build a dtype whose byte order may still be set: a new object, not the one that numpy uses everywhere."""
+        if not _is_plain_dtype(str(text)):
+            raise UnsafeSkeletonError(f"arrays of {shown(text)} are not read, only of numbers and texts")
+        return np.dtype(text, False, True)
+
+    def build_array(self, cls: Any, *rest: Any) -> np.ndarray[Any, Any]:
+        if cls is not _NDARRAY:
+            raise UnsafeSkeletonError(f"an array has the class {shown(cls)}, expected numpy.ndarray")
+        return np.empty(0, np.int8)
+
+    def _fill_array(self, array: Any, version: int, shape: Any, dtype: Any, order: Any, raw: Any) -> None:
+        if array.shape != (0,) or raw.__class__ is not bytes or order.__class__ is not bool:
+            raise FormatError("an array is filled twice, or with something else than bytes")
+        self._check_array(raw, dtype, shape)
+        self._spend(len(raw))
+        array.__setstate__((1, shape, dtype, order, raw))
+
+    def build_view(self, raw: Any, dtype: Any, shape: Any, order: str, axes: Any = None) -> Any:
+        self._check_array(raw, dtype, shape)
+        flat: Any = np.frombuffer(raw, dtype) if len(raw) else np.empty(0, dtype)
+        return flat.reshape(shape).transpose(axes) if order == "K" else flat.reshape(shape, order=order)
+
+    def build_scalar(self, dtype: Any, raw: Any) -> Any:
+        self._check_array(raw, dtype, ())
+        return np.frombuffer(raw, dtype, 1)[0] if len(raw) else dtype.type()
+
+    def _check_array(self, raw: Any, dtype: Any, shape: Any) -> None:
+        """Raise FormatError if these are not the bytes of an array with this dtype and shape."""
+        is_shape = shape.__class__ is tuple and all(n.__class__ is int and n >= 0 for n in shape)
+        if not isinstance(dtype, np.dtype) or raw.__class__ not in (bytes, bytearray) or not is_shape:
+            raise FormatError(f"expected bytes, a dtype and a shape, got {shown(raw)}, {shown(dtype)}, {shown(shape)}")
+        count = math.prod(shape)
+        if len(shape) > _MAX_ARRAY_NDIM or count * dtype.itemsize != len(raw) or (count and not dtype.itemsize):
+            raise FormatError(f"an array of {dtype} {list(shape)!r:.200} has {len(raw):,} bytes")
+        self._add_nbytes(len(raw))
+
+    def build_tensor(
+        self, storage: Any, offset: int, size: Any, stride: Any, needs_grad: Any, hooks: Any, *rest: Any
+    ) -> Any:
+        return self.build_typed_tensor(storage, offset, size, stride, needs_grad, hooks, storage.dtype, *rest)
+
+    def build_typed_tensor(
+        self, storage: Any, offset: int, size: Any, stride: Any, needs_grad: Any, hooks: Any, dtype: Any, *rest: Any
+    ) -> Any:
+        if storage.__class__ is not _Storage or len(size) > _MAX_NDIM:
+            raise FormatError(f"a tensor has no storage, or more than {_MAX_NDIM} dimensions")
+        if hooks or any(rest) or not isinstance(dtype, torch.dtype) or dtype not in TORCH_TRUE:
+            raise UnsafeSkeletonError(
+                f"a tensor of {shown(dtype)} has hooks, is conjugated, or has an unsupported dtype"
+            )
+        for n in (offset, *size, *stride):
+            if n.__class__ is not int or not 0 <= n < _MAX_SIZE:
+                raise FormatError("a tensor has an impossible shape, stride or offset")
+        num_elements = math.prod(size)
+        count = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if num_elements else 0
+        # torch counts a dimension of 0 as 1 for strides
+        num_strided = num_elements or math.prod(n or 1 for n in size)
+        end = (offset + count) * dtype.itemsize if count else 0
+        if end > len(storage.memory) or num_strided >= _MAX_SIZE:
+            raise FormatError(f"a tensor of {dtype}{list(size)} exceeds its storage of {len(storage.memory)} bytes")
+        self._add_nbytes(num_elements * dtype.itemsize)
+        tensor = self._view(storage.memory, dtype, offset, size, stride, count)
+        return tensor.requires_grad_(needs_grad) if isinstance(tensor, torch.Tensor) else tensor
+
+    def build_parameter(self, tensor: Any, needs_grad: bool, hooks: Any) -> Any:
+        if self._view is not _view and tensor is None:
+            return None
+        if tensor.__class__ is not torch.Tensor or hooks:
+            raise TypeError(f"cannot build a parameter from {shown(tensor)}, or one with hooks")
+        return torch.nn.Parameter(tensor, needs_grad)
+
+    def build_storage(self, raw: bytes) -> _Storage:
+        """Build the storage of a pickled tensor: five pickles as of torch before 1.6, and its elements."""
+        if raw.__class__ is not bytes or not raw.startswith(OLD_TORCH):
+            raise FormatError("a tensor's elements are not in the format of torch.save")
+        file, ends = io.BytesIO(raw), [0]
+        for _ in range(5):  # magic number, version, system, storage, keys
+            for _ in pickletools.genops(file):
+                pass
+            ends.append(file.tell())
+        memory = bytearray(raw[ends[5] + 8 :])  # after the number of elements
+        pickles = (raw[begin:end] for begin, end in pairwise(ends))
+        _, _, system, storage, keys = (_Unpickler(each, 0, "", None, lambda key: memory).load() for each in pickles)
+        if keys.__class__ is not list or len(keys) != 1 or not system["little_endian"]:
+            raise FormatError("a tensor has several storages, or is not little-endian")
+        return storage  # type: ignore[no-any-return]
+
+
+def _set_byte_order(
+    dtype: np.dtype[Any], version: int, order: str, subarray: Any, names: Any, fields: Any, size: Any, *rest: Any
+) -> None:
+    if (
+        order not in ("<", ">", "|", "=")
+        or (subarray, names, fields) != (None,) * 3
+        or size not in (-1, dtype.itemsize)
+    ):
+        raise UnsafeSkeletonError(f"the dtype {dtype} has fields, or an unknown byte order")
+    # Hazard: numpy trusts these sizes.
+    sizes = (dtype.itemsize, dtype.alignment) if dtype.kind in "SU" else (-1, -1)
+    dtype.__setstate__((3, order, None, None, None, *sizes, 0))  # type: ignore[attr-defined]
+
+
+def _refuse(args: tuple[Any, ...]) -> Any:
+    raise TypeError(f"numpy.ndarray is called with {', '.join(map(shown, args))}")
+
+
+_NDARRAY = Builder(_refuse)
+_is_plain_dtype = re.compile(r"[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,9}", re.ASCII).fullmatch
+_STORAGES = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Long": torch.int64,
+    "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
+}  # fmt: skip
+# freed deques that nest deeply overflow C's stack
+_REFUSED = {("builtins", "bytearray"), ("collections", "deque"), ("numpy", "dtype"), ("uuid", "UUID")}
+_PLAIN: dict[tuple[str, str], object] = {
+    **{key: builder for key, builder in BUILDERS.items() if key not in _REFUSED},
+    ("numpy", "ndarray"): _NDARRAY,
+    ("torch.storage", "UntypedStorage"): torch.uint8,
+    **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
+}
+_CODES = {getattr(pickle, name)[0] for name in _OPCODES}
+_Unpickler.dispatch = {
+    code: getattr(_Unpickler, function.__name__)
+    for code, function in _PythonUnpickler.dispatch.items()
+    if code in _CODES
+}
+_BUILDERS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("builtins", "set"): lambda unpickler, *args: unpickler.build_set(set, *args),
+    ("builtins", "frozenset"): lambda unpickler, *args: unpickler.build_set(frozenset, *args),
+    ("builtins", "bytes"): _Unpickler.build_bytes,
+    ("_codecs", "encode"): _Unpickler.build_bytes,
+    ("numpy", "dtype"): _Unpickler.build_dtype,
+    ("torch.storage", "_load_from_bytes"): _Unpickler.build_storage,
+    ("torch._utils", "_rebuild_tensor_v2"): _Unpickler.build_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _Unpickler.build_typed_tensor,
+    ("torch._utils", "_rebuild_parameter"): _Unpickler.build_parameter,
+}
+for _core in ("core", "_core"):  # numpy 1 and 2
+    _BUILDERS[f"numpy.{_core}.multiarray", "_reconstruct"] = _Unpickler.build_array
+    _BUILDERS[f"numpy.{_core}.multiarray", "scalar"] = _Unpickler.build_scalar
+    _BUILDERS[f"numpy.{_core}.numeric", "_frombuffer"] = _Unpickler.build_view

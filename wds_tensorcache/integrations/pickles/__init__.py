@@ -1,1 +1,0 @@
-"""Read pickles, and files of `torch.save`, without running them."""
