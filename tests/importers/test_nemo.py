@@ -188,7 +188,7 @@ def test_hostile_metadata(tmp_path: Path) -> None:
     shard.write_text(json.dumps(items))
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert list(found) == list(expected)[1:]
-    assert "nest more than" in report.skipped[0].what
+    assert "nested too deeply" in report.skipped[0].what
     assert report.fingerprint["format"] == "nemo"
     assert report.fingerprint["source"] == str(tmp_path / "in")
     assert report.fingerprint["loss"] == "NaN"

@@ -294,5 +294,5 @@ def test_deep_metadata(tmp_path: Path) -> None:
     write_backend(tmp_path / "in", "set", {"/a.png": {"more": deep}, "/b.png": {"loss": 0.5}}, loss=float("nan"))
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert list(found) == ["b"]
-    assert "nest more than" in report.skipped[0].what
+    assert "nested too deeply" in report.skipped[0].what
     assert report.fingerprint["data_backends"] == {"set": {"loss": "NaN"}}

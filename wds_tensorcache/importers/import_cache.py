@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -152,7 +151,7 @@ def _missing_shards(
     missing = [index for index, key in enumerate(stored_keys) if key not in writer]
     is_same = True
     for path, index in writer.finished.indexes.items():
-        planned = shards.pop(pattern.number(re.split(r"[/\\]", path)[-1]) or 0, ())
+        planned = shards.pop(pattern.number(os.path.basename(path)) or 0, ())
         is_same &= {stored_keys[at] for at in planned}.issuperset(index.keys)
     if not is_same:
         return dict(enumerate(plan(missing), writer._number))

@@ -23,7 +23,7 @@ from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.importers.crc import crc32
-from wds_tensorcache.importers.source_folder import POOL, SourceFolder, check_fits
+from wds_tensorcache.importers.source_folder import POOL, SourceFolder
 from wds_tensorcache.integrations.pickles.arrays import ArrayReader, decode_pickle
 from wds_tensorcache.integrations.pickles.pth import load_pth
 from wds_tensorcache.integrations.pickles.pth_plans import view_pth
@@ -123,7 +123,6 @@ def load_torch(folder: SourceFolder, name: str) -> Any:
         with folder.open(name) as opened, io.BufferedReader(opened) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if folder.trust or not file.peek().startswith(_ZIP):
-                check_fits(nbytes, name)
                 return parse_torch(file.read(), folder.trust)
             if nbytes > _VIEWED:
                 return load_pth(file, max_expanded(nbytes), {}, REMEDY, REMEDY, ArrayReader)

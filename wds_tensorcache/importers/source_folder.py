@@ -14,12 +14,11 @@ import numpy as np
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.system import SHORTAGES, memory_nbytes
+from wds_tensorcache.storage.system import SHORTAGES
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 _RECYCLED = 1 << 16  # smaller contents get ordinary memory
 _HEAD_NBYTES = 512
-_LARGE = 1 << 30  # only longer contents are compared with the memory of the machine
 ALIGNMENT = 64  # of memory in bytes, enough for every dtype
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 _Find = Callable[[bytes], int]
@@ -132,7 +131,6 @@ class SourceFolder:
             nbytes = os.fstat(file.fileno()).st_size
             if max_nbytes is not None and nbytes > max_nbytes:
                 raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}").at(name)
-            check_fits(nbytes, name)
             return file.readall()
 
     def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
@@ -168,7 +166,6 @@ class SourceFolder:
         if begin < 0 or (end is not None and end > file_nbytes):
             raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
         nbytes = (file_nbytes if end is None else end) - begin
-        check_fits(nbytes, name)
         if nbytes < _RECYCLED:
             memory = np.empty(nbytes, np.uint8).data
         else:
@@ -182,12 +179,6 @@ class SourceFolder:
         if position < nbytes:
             raise FormatError("the file was cut short while it was read").at(name)
         return memory
-
-
-def check_fits(nbytes: int, name: str) -> None:
-    """Raise FormatError if this machine cannot have so many bytes of a file in memory, for example of a sparse one."""
-    if nbytes > _LARGE and nbytes > (available := memory_nbytes() or nbytes):
-        raise FormatError(f"{nbytes:,} bytes are needed, but this machine has {available:,}").at(name)
 
 
 def _open_at_once(path: str, flags: int) -> int:

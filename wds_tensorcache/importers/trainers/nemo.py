@@ -138,10 +138,6 @@ def _load(folder: SourceFolder, name: str, item: dict[str, Any]) -> Loaded:
     if not isinstance(value, dict):
         raise FormatError(f"contains {type(value).__name__}, expected a dict").at(name)
     more = {key: part for key, part in item.items() if key not in value and key != "cache_file"}
-    try:
-        check_depth(more)
-    except FormatError as exc:
-        raise exc.at(f"metadata of {name}") from exc
     return Loaded({**value, **more})
 
 

@@ -128,10 +128,6 @@ def _load(folder: SourceFolder, image: _Image | None, files: dict[str, str | Non
     if not isinstance(value, dict) or not value.keys() & {"latents", "image_embeds"}:
         raise FormatError(f"contains {type(value).__name__}, expected a tensor, or a dict with 'latents'").at(name)
     if image:
-        try:
-            check_depth(image.metadata)
-        except FormatError as exc:
-            raise exc.at(f"metadata of {name}") from exc
         value = {**value, "image_path": image.path, "image_metadata": dict(image.metadata)}
     if needs_text and not texts:
         raise FormatError("the cache has no text embeddings of the caption in the .txt file of its image").at(name)
