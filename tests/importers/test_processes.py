@@ -171,18 +171,21 @@ def stopped_import(source: Path, out: Path) -> Iterator[tuple[Process, list[int]
         pytest.fail("20 imports ended before their workers were stopped")
 
 
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("number", "victim", "status", "message"),
     [
-        (signal.SIGKILL, "first", 1, "a worker process was killed"),
-        (signal.SIGTERM, "second", 1, "a worker process was killed"),
         (signal.SIGKILL, "parent", -signal.SIGKILL, ""),
-        (signal.SIGTERM, "parent", -signal.SIGTERM, ""),
-        (signal.SIGINT, "parent", 130, "interrupted"),
         (signal.SIGINT, "all", 130, "interrupted"),
+        long(signal.SIGKILL, "first", 1, "a worker process was killed"),
+        long(signal.SIGTERM, "second", 1, "a worker process was killed"),
+        long(signal.SIGTERM, "parent", -signal.SIGTERM, ""),
+        long(signal.SIGINT, "parent", 130, "interrupted"),
     ],
 )
-@pytest.mark.long
 def test_signals(tmp_path: Path, number: signal.Signals, victim: str, status: int, message: str) -> None:
     """All processes end, also stopped ones; an interrupt of a terminal reaches all, and the parent decides."""
     source = write_files(tmp_path / "in", 200, width=5000)
