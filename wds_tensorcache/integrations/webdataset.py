@@ -113,9 +113,9 @@ def decode(
         handler: Function that is called with the exception if a sample cannot be decoded; re-raises by default.
         max_expanded_nbytes: Limit for the expanded length of a compressed member (`gz`, `npz`), and for the total size of
             tensors and arrays of a pickle that share their elements. Members may always expand to 64 times their own length.
-            A compressed pickle (`pkl.gz`) may expand to 1/64 of this limit, or 8 times its length; compressed JSON or MessagePack to 1/8 of
-            it, or 64 times its length. Reason: their objects take more memory. Pictures have Pillow's own limit,
-            `PIL.Image.MAX_IMAGE_PIXELS`.
+            A compressed pickle (`pkl.gz`) may expand to 1/64 of this limit, or 8 times its length; compressed JSON or
+            MessagePack to 1/8 of it, or 64 times its length. Reason: their objects take more memory. Pictures have Pillow's
+            own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises (when iterating):
