@@ -33,7 +33,7 @@ from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import learn
-from wds_tensorcache.codec.skeleton.types import BUILDERS, allow_table
+from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
 from wds_tensorcache.shards import tar as tars
 from wds_tensorcache.shards.footer import build_footer, parse_index
@@ -108,7 +108,7 @@ def skeleton(data: bytes) -> None:
         return open_tensor(resolve(layout, text), MemorySource(_MEMBER), True)
 
     def read(allow: list[type]) -> Any:
-        return unpickle(data, parse_preamble(data)[0], reference, BUILDERS, allow_table(allow))
+        return unpickle(data, parse_preamble(data)[0], reference, allow_table(allow))
 
     _round_trip(attempt(read, []))
     before = repr([dict(vars(Trusted)), dict(vars(Colour)), vars(Colour.RED)])

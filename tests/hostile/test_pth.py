@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import struct
 import zipfile
@@ -124,6 +125,18 @@ PICKLED = saved(torch.ones(4))
 ONE = b"\x80\x02" + tensor(b"K\x00", b"K\x04\x85", b"K\x01\x85") + b"."
 
 
+def overlapping() -> bytes:
+    """A zip of 1,000 storages, all of them the same bytes."""
+    with zipfile.ZipFile(stream := io.BytesIO(), "w") as archive:
+        archive.writestr("a/data.pkl", ONE)
+        archive.writestr("a/data/0", bytes(1 << 16))
+        for number in range(1, 1000):
+            again = copy.copy(archive.getinfo("a/data/0"))
+            again.filename = f"a/data/{number}"
+            archive.filelist.append(again)
+    return stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
@@ -136,6 +149,7 @@ ONE = b"\x80\x02" + tensor(b"K\x00", b"K\x04\x85", b"K\x01\x85") + b"."
         (zipped(ONE, **{"data/0": bytes(16), "byteorder": b"big"}), "not little-endian"),
         (zipped(ONE), "'data/0' is not in the zip"),
         (PICKLED.replace(b"FloatStorage", b"LunarStorage"), "LunarStorage"),
+        (overlapping(), "overlap"),
     ],
 )
 def test_files_that_are_not_read(raw: bytes, match: str) -> None:

@@ -24,7 +24,7 @@ from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, resolve
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, Written, family_of, learn
-from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
+from wds_tensorcache.codec.skeleton.types import Allowed, allow_table
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.tree import further_names
 from wds_tensorcache.errors import FormatError
@@ -234,7 +234,7 @@ def _interpret(
         return tensor
 
     try:
-        sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
+        sample = unpickle(skeleton, begin, reference, allow)
     except FormatError:
         check_body(skeleton)  # the names in a damaged skeleton may be damaged, so `allow=` would be no remedy
         raise
@@ -290,14 +290,3 @@ def open_tensor(reference: Reference, source: ByteSource, lazy: bool) -> Any:
     if lazy:
         return cls(reference, source)
     return cls.view_buffer(source.read(reference.begin, reference.end), reference.dtype, reference.shape)
-
-
-def decode_plain_pickle(pickled: bytes, allow: Allowed) -> Any:
-    """Return the object in a pickle that contains only plain values and the types listed in FORMAT.md 2.5.
-
-    Raises:
-        UnsafeSkeletonError: The pickle names code outside the format; it was not executed.
-        FormatError: The pickle is damaged, or it is a skeleton with references to tensors.
-    """
-    begin, *_ = parse_preamble(pickled)
-    return unpickle(pickled, begin, None, BUILDERS, allow)

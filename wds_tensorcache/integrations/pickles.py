@@ -182,13 +182,15 @@ def _open_zip(file: BinaryIO, read: Read, remedy: str) -> tuple[bytes, Callable[
         expected = f"expected a zip file, the format of torch.save since torch 1.6{advice}"
         raise FormatError(expected if begin else "the file is empty")
     records = {name.partition("/")[2]: record for name, record in list_zip(file).items()}
+    if sum(record.file_size for record in records.values()) > file.seek(0, io.SEEK_END):
+        raise FormatError("records in the zip overlap or are compressed, which torch.save never does")
 
     def locate(name: str) -> tuple[int, int]:
         record = records.get(name)
         if record is None:
             raise FormatError(f"the record {name!r:.80} is not in the zip")
         if record.compress_type != zipfile.ZIP_STORED:
-            raise FormatError(f"the record {name!r:.80} is compressed, which torch.save never does")
+            raise FormatError(f"the record {name!r:.80} is compressed")
         # torch does not compare checksums either, and may omit them when it writes
         content = find_content(read(record.header_offset, record.header_offset + 30), record)
         return content, content + record.file_size

@@ -26,7 +26,6 @@ NEWOBJ, NEWOBJ_EX, BUILD = 0x81, 0x92, 0x62
 CODE = [bytes([opcode]) for opcode in range(256)]
 SHORT_TUPLES = {0: EMPTY_TUPLE, 1: TUPLE1, 2: TUPLE2, 3: TUPLE3}  # length of the tuple -> opcode that needs no MARK
 CONSTANTS = {NONE: None, NEWTRUE: True, NEWFALSE: False}
-FIXED_NBYTES = {BININT1: 1, BININT2: 2, BININT: 4, BINFLOAT: 8, NONE: 0, NEWTRUE: 0, NEWFALSE: 0}
 
 
 def read_text(raw: bytes) -> str:

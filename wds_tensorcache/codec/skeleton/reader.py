@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickletools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from struct import Struct
 from struct import error as StructError
 from typing import Any, NoReturn
@@ -29,13 +29,12 @@ from wds_tensorcache.codec.skeleton.limits import (
 from wds_tensorcache.codec.skeleton.opcodes import *
 from wds_tensorcache.codec.skeleton.types import (
     ALLOW_ONLY,
+    BUILDERS,
     REFERENCE,
     Allowed,
     Builder,
-    Operation,
     find_global,
     refuse_callables,
-    refuse_reference,
 )
 from wds_tensorcache.codec.tree import shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
@@ -52,27 +51,21 @@ _END_OF_REFERENCE = bytes((TUPLE1, REDUCE))
 _TAKING = frozenset((SETITEMS, SETITEM, APPENDS, APPEND, TUPLE, FROZENSET, ADDITEMS, POP_MARK))
 _DICTS = (dict, OrderedDict, defaultdict)
 _LISTS = (list, deque)
-Builders = Mapping[tuple[str, str], object]
 
 
 def unpickle(
     pickled: bytes | memoryview,
     begin: int,
-    reference: Callable[[str], object] | None,
-    builders: Builders,
+    reference: Callable[[str], object],
     allow: Allowed,
-    more: Mapping[int, Operation] | None = None,
 ) -> Any:
     """Return the object that the pickle `pickled[begin:]` describes.
 
     Args:
         pickled: Bytes of the skeleton.
         begin: Offset of the body, which follows the preamble or the PROTO opcode.
-        reference: Function from a tensor reference, for example `"tensor:image"`, to its value; None if references are not
-            allowed.
-        builders: `Builder` or immutable value for each global that a skeleton may name, by (module, name).
-        allow: Classes that the caller trusts with arbitrary arguments and state.
-        more: Functions for additional opcodes; None adds NEWOBJ, NEWOBJ_EX and BUILD if `allow` is not empty.
+        reference: Function from a tensor reference, for example `"tensor:image"`, to its value.
+        allow: Classes that the caller trusts with arbitrary arguments and state. NEWOBJ, NEWOBJ_EX and BUILD need them.
 
     Raises:
         UnsafeSkeletonError: An opcode or a global is outside the subset.
@@ -80,9 +73,7 @@ def unpickle(
     """
     body = bytes(pickled)
     try:
-        if more is None:
-            more = ALLOW_ONLY if allow else {}
-        result = _run(body, begin, reference or refuse_reference, builders, allow, more)
+        result = _run(body, begin, reference, allow)
         if len(body) - len(body.translate(None, _NESTING)) > MAX_DEPTH:
             check_depth(result)
         return result
@@ -100,14 +91,13 @@ def _run(
     body: bytes,
     pos: int,
     reference: Callable[[str], object],
-    builders: Builders,
     allow: Allowed,
-    more: Mapping[int, Operation],
 ) -> Any:
     size = len(body)
     stack: list[Any] = []
     outer: list[list[Any]] = []  # the stacks below each MARK
     memo: list[Any] = []
+    more = ALLOW_ONLY if allow else {}
     callables = 0  # builders that were pushed but neither called nor passed to a defaultdict yet
     argument_budget = call_budget(size - pos)
     num_key_parts = num_deques = 0
@@ -254,7 +244,7 @@ def _run(
             push(set())
         elif op == STACK_GLOBAL:
             name, module = stack.pop(), stack.pop()
-            value = find_global(module, name, builders, allow)
+            value = find_global(module, name, BUILDERS, allow)
             if value.__class__ is Builder:
                 callables += 1
             push(value)
