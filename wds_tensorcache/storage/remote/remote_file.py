@@ -11,8 +11,8 @@ from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatErro
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.fetch import fetch_many, run
-from wds_tensorcache.storage.remote.retry import Target
+from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_tail, run, stat
+from wds_tensorcache.storage.remote.retry import Request
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
 
@@ -85,7 +85,7 @@ class RemoteFile:
     def ask(self) -> None:
         """Request length and tag."""
         try:
-            reported = run(lambda: client_for(self.url).stat(self.url))
+            reported = stat(self.url)
         except FileNotFoundError as exc:
             raise self.missing() from exc
         self.fix(reported)
@@ -106,7 +106,7 @@ class RemoteFile:
         if expected.tag is None and self.manifest is not None:
             problem = f"the shard has {reported.nbytes} bytes, but {self.manifest} says {expected.nbytes}"
             raise FormatError(f"{problem}: one of the two is stale; upload both again", kind="index").at(self.path)
-        Target(self.url).check_same(reported, expected)
+        Request(self.url, state=expected).check(reported)
 
     def missing(self) -> MissingShardError:
         """Return the error for an object that does not exist."""
@@ -139,7 +139,7 @@ class RemoteFile:
     def read_tail(self, nbytes: int) -> bytes:
         """Return the last `nbytes` bytes, or all of them. One request, which also reports the object's state."""
         try:
-            reported, tail = run(lambda: client_for(self.url).read_tail(self.url, nbytes))
+            reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:
             raise self.missing() from exc
         self.fix(reported)
@@ -165,3 +165,14 @@ class RemoteFile:
 
     def __reduce__(self) -> Any:
         return RemoteFile, (self.url, *self.identity)
+
+
+def read_whole(url: str, max_nbytes: int) -> bytes:
+    """Return the bytes of an object; raise RemoteError if there are more than `max_nbytes`."""
+    request = Request(url)
+    state, content = run(lambda: request.repeat(lambda: client_for(url).read_whole(request, PART_NBYTES)))
+    if state.nbytes > max_nbytes:
+        raise request.error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
+    if len(content) < state.nbytes:
+        return RemoteFile(url, state.nbytes, state.tag).read(0, state.nbytes)
+    return content
