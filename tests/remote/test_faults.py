@@ -37,7 +37,7 @@ def server() -> Iterator[HttpServer]:
 
 @pytest.fixture
 def url(server: HttpServer) -> str:
-    server.set(ranges=True, suffix_ranges=True, etag="strong", last_modified=True, head=True, latency_s=0)
+    server.set(ranges=True, suffix_ranges=True, etag="strong", last_modified=True, latency_s=0)
     server.script("a.tar")
     forget_clients()  # what an earlier test learned about the server
     server.log()
@@ -219,16 +219,6 @@ def test_a_disk_without_space(server: HttpServer, url: str) -> None:
 
     assert run_in_child(work) == 0
     assert RemoteFile(url).read(10, 20) == content[10:20]
-
-
-def test_without_head(server: HttpServer, url: str) -> None:
-    for options in ({"head": False}, {"head": False, "ranges": False}):
-        server.set(**options)
-        assert stat(url) == stat(url)
-        assert RemoteFile(url).read_tail(20) == CONTENT[-20:]
-        empty = server.put("empty", b"")
-        assert stat(empty).nbytes == 0
-    assert RemoteFile(empty).read_tail(20) == b""
 
 
 @pytest.mark.parametrize("etag", ["strong", "weak", None])

@@ -156,15 +156,3 @@ def test_a_server_without_ranges(
 
 
 # --- servers without tags
-
-
-@pytest.mark.filterwarnings("ignore:reading without the cache")
-def test_a_node_s_cache_without_tags(server: HttpServer, tmp_path: Path) -> None:
-    """Blocks are not kept, since nothing shows changes; each read is one request, without one for the tag before it."""
-    server.set(etag=None, last_modified=False)
-    with tc.open(server.url, cache_dir=tmp_path / "blocks") as cache:
-        assert cache[3]["large"].load()[0] == 3
-        server.log()
-        for _ in range(5):
-            assert cache[3]["large"].load()[0] == 3
-    assert Counter(request.method for request in server.log()) == {"GET": 10}

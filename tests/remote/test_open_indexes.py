@@ -178,16 +178,6 @@ def test_no_suffix_ranges(server: HttpServer, put: Callable[..., str], shard: by
         assert_same(SAMPLES, list(cache))
 
 
-def test_no_ranges(server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
-    """A server that ignores ranges sends each shard once."""
-    url = put(a_tar=shard).replace("127.0.0.1", "127.0.0.3")
-    server.set(ranges=False, suffix_ranges=False)
-    with tc.open(url) as cache:
-        assert_same(SAMPLES, list(cache))
-        assert_same(SAMPLES[5]["latent"], cache.read_batch([5])["latent"][0])
-    assert sum(request.nbytes for request in server.log()) == len(shard)
-
-
 def test_a_scan(server: HttpServer, put: Callable[..., str], bare: bytes, tmp_path: Path) -> None:
     """A shard without an index is read in large pieces."""
     with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False) as sink:

@@ -16,7 +16,7 @@ from tests.children import run_in_child
 from tests.remote.caches import small, write_cache
 from tests.remote.reads import outcomes, read, reads_of, refused
 from tests.remote.servers.http_server import HttpServer
-from tests.remote.servers.s3 import SECRET_KEY, S3Server, environment
+from tests.remote.servers.write_server import SECRET, WriteServer, environment
 from tests.same import assert_same
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.client import ObjectInfo
@@ -31,8 +31,8 @@ READS = reads_of(SHORT)
 
 
 @pytest.mark.parametrize("name", ["a.tar", "odd name #1?%41%.tar", "deep/er/ü.tar"])
-def test_reads(s3_server: S3Server, name: str) -> None:
-    url = s3_server.put("bucket", f"cache/{name}", CONTENT)
+def test_reads(write_server: WriteServer, name: str) -> None:
+    url = write_server.put(f"cache/{name}", CONTENT)
     assert url == join_url("s3://bucket/cache/", name)
     assert name_of(url) == name.rpartition("/")[2]
     state = stat(url)
@@ -49,58 +49,59 @@ def test_reads(s3_server: S3Server, name: str) -> None:
     assert file.state == state
 
 
-def test_empty_and_long_objects(s3_server: S3Server) -> None:
+def test_empty_and_long_objects(write_server: WriteServer) -> None:
     for content in (b"", random.Random(6).randbytes(9_000_001)):
-        url = s3_server.put("bucket", f"{len(content)}", content)
+        url = write_server.put(f"{len(content)}", content)
         assert RemoteFile(url).read_tail(10) == content[-10:]
         assert read_whole(url, 10_000_000) == content
         assert RemoteFile(url).read(0, len(content)) == content
 
 
-def test_listing(s3_server: S3Server) -> None:
+def test_listing(write_server: WriteServer) -> None:
     names = ["b.tar", "a.tar", "c d#?%.tar", "sub/x.tar"]
     for name in names:
-        s3_server.put("bucket", f"cache/{name}", name.encode())
-    s3_server.put("bucket", "cached", b"x")
+        write_server.put(f"cache/{name}", name.encode())
+    write_server.put("cached", b"x")
     assert list_objects("s3://bucket/cache/") == [f"s3://bucket/cache/{name}" for name in sorted(names[:3])]
     assert list_objects("s3://bucket/none") == []
     assert list_objects("s3://bucket") == ["s3://bucket/cached"]
 
 
-def test_changed_and_missing_objects(s3_server: S3Server) -> None:
-    url = s3_server.put("bucket", "a.tar", CONTENT)
+def test_changed_and_missing_objects(write_server: WriteServer) -> None:
+    url = write_server.put("a.tar", CONTENT)
     file = RemoteFile(url)
     file.ask()
-    s3_server.put("bucket", "a.tar", CONTENT[::-1])
+    write_server.put("a.tar", CONTENT[::-1])
     for other in (file, RemoteFile(url, len(CONTENT) + 1)):
         with pytest.raises(tc.FormatError, match="changed"):
             other.read(0, 10)
-    s3_server.delete("bucket", "a.tar")
+    write_server.delete("a.tar")
     for other in (file, RemoteFile("s3://bucket/none"), RemoteFile("s3://no-bucket/none")):
         with pytest.raises(tc.MissingShardError):
             other.read(0, 10)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/../a", "s3://bucket/a//b", "s3://bucket"])
-def test_impossible_urls(s3_server: S3Server, url: str) -> None:
+def test_impossible_urls(write_server: WriteServer, url: str) -> None:
     refused(tc.RemoteError, stat, url)
 
 
 @pytest.mark.parametrize("call", [tc.open, tc.ShardWriter, RemoteFile, tc.write_index])
-def test_credentials_in_urls_are_refused(s3_server: S3Server, call: object) -> None:
+def test_credentials_in_urls_are_refused(write_server: WriteServer, call: object) -> None:
     """Never opened without them in silence."""
     for scheme in ("s3", "gs", "az"):
         with pytest.raises(ValueError, match="credentials in the url are not read; set the variables") as caught:
-            call(f"{scheme}://me:{SECRET_KEY}@bucket/a.tar")  # type: ignore[operator]
-        assert SECRET_KEY not in str(caught.value)
+            call(f"{scheme}://me:{SECRET}@bucket/a.tar")  # type: ignore[operator]
+        assert SECRET not in str(caught.value)
 
 
 # --- forked processes
 
 
-def test_forked_processes_are_refused_with_the_remedy(s3_server: S3Server, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("new_forkserver")
+def test_forked_processes_are_refused_with_the_remedy(write_server: WriteServer, tmp_path: Path) -> None:
     for path in write_cache(tmp_path / "cache", [small(i) for i in range(12)]).iterdir():
-        s3_server.put("bucket", f"cache/{path.name}", path.read_bytes())
+        write_server.put(f"cache/{path.name}", path.read_bytes())
     cache = tc.open("s3://bucket/cache")
     assert_same(small(3), cache[3])
 
@@ -174,7 +175,7 @@ def test_statuses_that_stay(store: HttpServer, short: None, status: int) -> None
         return
     error = refused(tc.RemoteError, read, "s3://bucket/a")
     assert (error.status, error.url, error.begin, error.end) == (status, "s3://bucket/a", 10, 140)
-    assert SECRET_KEY not in str(error)
+    assert SECRET not in str(error)
 
 
 def test_a_store_that_is_not_there(
@@ -191,7 +192,7 @@ def test_a_store_that_is_not_there(
     assert "check AWS_ENDPOINT" in str(error)
     assert "~/.aws/credentials are not read" in str(error)
     assert "trying again for up to" in caplog.messages[-1]
-    assert SECRET_KEY not in repr(client_for("s3://bucket")) + str(error) + caplog.text
+    assert SECRET not in repr(client_for("s3://bucket")) + str(error) + caplog.text
 
 
 def test_wrong_answers(store: HttpServer, short: None) -> None:

@@ -10,20 +10,21 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
-from tests.remote.nursery import Nursery
+from tests.remote.conftest import wait
 from tests.remote.servers.write_server import WriteServer
 from tests.remote.written import read_folder, sample, write
-from tests.same import assert_same
 
 URL = "s3://bucket/cache"
-_WRITE = "tests.remote.written:write"
+Start = Callable[..., BaseProcess]
 
 
 def _check(write_server: WriteServer, prefix: str) -> None:
@@ -37,9 +38,8 @@ def _check(write_server: WriteServer, prefix: str) -> None:
     assert numbers == list(range(len(numbers)))
 
 
-def test_four_writers_add_to_one_manifest_at_once(write_server: WriteServer, nursery: Nursery, tmp_path: Path) -> None:
-    writers = [nursery.start(_WRITE, f"{URL}/w{number}-%03d.tar", 10, max_samples=2) for number in range(4)]
-    assert list(map(nursery.wait, writers)) == [0] * 4
+def test_four_writers_add_to_one_manifest_at_once(write_server: WriteServer, start: Start, tmp_path: Path) -> None:
+    assert wait([start(write, f"{URL}/w{number}-%03d.tar", 10, max_samples=2) for number in range(4)]) == [0] * 4
     for number in range(4):
         write(tmp_path / "cache" / f"w{number}-%03d.tar", 10, max_samples=2)
     assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
@@ -82,16 +82,16 @@ def test_a_rank_that_resumes_keeps_the_entries_of_a_rank_that_replaces_its_shard
 
 
 def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
-    write_server: WriteServer, nursery: Nursery, tmp_path: Path
+    write_server: WriteServer, start: Start, tmp_path: Path
 ) -> None:
     url = "s3://bucket/killed"
     write(tmp_path / "cache", 60)
     chance, num_killed = random.Random(7), 0
     for attempt in range(8):
-        writer = nursery.start(_WRITE, url, 60, resume=True)
+        writer = start(write, url, 60, resume=True)
         time.sleep(chance.uniform(0, 0.1 * 1.4**attempt))
-        os.kill(writer, signal.SIGKILL)
-        num_killed += nursery.wait(writer) == -signal.SIGKILL
+        writer.kill()
+        num_killed += wait([writer]) == [-signal.SIGKILL]
         _check(write_server, "killed/")
         write_server.wait_until_idle()
     assert num_killed
@@ -101,14 +101,14 @@ def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
     assert objects == read_folder(tmp_path / "cache")
 
 
-def test_a_writer_killed_during_an_upload(write_server: WriteServer, nursery: Nursery) -> None:
+def test_a_writer_killed_during_an_upload(write_server: WriteServer, start: Start) -> None:
     """Neither before nor after the body is stored is there a half shard; here, the answer is late."""
     write_server.script({"method": "PUT", "suffix": "1.tar", "hold": True})
     url = "s3://bucket/late"
-    writer = nursery.start(_WRITE, url, 23)
+    writer = start(write, url, 23)
     write_server.wait_until_held()
-    os.kill(writer, signal.SIGKILL)
-    nursery.wait(writer)
+    writer.kill()
+    writer.join()
     write_server.script()
     write_server.wait_until_idle()
     _check(write_server, "late/")
@@ -162,9 +162,9 @@ def test_a_forked_child_does_not_upload_its_parent_s_shards(write_server: WriteS
     assert [each["nsamples"] for each in found] == [2, 1]
 
 
-def test_a_full_disk_for_spools(write_server: WriteServer, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_full_disk_for_spools(write_server: WriteServer, start: Start, tmp_path: Path) -> None:
     """A limit on the length of files has the same effect as a full disk."""
-    assert nursery.wait(nursery.start(f"{__name__}:fill_spools", str(tmp_path))) == 0
+    assert wait([start(fill_spools, str(tmp_path))]) == [0]
     assert write_server.objects("cache/") == {}
     assert os.listdir(tmp_path) == []
 
@@ -183,14 +183,3 @@ def test_spools_have_no_names(write_server: WriteServer, tmp_path: Path, monkeyp
         for i in range(5):
             sink.write(f"{i}", sample(i))
             assert os.listdir(tmp_path) == []
-
-
-def test_the_samples_of_a_manifest_with_many_writers_are_right(write_server: WriteServer, tmp_path: Path) -> None:
-    write(f"{URL}/a-%03d.tar", 7)
-    write(f"{URL}/b-%03d.tar", 7, begin=7)
-    for name, content in write_server.objects("cache/").items():
-        (tmp_path / name).write_bytes(content)
-    with tc.open(tmp_path) as cache:
-        assert len(cache) == 14
-        for i in range(14):
-            assert_same(sample(i), tc.realize(cache[f"{i:03d}"]))

@@ -136,8 +136,6 @@ class HttpClient:
         copy = self._copies.get(request.url, request.state)
         if copy is None:
             with self._get(request, f"bytes={begin}-{end - 1}") as (response, state):
-                if response.status == 416 and state is None:
-                    raise _refusal(response, request)
                 if state is not None and response.status == 206:
                     if _content_range(response, request)[:2] != (begin, end):
                         got = _show_range(response)

@@ -8,6 +8,7 @@ import netrc
 import os
 import socket
 import ssl
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 
 from wds_tensorcache.storage.remote.client import MAX_REQUESTS
-from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Request, TransientError, sending, unwatch, watch
+from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Request, TransientError
 from wds_tensorcache.storage.urls import origin_of, shown, web_url
 
 try:
@@ -31,11 +32,9 @@ _CONNECT_S, _STALL_S = 10.0, 20.0  # longest waits for a connection, and for the
 _MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _NEED_HEADERS = _REDIRECTS | {200, 206, 416}
-_FEW_BYTES, _DRAIN_S = (
-    64 * 1024,
-    0.5,
-)  # the most bytes of a body that is dropped to keep its connection, and time for some
+_FEW_BYTES, _DRAIN_S = 64 * 1024, 0.5  # the rest of a body that is read to keep its connection, and the time for it
 _PIECE = 1 << 20
+_sent = threading.local()  # the request that a thread sends
 
 
 class _Head(HTTPResponse):
@@ -46,7 +45,7 @@ class _Head(HTTPResponse):
     """
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
-        watch(sock)
+        _sent.request.watch(sock)
         super().__init__(sock, *args, **options)
 
     def begin(self) -> None:
@@ -86,12 +85,12 @@ class Response:
         is_chunked: True if the body itself marks its end.
     """
 
-    def __init__(self, response: Any, sock: Any, head_s: float) -> None:
+    def __init__(self, response: Any, request: Request, head_s: float) -> None:
         self.status: int = response.status
         self.headers: Mapping[str, str] = response.headers
         self.first_headers = self.headers
         self.head_s = head_s
-        self._response, self._sock, self._is_broken = response, sock, False
+        self._response, self._request, self._is_broken = response, request, False
         self._raw: HTTPResponse = response._fp  # `readinto` of urllib3 copies
         self.is_chunked = bool(self._raw.chunked)
 
@@ -112,7 +111,7 @@ class Response:
         return self
 
     def __exit__(self, *_: object) -> None:
-        unwatch(self._sock)
+        self._request.unwatch()
         raw, connection = self._raw, self._response.connection
         if connection is not None:
             with suppress(OSError, HTTPException, ValueError):
@@ -212,14 +211,17 @@ class Transport:
             origin = origin_of(url)
             route = self._route(origin)
             timeout = urllib3.Timeout(connect=min(_CONNECT_S, remaining_s), read=min(_STALL_S, remaining_s))
-            with sending(request) as sent:
-                if route.pool is None:
-                    response = route.manager.urlopen("GET", url, headers=headers, timeout=timeout, **_PLAIN)
-                else:
-                    response = route.pool.urlopen("GET", url[len(origin) :], headers=headers, timeout=timeout, **_PLAIN)
-                return Response(response, sent.sock, time.monotonic() - begun)
+            _sent.request = request
+            if route.pool is None:
+                response = route.manager.urlopen("GET", url, headers=headers, timeout=timeout, **_PLAIN)
+            else:
+                response = route.pool.urlopen("GET", url[len(origin) :], headers=headers, timeout=timeout, **_PLAIN)
+            return Response(response, request, time.monotonic() - begun)
         except (HTTPError, HTTPException, OSError, ValueError) as exc:
             failed = exc
+        finally:
+            _sent.request = None
+        request.unwatch()
         # Raised here, so that no traceback shows the caught error: its text may contain a signed url, or a proxy's password.
         if isinstance(failed, SSLError) and isinstance(failed.args[0], ssl.SSLCertVerificationError):
             raise request.error(

@@ -10,7 +10,6 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -38,16 +37,8 @@ _PROBE = ".tensorcache-conditions"  # one name for all writers, of which those t
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """A version of an object, for compare and swap: its ETag, and the store's number of the version if it has one."""
-
-    tag: str | None
-    number: str | None
-
-    def mode(self) -> dict[str, str]:
-        """Return the condition for obstore."""
-        return {k: v for k, v in (("e_tag", self.tag), ("version", self.number)) if v is not None}
+# of an object, for compare and swap: its `e_tag`, and the store's number of the `version` if it has one
+_Version = dict[str, str]
 
 
 class ObjectFolder:
@@ -202,10 +193,10 @@ class ObjectFolder:
         if version is not None:
             _check_tag(url, version)
         try:
-            result = self._put(url, content, mode="create" if version is None else version.mode())
+            result = self._put(url, content, mode="create" if version is None else version)
         except Unmet:
             return None
-        return _Version(result["e_tag"], result["version"])
+        return _version(result)
 
     def _put(self, url: str, content: Any, **options: Any) -> Any:
         nbytes, most = len(content), _MAX_PUT_NBYTES[self._client.scheme]
@@ -222,7 +213,7 @@ class ObjectFolder:
 
         def read(obstore: Any, store: Any, key: str) -> tuple[bytes, _Version]:
             result = obstore.get(store, key)
-            return bytes(result.bytes()), _Version(result.meta["e_tag"], result.meta["version"])
+            return bytes(result.bytes()), _version(result.meta)
 
         with contextlib.suppress(FileNotFoundError):
             return self._call(Request(url), read)
@@ -250,9 +241,13 @@ class ObjectFolder:
             return request.repeat(lambda: self._client.call(request, start, is_upload=True))
 
 
+def _version(meta: Any) -> _Version:
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+
+
 def _check_tag(url: str, version: _Version) -> None:
     """Raise RemoteError if a version has no strong ETag, so that no condition can name it."""
-    if version.tag is None or version.tag.startswith("W/"):
+    if version.get("e_tag", "W/").startswith("W/"):
         raise Request(url).error(NO_TAGS)
 
 

@@ -20,13 +20,6 @@ RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None
 _NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
 
 
-def _missing_shard(path: str, manifest: str | None) -> MissingShardError:
-    """Return the error for a remote shard that does not exist; `manifest` lists it, or is None."""
-    if manifest is None:
-        return MissingShardError("the shard does not exist; check the url, or upload it again").at(path)
-    return MissingShardError(f"the shard does not exist, but {manifest} lists it; upload it again").at(path)
-
-
 _lock = per_process(threading.Lock)  # held for a few attribute accesses, never during a request
 
 
@@ -110,7 +103,10 @@ class RemoteFile:
 
     def missing(self) -> MissingShardError:
         """Return the error for an object that does not exist."""
-        return _missing_shard(self.path, self.manifest)
+        problem, remedy = "the shard does not exist", "check the url, or upload it again"
+        if self.manifest is not None:
+            problem, remedy = f"{problem}, but {self.manifest} lists it", "upload it again"
+        return MissingShardError(f"{problem}; {remedy}").at(self.path)
 
     def check_range(self, begin: int, end: int) -> None:
         """Raise FormatError if the file has no bytes `[begin, end)`."""

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from wds_tensorcache.errors import FormatError, RemoteError
 from wds_tensorcache.storage.remote.client import ObjectInfo
@@ -81,8 +81,8 @@ class Request:
     Attributes:
         at: Offset of the next byte that is needed, after `begin` if an earlier attempt was cut short.
         num_ignored: Number of responses that ignored the range.
-        deadline: When the time is over, by `time.monotonic`.
         limit_s: Time limit of all attempts together.
+        sock: Socket of the attempt that is in flight.
 
     Raises:
         ValueError: The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` is not a positive number.
@@ -99,6 +99,8 @@ class Request:
         self.url, self.begin, self.end, self.state = url, begin, end, state
         self.at = begin or 0
         self.num_ignored = 0
+        self.sock: socket.socket | None = None
+        self.cancel: Cancel | None = None
         self._begun = time.monotonic()
         self.limit_s = self._first_limit_s = max(timeout_s(), nbytes / _SLOWEST)
         self._num_failed = 0
@@ -107,7 +109,22 @@ class Request:
 
     @property
     def deadline(self) -> float:
+        """When the time is over, by `time.monotonic`."""
         return self._begun + self.limit_s
+
+    def watch(self, sock: socket.socket) -> None:
+        """Let `end_overdue` end reads from a socket, until `unwatch`; raise CancelledError if the request is cancelled."""
+        self.sock, self.cancel = sock, getattr(_local, "cancel", None)
+        _in_flight().add(self)
+        try:
+            check_cancelled()  # after it was added, so that none is missed
+        except CancelledError:
+            self.unwatch()
+            raise
+
+    def unwatch(self) -> None:
+        self.sock = None  # a connection that is kept serves other requests next
+        _in_flight().discard(self)
 
     def extend(self, nbytes: int) -> None:
         """Extend the time limit by the time that `nbytes` bytes take at 64 KiB/s; they have arrived."""
@@ -193,8 +210,8 @@ _local = threading.local()
 _log = logging.getLogger("wds_tensorcache")
 _warned_s = -inf  # when a request of this process logged the last warning
 _exit = Cancel()  # set when the interpreter ends
-# The sockets of requests in flight. A forked child has its own: a shutdown would end the parent's connections.
-_sockets: Callable[[], dict[socket.socket, tuple[Request, Cancel | None]]] = per_process(dict)
+# Requests with a socket. A forked child has its own: a shutdown would end the parent's connections.
+_in_flight: Callable[[], set[Request]] = per_process(set)
 
 
 @contextmanager
@@ -223,38 +240,12 @@ def sleep(seconds: float) -> None:
         time.sleep(min(remaining_s, TICK_S))
 
 
-@contextmanager
-def sending(request: Request) -> Iterator[threading.local]:
-    """Let this thread's connection call `watch` for a request; yield an object whose `sock` is then its socket.
-
-    After an error, the socket is no longer watched.
-    """
-    _local.request, _local.sock = request, None
-    try:
-        yield _local
-    except BaseException:
-        unwatch(_local.sock)
-        raise
-
-
-def watch(sock: socket.socket) -> None:
-    """Let `end_overdue` end reads from the socket of the request that this thread sends; raise if it is cancelled."""
-    unwatch(_local.sock)  # of a proxy, in which the connection to the server is encrypted
-    _local.sock = sock
-    _sockets()[sock] = _local.request, getattr(_local, "cancel", None)
-    check_cancelled()  # after it was added, so that none is missed
-
-
-def unwatch(sock: Any) -> None:
-    """End `watch`; a connection that is kept serves other requests next."""
-    _sockets().pop(sock, None)
-
-
 def end_overdue() -> None:
     """Shut down the sockets of requests that are cancelled or whose time is over, which ends their reads."""
     now = time.monotonic()
-    for sock, (request, cancel) in _sockets().copy().items():
-        if _exit.is_set or (cancel is not None and cancel.is_set) or now > request.deadline:
+    for request in _in_flight().copy():
+        cancel, sock = request.cancel, request.sock
+        if sock is not None and (_exit.is_set or (cancel is not None and cancel.is_set) or now > request.deadline):
             with suppress(OSError):
                 # not SSLSocket.shutdown, after which reads return encrypted bytes
                 socket.socket.shutdown(getattr(sock, "socket", sock), socket.SHUT_RDWR)
