@@ -204,6 +204,26 @@ def test_a_server_without_ranges(server: HttpServer, url: str) -> None:
     refused(tc.FormatError, read, url, 0, 30, state)
 
 
+def test_at_most_32_copies_are_kept(server: HttpServer, url: str) -> None:
+    server.set(ranges=False)
+    for i in [*range(34), 0]:
+        assert read(f"{url}?{i}") == CONTENT[10:140]
+    assert [one.path for one in server.log()] == [f"/a.tar?{i}" for i in [*range(34), 0]]
+
+
+def test_whole_objects_that_were_asked_for_as_ranges(server: HttpServer, url: str) -> None:
+    """By a server that has ranges: the whole object is what was asked for."""
+    for call in (lambda: read(url, 0, 150), lambda: RemoteFile(url).read_tail(200)):
+        server.script("a.tar", {"ignores_range": True})
+        assert call() == CONTENT
+    assert [one.status for one in server.log()] == [200, 200]
+
+
+def test_tags_without_quotes(server: HttpServer, url: str) -> None:
+    server.script("a.tar", {"etag": "abc"})
+    assert stat(url).tag == '"abc"'
+
+
 def test_a_disk_without_space(server: HttpServer, url: str) -> None:
     server.set(ranges=False)
     content = CONTENT * 1000
@@ -275,7 +295,9 @@ def test_an_announced_length_does_not_extend_the_time_limit(server: HttpServer, 
         assert "given up" in str(error)
 
 
-def test_a_chunked_body(server: HttpServer, url: str) -> None:
+def test_bodies_without_a_length(server: HttpServer, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.script("a.tar", {"raw": "HTTP/1.1 200 X\r\n\r\nabc", "times": -1})
+    assert "no Content-Length" in str(refused(tc.RemoteError, read_whole, url, 1000))
     head = "HTTP/1.1 {} X\r\nContent-Range: bytes 10-139/150\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = "".join(f"1\r\n{chr(byte)}\r\n" for byte in CONTENT[10:140]) + "0\r\n\r\n"
     server.script("a.tar", {"raw": head.format(206) + chunks})
@@ -283,6 +305,9 @@ def test_a_chunked_body(server: HttpServer, url: str) -> None:
     server.script("a.tar", {"raw": head.format(200) + chunks})
     assert read_whole(url, 1000) == CONTENT[10:140]
     server.script("a.tar", {"raw": head.format(200) + chunks, "times": -1})
+    with monkeypatch.context() as patch:
+        patch.setattr("wds_tensorcache.storage.remote.http._MAX_UNKNOWN", 100)
+        assert "more than 100" in str(refused(tc.RemoteError, read_whole, url, 1000))
     refused(tc.RemoteError, read_whole, url, 100)
 
 

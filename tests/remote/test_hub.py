@@ -96,6 +96,10 @@ def test_faults(hub: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
         error = refused(tc.RemoteError, RemoteFile(URL, len(CONTENT)).read, 3, 90)
         assert (error.status, error.begin, error.end, error.url) == (status, 3, 90, URL)
     assert "hunter2" not in f"{client_for(URL)!r}"
+    forget_clients()
+    hub.script("api/datasets/org/name", {"status": 500}, {"status": 403, "times": -1})
+    assert refused(tc.RemoteError, stat, URL).status == 403
+    hub.script("api/datasets/org/name")
     for url in (f"{FOLDER}/none", f"{FOLDER}/folder", "hf://datasets/org/other/a"):
         with pytest.raises(tc.MissingShardError):
             RemoteFile(url).ask()

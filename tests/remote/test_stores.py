@@ -158,6 +158,13 @@ def test_endpoints_that_cannot_work(store: HttpServer, monkeypatch: pytest.Monke
                     call("s3://bucket/cache")  # type: ignore[operator]
 
 
+def test_a_store_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    error = refused(tc.RemoteError, stat, "az://container/a")
+    assert "cannot be opened" in str(error)
+    assert "AZURE_STORAGE_ACCOUNT_NAME" in str(error)
+
+
 def test_statuses_that_pass(store: HttpServer) -> None:
     store.put("bucket/a", SHORT)
     for status in (429, 500, 502, 503, 504):

@@ -22,6 +22,7 @@ from tests.children import run_in_child
 from tests.remote.conftest import wait
 from tests.remote.servers.write_server import WriteServer
 from tests.remote.written import read_folder, sample, write
+from wds_tensorcache.storage.remote.retry import CancelledError
 
 URL = "s3://bucket/cache"
 Start = Callable[..., BaseProcess]
@@ -139,6 +140,20 @@ def test_an_interrupt_waits_for_finished_shards(write_server: WriteServer) -> No
         write_three()
     sender.join()
     assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
+
+
+def test_after_a_second_interrupt_no_upload_begins(write_server: WriteServer) -> None:
+    sink = tc.ShardWriter(URL, max_samples=2)
+    sink._folder.cancel()  # as the writer does then
+
+    def write_three() -> None:
+        with sink:
+            for i in range(3):
+                sink.write(f"{i}", sample(i))
+
+    with pytest.raises(CancelledError):
+        write_three()
+    assert write_server.objects() == {}
 
 
 def test_a_forked_child_does_not_upload_its_parent_s_shards(write_server: WriteServer) -> None:
