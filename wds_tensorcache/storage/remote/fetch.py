@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -207,10 +207,18 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
 
 def wait_for(futures: Sequence[Future[Any]]) -> None:
     """Wait until all futures are done or one has failed; end requests whose time is over."""
-    while True:
-        done, pending = wait(futures, retry.TICK_S, FIRST_EXCEPTION)
-        if not pending or any(not future.cancelled() and future.exception() is not None for future in done):
-            return
+    done: list[Future[Any]] = []
+    is_over = threading.Event()
+
+    def note(future: Future[Any]) -> None:
+        done.append(future)
+        if len(done) == len(futures) or future.cancelled() or future.exception() is not None:
+            is_over.set()
+
+    # not `wait` in a loop, which takes the locks of all futures each time
+    for future in futures:
+        future.add_done_callback(note)
+    while futures and not is_over.wait(retry.TICK_S):
         retry.end_overdue()
 
 
