@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.remote.nursery import Nursery
 from tests.remote.objects import Objects
 from tests.remote.servers.http_server import HttpServer
-from tests.remote.servers.s3 import S3Server
 from tests.remote.servers.write_server import WriteServer
 from wds_tensorcache.storage.remote.clients import forget_clients
 
@@ -50,24 +52,6 @@ def http_server() -> Iterator[HttpServer]:
 
 
 @pytest.fixture(scope="session")
-def _s3_process() -> Iterator[S3Server]:
-    pytest.importorskip("moto")
-    pytest.importorskip("obstore")
-    with S3Server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3_server(_s3_process: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """An S3 server without objects, which the environment names; one process for all tests."""
-    _s3_process.reset()
-    for name, value in _s3_process.environment.items():
-        monkeypatch.setenv(name, value)
-    forget_clients()
-    return _s3_process
-
-
-@pytest.fixture(scope="session")
 def _write_process() -> Iterator[WriteServer]:
     pytest.importorskip("moto")
     pytest.importorskip("obstore")
@@ -89,8 +73,36 @@ def write_server(_write_process: WriteServer, monkeypatch: pytest.MonkeyPatch) -
     return _write_process
 
 
-@pytest.fixture(scope="session")
-def nursery(_write_process: WriteServer) -> Iterator[Nursery]:
-    """A process that forks processes, which find the server of `write_server`."""
-    with Nursery(_write_process.environment) as process:
-        yield process
+def _call(environment: dict[str, str], function: Callable[..., object], *args: Any, **options: Any) -> None:
+    os.environ.update(environment)
+    function(*args, **options)
+
+
+@pytest.fixture
+def start(_write_process: WriteServer) -> Callable[..., BaseProcess]:
+    """Start a process that calls a function, and finds the server of `write_server`.
+
+    It is forked by a process that has imported torch and has not used obstore, which does not work in forked children.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.remote.written"])
+
+    def start(function: Callable[..., object], *args: Any, **options: Any) -> BaseProcess:
+        process = context.Process(target=_call, args=(_write_process.environment, function, *args), kwargs=options)
+        process.start()
+        return process
+
+    return start
+
+
+@pytest.fixture
+def new_forkserver() -> None:
+    """Let the process that forks workers have the environment of this test."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def wait(processes: list[BaseProcess]) -> list[int | None]:
+    """Wait for the end of processes; return their exit codes, minus the number of a signal."""
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -166,37 +165,6 @@ def test_members(server: HttpServer, cache: tc.TensorCache, local: tc.TensorCach
         cache.read_members([0], "txt")
 
 
-def test_views(cache: tc.TensorCache, local: tc.TensorCache) -> None:
-    assert cache.schema == local.schema
-    assert str(cache.describe()) == str(local.describe())
-    assert list(cache.keys()) == list(local.keys())
-    assert "017" in cache
-    assert cache["017"]["size"] == (17, 2)
-    some, same = (each.filter(lambda entry: entry.shapes["text"][0] == 4) for each in (cache, local))
-    assert 0 < len(some) < 23
-    assert list(some.keys()) == list(same.keys())
-    assert_equal(same[::-1].read_batch([0, 1]), some[::-1].read_batch([0, 1]))
-    with pytest.raises(KeyError, match="no sample '099'"):
-        cache["099"]
-    assert f"of {cache.fingerprint}" not in repr(cache)
-
-
-def test_joined_caches(cache: tc.TensorCache, local: tc.TensorCache) -> None:
-    for other in (cache, local):
-        joined = tc.join({"a": cache.select("latent"), "b": other.select(["array", "text"])})
-        expected = tc.join({"a": local.select("latent"), "b": local.select(["array", "text"])})
-        assert_equal(expected.read_batch([4, 3], collate="list"), joined.read_batch([4, 3], collate="list"))
-
-
-def test_chosen_alternatives(cache: tc.TensorCache, local: tc.TensorCache) -> None:
-    options: dict[str, Any] = {
-        "choose": {"one": ["bits.int", "bits.scalar"], "value": ["prompt", "size.*"]},
-        "choices": {"one": [1, 0], "value": [0, 1]},
-        "collate": "list",
-    }
-    assert_equal(local.read_batch([3, 8], **options), cache.read_batch([3, 8], **options))
-
-
 def test_mixed_places(server: HttpServer, folder: Path, local: tc.TensorCache) -> None:
     """Samples of local and of remote shards in one batch."""
     sources: list[Any] = [folder / "small" / f"00{i}.tar" for i in range(5)]
@@ -261,16 +229,6 @@ def test_a_shard_that_is_gone(changing: tuple[Path, str]) -> None:
             read()
 
 
-def test_damage_is_found(changing: tuple[Path, str]) -> None:
-    path, url = changing
-    shard = path / "001.tar"
-    content = shard.read_bytes()
-    at = content.index(b"photo 6")
-    shard.write_bytes(content[:at] + b"phot0" + content[at + 5 :])
-    sample = tc.open(url)[6]
-    assert sample["prompt"] == "phot0 6"  # digests of skeletons are checked by tc.verify
-
-
 def test_all_tensors_of_a_sample_take_one_request(server: HttpServer, cache: tc.TensorCache) -> None:
     sample = cache[9]
     server.log()
@@ -303,35 +261,6 @@ def test_forked_children(cache: tc.TensorCache, local: tc.TensorCache) -> None:
     work()
 
 
-def _check_in_child(cache: Any, lazy: Any, expected: Any) -> None:
-    assert_equal(expected, cache.read_batch([3, 9, 20], collate="list"))
-    assert_same(expected["latent"][1], lazy)
-
-
-def test_children_know_the_query(server: HttpServer, local: tc.TensorCache) -> None:
-    """A pickle for a child that is started has the secret parts, which no other pickle has."""
-    cache = tc.open(f"{server.url}/small?signature=s3cret")
-    expected = local.read_batch([3, 9, 20], collate="list")
-    expected = {"latent": expected["latent"]} | expected
-    context: Any = multiprocessing.get_context("spawn")
-    server.log()
-    child = context.Process(
-        target=_check_in_child, args=(cache.select(list(local.schema)), cache[9]["latent"], expected)
-    )
-    child.start()
-    child.join(120)
-    assert child.exitcode == 0
-    assert all(request.path.endswith("?signature=s3cret") for request in server.log())
-
-
-def test_a_closed_cache(cache: tc.TensorCache) -> None:
-    lazy = cache[0]["latent"]
-    cache.close()
-    for read in (lambda: cache[0], lazy.load, lambda: cache.read_batch([1], collate="list")):
-        with pytest.raises(ValueError, match="the cache is closed"):
-            read()
-
-
 # --- loaders
 
 
@@ -348,23 +277,3 @@ def test_torch_loader(cache: tc.TensorCache, local: tc.TensorCache, method: str)
     found = list(tc.torch_loader(cache, num_workers=1, multiprocessing_context=method, **options))
     for one, other in zip(tc.torch_loader(local, **options), found, strict=True):
         assert_equal(one, other)
-
-
-def test_buckets_and_weights(cache: tc.TensorCache, local: tc.TensorCache) -> None:
-    for options in ({"bucket_by": "text"}, {"weights": [1.0] * 22 + [5.0]}):
-        both = [
-            tc.Loader(each, 3, shuffle="weights" not in options, seed=1, collate="list", **options)
-            for each in (local, cache)
-        ]
-        for expected, found in zip(*both, strict=True):
-            assert_equal(expected, found)
-
-
-def test_tensors_in_two_places(tmp_path: Path) -> None:
-    x = [torch.full((3,), float(i)) for i in range(8)]
-    write_cache(tmp_path / "twice", [{"x": x[i], "y": x[i] if i % 2 else -x[i]} for i in range(8)], max_samples=4)
-    with HttpServer(tmp_path) as own, tc.open(f"{own.url}/twice") as cache:
-        for names in ([1, 3], [0, 1, 7], range(8)):
-            expected = [[float(i if i % 2 else -i)] * 3 for i in names]
-            assert cache.select("y").read_batch(names)["y"].tolist() == expected
-            assert cache.read_batch(names)["y"].tolist() == expected

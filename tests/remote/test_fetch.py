@@ -8,7 +8,6 @@ import random
 import pytest
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
 from tests.remote.servers.http_server import HttpServer
 from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, measured_pace
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
@@ -77,40 +76,3 @@ def test_the_surface_of_a_file(http_server: HttpServer, content: bytes) -> None:
     tailed = RemoteFile(url)
     assert tailed.read_tail(10) == content[-10:]
     assert tailed.identity == file.identity
-
-
-def test_a_changed_object_is_refused(http_server: HttpServer, content: bytes) -> None:
-    file = RemoteFile(http_server.put("a.tar", content))
-    file.ask()
-    http_server.put("a.tar", content[::-1])
-    with pytest.raises(tc.FormatError, match="changed"):
-        file.read(0, 10)
-    http_server.delete("a.tar")
-    with pytest.raises(FileNotFoundError):
-        file.read(0, 10)
-
-
-def test_a_forked_child_has_connections_of_its_own(http_server: HttpServer, content: bytes) -> None:
-    file = RemoteFile(http_server.put("a.tar", content))
-    expected = file.read(7, 70_000)
-
-    def work() -> None:
-        assert file.read(7, 70_000) == expected
-
-    assert [run_in_child(work) for _ in range(3)] == [0, 0, 0]
-    assert file.read(7, 70_000) == expected
-
-
-@pytest.mark.parametrize("options", [{"ranges": False}, {"suffix_ranges": False}, {"suffix_ranges": 501}])
-def test_servers_that_lack_ranges(http_server: HttpServer, content: bytes, options: dict[str, bool]) -> None:
-    http_server.set(**options)
-    url = http_server.put("a.tar", content)
-    file = RemoteFile(url)
-    assert file.read_tail(1000) == content[-1000:]
-    assert file.read(5, 1_000) == content[5:1_000]
-    nbytes = sum(one.nbytes for one in http_server.log())
-    fetch_many([(file, i, [memoryview(bytearray(10))]) for i in range(0, 900_000, 9000)])
-    after = sum(one.nbytes for one in http_server.log())
-    if "ranges" in options:
-        assert (nbytes, after) == (len(content), 0)
-    assert nbytes + after <= 3 * len(content) + 10_000  # up to three responses were not what was asked for

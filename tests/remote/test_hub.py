@@ -1,4 +1,4 @@
-"""Files of a hub, through fsspec and huggingface_hub, against a web server that answers as a hub does."""
+"""Files of a hub, through huggingface_hub, against a web server that answers as a hub does."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import random
 import pytest
 
 import wds_tensorcache as tc
+from tests.remote.reads import refused
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for, forget_clients
-from wds_tensorcache.storage.remote.fetch import fetch_many
-from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.remote.fetch import fetch_many, list_objects, stat
+from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
 
 pytest.importorskip("huggingface_hub")
 CONTENT = random.Random(8).randbytes(100_000)
 FOLDER = "hf://datasets/org/name/cache"
 URL = f"{FOLDER}/a b.tar"
+PATH = f"datasets/org/name/resolve/{'1' * 40}/cache/a b.tar"
 
 
 def publish(server: HttpServer, commit: str, content: bytes) -> None:
@@ -45,18 +46,33 @@ def hub(http_server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> HttpServer:
 
 
 def test_reads(hub: HttpServer) -> None:
-    client = client_for(URL)
-    state = ObjectInfo(len(CONTENT), "1" * 40)
-    assert client.stat(URL) == state
-    assert client.read_tail(URL, 1000) == (state, CONTENT[-1000:])
-    assert client.read_whole(URL, len(CONTENT)) == (state, CONTENT)
-    assert list(client.list_objects(FOLDER)) == [(URL, state), (f"{FOLDER}/large", ObjectInfo(5, "f" * 64))]
+    assert stat(URL).nbytes == len(CONTENT)
+    assert RemoteFile(URL).read_tail(1000) == CONTENT[-1000:]
+    assert read_whole(URL, len(CONTENT)) == CONTENT
+    assert list_objects(FOLDER) == [URL, f"{FOLDER}/large"]
     file = RemoteFile(URL, len(CONTENT))
     buffers = [memoryview(bytearray(10)) for _ in range(9)]
     fetch_many([(file, 10_000 * i, [buffers[i]]) for i in range(9)])
     assert [bytes(buffer) for buffer in buffers] == [CONTENT[10_000 * i : 10_000 * i + 10] for i in range(9)]
-    with pytest.raises(tc.RemoteError, match="more than"):
-        client.read_whole(URL, 1000)
+    for url in (URL.replace("name/", "name@main/"), URL.replace("name/", f"name@{'1' * 40}/")):
+        assert RemoteFile(url).read(5, 9) == CONTENT[5:9]
+    requests = [request for request in hub.log() if "resolve" in request.path]
+    assert {request.headers.get("authorization") for request in requests} == {"Bearer hf_hunter2"}
+    assert not any("/main/" in request.path for request in requests)
+
+
+def test_large_files_are_on_another_server(hub: HttpServer) -> None:
+    """The token does not follow, and the tag is that of the hub: the other server has another one."""
+    with HttpServer() as other:
+        url = other.put("blob", CONTENT) + "?S1GNATURE"
+        hub.script(PATH, {"redirect": url, "headers": {"X-Linked-Etag": '"f00"'}, "times": -1})
+        file = RemoteFile(URL)
+        assert file.read_tail(10) == CONTENT[-10:]
+        assert file.read(3, 70_000) == CONTENT[3:70_000]
+        assert file.state.tag == '"f00"'
+        requests = other.log()
+        assert len(requests) == 2
+        assert not any({"authorization", "if-match"} & set(request.headers) for request in requests)
 
 
 def test_a_branch_that_moves(hub: HttpServer) -> None:
@@ -72,20 +88,20 @@ def test_a_branch_that_moves(hub: HttpServer) -> None:
         file.read(0, 10)
 
 
-@pytest.mark.long
 def test_faults(hub: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = f"datasets/org/name/resolve/{'1' * 40}/cache/a b.tar"
-    hub.script(path, {"drop_after": 5}, {"drop_body_after": 5}, {"status": 503})
+    hub.script(PATH, {"drop_after": 5}, {"drop_body_after": 5}, {"status": 503})
     assert RemoteFile(URL).read(3, 90) == CONTENT[3:90]
     for status in (401, 403, 416):
-        hub.script(path, {"status": status, "times": -1})
-        with pytest.raises(tc.RemoteError) as caught:
-            RemoteFile(URL).read(3, 90)
-        assert (caught.value.status, caught.value.begin, caught.value.end, caught.value.url) == (status, 3, 90, URL)
-        assert "hunter2" not in f"{caught.value}{caught.value.__context__}{client_for(URL)!r}"
+        hub.script(PATH, {"status": status, "times": -1})
+        error = refused(tc.RemoteError, RemoteFile(URL, len(CONTENT)).read, 3, 90)
+        assert (error.status, error.begin, error.end, error.url) == (status, 3, 90, URL)
+    assert "hunter2" not in f"{client_for(URL)!r}"
+    forget_clients()
+    hub.script("api/datasets/org/name", {"status": 500}, {"status": 403, "times": -1})
+    assert refused(tc.RemoteError, stat, URL).status == 403
+    hub.script("api/datasets/org/name")
     for url in (f"{FOLDER}/none", f"{FOLDER}/folder", "hf://datasets/org/other/a"):
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(tc.MissingShardError):
             RemoteFile(url).ask()
     for url in ("hf://datasets", "hf://", "hf://datasets/org"):
-        with pytest.raises((tc.RemoteError, FileNotFoundError)):
-            RemoteFile(url).ask()
+        refused((tc.RemoteError, FileNotFoundError), stat, url)

@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 import wds_tensorcache as tc
+from tests.remote.reads import refused
 from tests.remote.servers.http_server import HttpServer
 from wds_tensorcache.storage.remote.fetch import fetch_many
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
-ROOT = Path(__file__).parent.parent.parent
 CONTENT = random.Random(9).randbytes(1_000_000)
+SCRIPT = """
+import signal
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+file = RemoteFile({!r}, 1_000_000)
+"""
 
 
 def test_ctrl_c(http_server: HttpServer) -> None:
-    """A loop over a server that stalls ends at once, with the interrupt."""
+    """A read from a server that sends a byte now and then ends at once, with the interrupt."""
     url = http_server.put("a.tar", CONTENT)
     http_server.script("a.tar", {"drip_s": 10, "times": -1})
-    script = (
-        "import signal, sys\n"
-        "from wds_tensorcache.storage.remote.remote_file import RemoteFile\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it\n"
-        f"file = RemoteFile({url!r}, {len(CONTENT)})\n"
-        "print('reading', flush=True)\n"
-        "file.read(0, 9000)\n"
-    )
-    running = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        assert running.stdout is not None
-        assert running.stdout.readline() == "reading\n"
-        while not http_server.log():
-            time.sleep(0.01)
-        running.send_signal(signal.SIGINT)
-        _, errors = running.communicate(timeout=60)
-    finally:
-        running.kill()
+    begin = "print('reading', flush=True); file.read(0, 9000)"
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(url) + begin], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "reading\n"
+            while not http_server.log():
+                time.sleep(0.01)
+            running.send_signal(signal.SIGINT)
+            _, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
     assert "KeyboardInterrupt" in errors
     assert running.returncode == -signal.SIGINT
 
@@ -99,18 +99,35 @@ def test_many_callers(http_server: HttpServer) -> None:
 
 
 def test_exit_while_requests_are_under_way(http_server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process ends at once, though a thread still waits for a server that stalls."""
-    url = http_server.put("a.tar", CONTENT)
-    http_server.script("a.tar", {"drip_s": 10, "times": -1})
-    script = (
-        "import sys, threading, time\n"
-        "from wds_tensorcache.storage.remote.remote_file import RemoteFile\n"
-        f"file = RemoteFile({url!r}, {len(CONTENT)})\n"
-        "thread = threading.Thread(target=file.read, args=(0, 9000), daemon=True)\n"
-        "thread.start()\n"
-        "time.sleep(0.5)\n"
-        "print('end', flush=True)\n"
-    )
+    """A process ends at once, though a thread, or a stream that was not closed, waits for a server that stalls."""
     monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "3600")
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=200)
-    assert (result.returncode, result.stdout) == (0, "end\n")
+    url = http_server.put("a.tar", CONTENT)
+    http_server.script("a.tar", {"headers": {}}, {"drip_s": 10, "times": -1})
+    begin = (
+        "import threading, time\n"
+        "from wds_tensorcache.storage.remote.stream import RemoteStream\n"
+        f"stream = RemoteStream({url!r})\n"
+        "for read in (lambda: file.read(0, 9000), stream.read): threading.Thread(target=read, daemon=True).start()\n"
+        "time.sleep(0.5)\n"
+    )
+    subprocess.run([sys.executable, "-c", SCRIPT.format(url) + begin], check=True, timeout=200)
+
+
+def test_heads_that_drip(http_server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit is that of the whole request, however slowly its head arrives."""
+    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                for byte in b"HTTP/1.1 200 OK\r\nA: " + bytes(1000):
+                    connection.send(bytes([byte]))
+                    time.sleep(0.2)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/a.tar"
+        error = refused(tc.RemoteError, RemoteFile(url).read_tail, 10)
+        assert "given up" in str(error)
+        thread.join()

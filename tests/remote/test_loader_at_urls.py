@@ -10,7 +10,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.remote.caches import listing, small, write_cache
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.reading.batches_ahead import BatchesAhead, remote_url
+from wds_tensorcache.reading.batches_ahead import BatchesAhead
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +105,6 @@ def test_new_weights_on_ranks_that_read_different_numbers_of_batches_ahead(serve
             assert set(sources[begin:]) <= {"ba"[epoch]}
 
 
-def test_the_first_url() -> None:
-    assert remote_url([]) is None
-
-
 def test_closing_in_an_epoch(server: HttpServer, folder: Path) -> None:
     """Requests in flight end, and the next iteration resumes."""
     with tc.open(f"{server.url}/cache") as cache:
@@ -126,18 +122,6 @@ def test_closing_in_an_epoch(server: HttpServer, folder: Path) -> None:
             if len(found) < len(expected):
                 loader.load_state_dict(state)
         assert found == expected
-
-
-def test_a_shard_that_is_missing(server: HttpServer, folder: Path) -> None:
-    """The batches before it are given, and the error says which shard it is."""
-    names = [f"{i:03d}.tar" for i in range(3)]
-    server.put("gone/manifest.json", listing(*names, nbytes=(folder / "000.tar").stat().st_size, num_samples=20))
-    server.put("gone/000.tar", (folder / "000.tar").read_bytes())
-    with tc.open(f"{server.url}/gone") as cache, tc.Loader(cache, 5, collate="list") as loader:
-        batches = iter(loader)
-        assert len([next(batches) for _ in range(4)]) == 4
-        with pytest.raises(tc.MissingShardError, match="gone/001.tar"):
-            next(batches)
 
 
 def test_a_loader_over_many_shards_reads_no_index_ahead(server: HttpServer) -> None:

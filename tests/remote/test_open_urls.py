@@ -72,12 +72,6 @@ def test_sources(server: HttpServer, source: Any) -> None:
             assert_same(expected, sample)
 
 
-def test_local_and_remote_shards(server: HttpServer, folder: Path) -> None:
-    with tc.open([str(folder / "000.tar"), f"{server.url}/cache/001.tar", folder / "002.tar"]) as cache:
-        assert_same(SAMPLES, list(cache))
-    assert {path for _, path in _requests(server)} == {"/cache/001.tar"}
-
-
 @pytest.mark.parametrize("name", ["a b", "a#1", "a?b", "50%", "é+&=", "50%25", "a;b,c", "[x]", "{1..2}"])
 def test_names(server: HttpServer, folder: Path, name: str) -> None:
     """Names in a manifest are those of files, not percent-encoded."""
@@ -164,40 +158,17 @@ def test_other_members(server: HttpServer, folder: Path) -> None:
 FOLDER = "https://example.org/data/cache"
 
 
-@pytest.mark.parametrize(
-    "listed",
-    [
-        "../other.tar",
-        "a/../../other.tar",
-        "./../other.tar",
-        "..",
-        "a/..",
-        "/etc/passwd.tar",
-        "//evil.example/a.tar",
-        "http://169.254.169.254/latest/a.tar",
-        "https://evil.example/data/cache/a.tar",
-        "https://example.org/data/other/a.tar",
-        "https://example.org/data/cache",
-        "https://example.org/data/cache/../a.tar",
-        "https://example.org/data/cache/%2e%2E/a.tar",
-        "https://example.org/data/cache/a.tar?signature=secret",
-        "https://example.org/data/cache/a.tar#b",
-        "https://user:secret@example.org/data/cache/a.tar",
-        "HTTPS://example.org/data/cache/a.tar",
-        "s3://bucket/a.tar",
-        "file:///etc/passwd",
-        "file:a.tar",
-        "pipe:cat /etc/passwd",
-        "PIPE:cat /etc/passwd",
-        "data:,a",
-        "a\\..\\b.tar",
-        "C:\\a.tar",
-        "a//b.tar",
-        "a/",
-        ".",
-        "././.",
-    ],
-)
+HOSTILE = """
+../other.tar a/../../other.tar ./../other.tar .. a/.. /etc/passwd.tar //evil.example/a.tar
+http://169.254.169.254/latest/a.tar https://evil.example/data/cache/a.tar https://example.org/data/other/a.tar
+https://example.org/data/cache https://example.org/data/cache/../a.tar https://example.org/data/cache/%2e%2E/a.tar
+https://example.org/data/cache/a.tar?signature=secret https://example.org/data/cache/a.tar#b
+https://user:secret@example.org/data/cache/a.tar HTTPS://example.org/data/cache/a.tar s3://bucket/a.tar file:///etc/passwd
+file:a.tar pipe:cat PIPE:cat data:,a a\\..\\b.tar C:\\a.tar a//b.tar a/ . ././.
+"""
+
+
+@pytest.mark.parametrize("listed", [*HOSTILE.split(), "pipe:cat /etc/passwd"])
 def test_hostile_entries(listed: str) -> None:
     with pytest.raises(tc.FormatError) as raised:
         shard_url(FOLDER, listed)
@@ -267,36 +238,11 @@ def test_queries(server: HttpServer) -> None:
         assert "signature" not in text
 
 
-def test_credentials(server: HttpServer) -> None:
-    url = server.url.replace("127.0.0.1", "user:s3cret@127.0.0.2")
-    with tc.open(f"{url}/cache") as cache:
-        assert_same(SAMPLES[7], cache[7])
-        headers = [request.headers.get("authorization", "") for request in server.log()]
-        assert all(header.startswith("Basic ") for header in headers)
-        for text in (repr(cache), repr(pickle.dumps(cache)), repr(pickle.dumps(cache[0]["latent"]))):
-            assert "s3cret" not in text
-
-
 @pytest.mark.parametrize(
     "url",
-    [
-        "http://",
-        "http:///x.tar?q=s3cret",
-        "s3://",
-        "s3:///x.tar",
-        "http://host/a\nb.tar?q=s3cret",
-        "http://[::1/x",
-        "s3://b/\x00",
-    ],
+    ["http://", "http:///x?q=s3cret", "s3://", "s3:///x", "http://h/a\nb?q=s3cret", "http://[::1/x", "s3://b/\x00"],
 )
 def test_urls_that_are_not_valid(url: str) -> None:
     with pytest.raises(ValueError, match="after '://'|not printable|Invalid IPv6") as raised:
         tc.open(url)
     assert "s3cret" not in str(raised.value)
-
-
-def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit is that of a small request, although a manifest may be large."""
-    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "0.5")
-    with pytest.raises(tc.RemoteError, match=r"http://127.0.0.1:1/cache/manifest.json: .*limit of 0.5 s"):
-        tc.open("http://127.0.0.1:1/cache")

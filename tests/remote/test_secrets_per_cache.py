@@ -175,23 +175,6 @@ def test_streams(server: HttpServer) -> None:
     check_queries(server)
 
 
-def test_differences(server: HttpServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """`tensorcache diff` of a revision and itself, and of two."""
-    pytest.importorskip("click")
-    pytest.importorskip("rich")
-    from wds_tensorcache.cli.app import run
-
-    urls = [source(server, revision, "folder") for revision in (1, 2)]
-    for url in urls:
-        assert run(["diff", url, url]) == 0
-    capsys.readouterr()
-    assert run(["diff", *urls]) == 1
-    out, err = capsys.readouterr()
-    assert "k2" in out
-    assert "rev=" not in out + err
-    check_queries(server)
-
-
 # --- users
 
 

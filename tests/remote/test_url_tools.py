@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import wds_tensorcache as tc
 from tests.remote.caches import big, small, write_cache
 from tests.remote.servers.http_server import HttpServer
-from tests.remote.servers.write_server import WriteServer
 from tests.same import assert_same
 from wds_tensorcache.inspecting.survey import Survey
 
@@ -111,48 +109,6 @@ def test_commands_that_fail(server: HttpServer, capsysbinary: pytest.CaptureFixt
         assert (status, "local" in err, "s3cret" in err) == (2, True, False), err
 
 
-def test_index_command(write_server: WriteServer, folder: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    write_server.put("cache/000.tar", (folder / "cache" / "000.tar").read_bytes())
-    assert _run(capsysbinary, "index", "s3://bucket/cache/000.tar")[0] == 0
-    assert {"cache/000.tar.index", "cache/000.idx"} <= set(write_server.objects())
-    status, _, err = _run(capsysbinary, "index", str(folder / "missing.tar"))
-    assert (status, "does not exist" in err) == (2, True)
-
-
-def test_functions_for_local_shards(server: HttpServer, tmp_path: Path) -> None:
-    url = f"{server.url}/cache?signature=s3cret"
-    for call in (
-        lambda: tc.verify(url),
-        lambda: tc.verify([url]),
-        lambda: tc.merge([url], tmp_path / "new"),
-        lambda: tc.reshard(url, tmp_path / "new"),
-        lambda: tc.repair(url, tmp_path / "new"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"{server.url}/cache.*only local shards can be .*; copy them to a disk"
-        ) as raised:
-            call()
-        assert "s3cret" not in str(raised.value)
-
-
-def test_a_shared_dataset(server: HttpServer) -> None:
-    with tc.open(f"{server.url}/cache") as cache:
-        shared = tc.SharedDataset(cache, name=f"remote-{os.getpid()}")
-        for i, sample in enumerate(shared):
-            assert_same(SAMPLES[i], sample)
-        server.log()
-        assert_same(SAMPLES[3], shared[3])
-        assert not server.log()
-
-
-def test_torch_collates_samples(server: HttpServer) -> None:
-    with tc.open(f"{server.url}/big") as cache:
-        loader: Any = torch.utils.data.DataLoader(cache, batch_size=2)
-        for at, batch in enumerate(loader):
-            assert_same(torch.stack([big(2 * at)["small"], big(2 * at + 1)["small"]]), batch["small"])
-            assert batch["prompt"] == [f"photo {2 * at}", f"photo {2 * at + 1}"]
-
-
 def test_dali(server: HttpServer) -> None:
     pytest.importorskip("nvidia.dali")
     from nvidia.dali import pipeline_def
@@ -173,12 +129,6 @@ def test_dali(server: HttpServer) -> None:
         ValueError, match=r"DALI's reader reads only local files, but shards are at urls; use fn.tensorcache"
     ):
         pipeline(fn.native_reader)
-
-
-def test_information(server: HttpServer) -> None:
-    with tc.open(f"{server.url}/cache") as cache:
-        nbytes = sum(one["filesize"] for one in _manifest(server)["shardlist"])
-        assert repr(cache).startswith(f"TensorCache: 7 samples in 3 shards of {nbytes:,} bytes")
 
 
 def _manifest(server: HttpServer) -> Any:

@@ -10,22 +10,22 @@ import signal
 import tempfile
 import threading
 import time
-import traceback
+from collections.abc import Callable
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
-from tests.remote.nursery import Nursery
+from tests.remote.conftest import wait
 from tests.remote.servers.write_server import WriteServer
 from tests.remote.written import read_folder, sample, write
-from tests.same import assert_same
+from wds_tensorcache.storage.remote.retry import CancelledError
 
 URL = "s3://bucket/cache"
-_WRITE = "tests.remote.written:write"
+Start = Callable[..., BaseProcess]
 
 
 def _check(write_server: WriteServer, prefix: str) -> None:
@@ -39,9 +39,8 @@ def _check(write_server: WriteServer, prefix: str) -> None:
     assert numbers == list(range(len(numbers)))
 
 
-def test_four_writers_add_to_one_manifest_at_once(write_server: WriteServer, nursery: Nursery, tmp_path: Path) -> None:
-    writers = [nursery.start(_WRITE, f"{URL}/w{number}-%03d.tar", 10, max_samples=2) for number in range(4)]
-    assert list(map(nursery.wait, writers)) == [0] * 4
+def test_four_writers_add_to_one_manifest_at_once(write_server: WriteServer, start: Start, tmp_path: Path) -> None:
+    assert wait([start(write, f"{URL}/w{number}-%03d.tar", 10, max_samples=2) for number in range(4)]) == [0] * 4
     for number in range(4):
         write(tmp_path / "cache" / f"w{number}-%03d.tar", 10, max_samples=2)
     assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
@@ -84,16 +83,16 @@ def test_a_rank_that_resumes_keeps_the_entries_of_a_rank_that_replaces_its_shard
 
 
 def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
-    write_server: WriteServer, nursery: Nursery, tmp_path: Path
+    write_server: WriteServer, start: Start, tmp_path: Path
 ) -> None:
     url = "s3://bucket/killed"
     write(tmp_path / "cache", 60)
     chance, num_killed = random.Random(7), 0
     for attempt in range(8):
-        writer = nursery.start(_WRITE, url, 60, resume=True)
+        writer = start(write, url, 60, resume=True)
         time.sleep(chance.uniform(0, 0.1 * 1.4**attempt))
-        os.kill(writer, signal.SIGKILL)
-        num_killed += nursery.wait(writer) == -signal.SIGKILL
+        writer.kill()
+        num_killed += wait([writer]) == [-signal.SIGKILL]
         _check(write_server, "killed/")
         write_server.wait_until_idle()
     assert num_killed
@@ -103,14 +102,14 @@ def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
     assert objects == read_folder(tmp_path / "cache")
 
 
-def test_a_writer_killed_during_an_upload(write_server: WriteServer, nursery: Nursery) -> None:
+def test_a_writer_killed_during_an_upload(write_server: WriteServer, start: Start) -> None:
     """Neither before nor after the body is stored is there a half shard; here, the answer is late."""
     write_server.script({"method": "PUT", "suffix": "1.tar", "hold": True})
     url = "s3://bucket/late"
-    writer = nursery.start(_WRITE, url, 23)
+    writer = start(write, url, 23)
     write_server.wait_until_held()
-    os.kill(writer, signal.SIGKILL)
-    nursery.wait(writer)
+    writer.kill()
+    writer.join()
     write_server.script()
     write_server.wait_until_idle()
     _check(write_server, "late/")
@@ -118,51 +117,43 @@ def test_a_writer_killed_during_an_upload(write_server: WriteServer, nursery: Nu
     _check(write_server, "late/")
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupt_waits_for_finished_shards_and_a_second_one_does_not(
-    write_server: WriteServer, times: int
-) -> None:
-    """The first one interrupts the caller of the writer, the second one the writer."""
-    count, is_over = 0, threading.Event()
-    write(URL, 2, max_samples=2)
+def test_an_interrupt_waits_for_finished_shards(write_server: WriteServer) -> None:
+    write_server.script({"method": "PUT", "suffix": ".tar", "hold": True})
+    is_sent = threading.Event()
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal count
-        modules = [caller.f_globals["__name__"] for caller, _ in traceback.walk_stack(frame)]
-        is_in_writer = any(name.startswith("wds_tensorcache.") for name in modules)
-        if count < times and is_in_writer == (count > 0):
-            count += 1
-            raise KeyboardInterrupt
-
-    def send() -> None:
+    def interrupt() -> None:
         write_server.wait_until_held()
-        while not is_over.wait(0.05):
-            os.kill(os.getpid(), signal.SIGINT)
-            if count == times == 1:
-                write_server.script()
+        os.kill(os.getpid(), signal.SIGINT)
+        is_sent.set()
+        write_server.script()
 
     def write_three() -> None:
-        with tc.ShardWriter(URL, max_samples=2, resume=True) as sink:
+        with tc.ShardWriter(URL, max_samples=2) as sink:
             for i in range(3):
                 sink.write(f"{i}", sample(i))
+            is_sent.wait()
             time.sleep(60)
 
-    write_server.script({"method": "PUT", "suffix": ".tar", "hold" if times == 1 else "hang": True})
-    before, sender = signal.signal(signal.SIGINT, interrupt), threading.Thread(target=send)
+    sender = threading.Thread(target=interrupt)
     sender.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            write_three()
-    finally:
-        is_over.set()
-        sender.join()
-        signal.signal(signal.SIGINT, before)
-    write_server.wait_until_idle()
-    assert count == times
-    shards = ["000000", "000001"] if times == 1 else ["000000"]
-    assert sorted(write_server.objects("cache/")) == sorted(
-        ["manifest.json", *(f"{name}.{kind}" for name in shards for kind in ("idx", "tar"))]
-    )
+    with pytest.raises(KeyboardInterrupt):
+        write_three()
+    sender.join()
+    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
+
+
+def test_after_a_second_interrupt_no_upload_begins(write_server: WriteServer) -> None:
+    sink = tc.ShardWriter(URL, max_samples=2)
+    sink._folder.cancel()  # as the writer does then
+
+    def write_three() -> None:
+        with sink:
+            for i in range(3):
+                sink.write(f"{i}", sample(i))
+
+    with pytest.raises(CancelledError):
+        write_three()
+    assert write_server.objects() == {}
 
 
 def test_a_forked_child_does_not_upload_its_parent_s_shards(write_server: WriteServer) -> None:
@@ -186,9 +177,9 @@ def test_a_forked_child_does_not_upload_its_parent_s_shards(write_server: WriteS
     assert [each["nsamples"] for each in found] == [2, 1]
 
 
-def test_a_full_disk_for_spools(write_server: WriteServer, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_full_disk_for_spools(write_server: WriteServer, start: Start, tmp_path: Path) -> None:
     """A limit on the length of files has the same effect as a full disk."""
-    assert nursery.wait(nursery.start(f"{__name__}:fill_spools", str(tmp_path))) == 0
+    assert wait([start(fill_spools, str(tmp_path))]) == [0]
     assert write_server.objects("cache/") == {}
     assert os.listdir(tmp_path) == []
 
@@ -207,14 +198,3 @@ def test_spools_have_no_names(write_server: WriteServer, tmp_path: Path, monkeyp
         for i in range(5):
             sink.write(f"{i}", sample(i))
             assert os.listdir(tmp_path) == []
-
-
-def test_the_samples_of_a_manifest_with_many_writers_are_right(write_server: WriteServer, tmp_path: Path) -> None:
-    write(f"{URL}/a-%03d.tar", 7)
-    write(f"{URL}/b-%03d.tar", 7, begin=7)
-    for name, content in write_server.objects("cache/").items():
-        (tmp_path / name).write_bytes(content)
-    with tc.open(tmp_path) as cache:
-        assert len(cache) == 14
-        for i in range(14):
-            assert_same(sample(i), tc.realize(cache[f"{i:03d}"]))

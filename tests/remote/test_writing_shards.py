@@ -85,23 +85,6 @@ def test_resuming_adds_what_a_killed_writer_had_not_written(write_server: WriteS
     ]
 
 
-def test_shards_with_another_fingerprint_are_not_resumed(write_server: WriteServer) -> None:
-    write(URL, 5, fingerprint={"model": "a"})
-    with pytest.raises(tc.StaleCacheError, match="model"):
-        write(URL, 5, fingerprint={"model": "b"}, resume=True)
-
-
-def test_a_closed_writer(write_server: WriteServer) -> None:
-    sink = tc.ShardWriter(URL)
-    sink.write("a", sample(0))
-    sink.close()
-    sink.close()
-    with pytest.raises(ValueError, match="closed"):
-        sink.write("b", sample(0))
-    tc.ShardWriter("s3://bucket/empty").close()
-    assert write_server.objects("empty/") == {}
-
-
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(ImportError, match=r"pip install 'wds-tensorcache\[remote\]'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from copy import copy
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.reading.choose import Choose
+from wds_tensorcache.storage.urls import WRITABLE
 from wds_tensorcache.training.loader import BaseLoader, Read
 from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Step
@@ -107,7 +109,8 @@ def torch_loader(
         collate, pad_value: As for `read_batch`; if `collate` is a function, the workers call it.
         choose, transform: As for `tc.Loader`; the workers call `transform`, without a GPU.
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
-            `torch.utils.data.DataLoader`.
+            `torch.utils.data.DataLoader`. Workers that read from s3, gs or az are started by `forkserver` by default, since
+            obstore does not work in forked processes; `transform` and `collate` must then be picklable.
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
@@ -166,6 +169,10 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         # workers do not send which transforms have changed shapes, for example in a function that calls `drop_text`
         self._edits = [transform for transform in dataset._transforms if hasattr(transform, "edit_shapes")]
         batch_sampler = self._sampler if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
+        paths = chain.from_iterable(cache._paths() for cache in self._sampler._plan.caches)
+        if options.get("num_workers") and any(path.partition("://")[0] in WRITABLE for path in paths):
+            # obstore does not work in a child that was forked after its first use
+            options["multiprocessing_context"] = options.get("multiprocessing_context") or "forkserver"
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
         # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.
         vars(self)["sampler"] = self._sampler  # a DistributedSampler

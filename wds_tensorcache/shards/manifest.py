@@ -95,10 +95,9 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
     """
     try:
         if is_url(path):
-            from wds_tensorcache.storage.remote.clients import client_for
-            from wds_tensorcache.storage.remote.fetch import run
+            from wds_tensorcache.storage.remote.remote_file import read_whole
 
-            return _parse_manifest(run(lambda: client_for(path).read_whole(path, MAX_NBYTES))[1])
+            return _parse_manifest(read_whole(path, MAX_NBYTES))
         file = ShardFile(path)
         if file.nbytes > MAX_NBYTES:
             raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_NBYTES:,}")

@@ -13,9 +13,7 @@ from wds_tensorcache.shards.kept_indexes import KeptIndexes
 from wds_tensorcache.shards.load_index import check_sidecar, find_index, scan
 from wds_tensorcache.storage.files import File
 from wds_tensorcache.storage.folder import folder_of
-from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.fetch import run
-from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
 from wds_tensorcache.storage.urls import keep_secrets, name_of
 
 _TAIL_NBYTES = 1 << 16  # of a shard whose number of samples is unknown
@@ -58,11 +56,7 @@ class RemoteIndexes:
         tail = file.read_tail(min(guess, _MAX_TAIL_NBYTES))
 
         sidecar = keep_secrets(url, sidecar_path(url))
-
-        def fetch_sidecar() -> bytes:
-            return run(lambda: client_for(sidecar).read_whole(sidecar, _MAX_INDEX_NBYTES))[1]
-
-        index = find_index(file, lambda: _read_if_allowed(fetch_sidecar), tail=tail)
+        index = find_index(file, lambda: _read_if_allowed(lambda: read_whole(sidecar, _MAX_INDEX_NBYTES)), tail=tail)
         if index is None and may_scan:
             index = scan(file)
         # a shard with hidden members is scanned again, and reported, in each run

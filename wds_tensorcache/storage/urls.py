@@ -19,7 +19,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from wds_tensorcache.errors import RemoteError
 
 SCHEMES = frozenset({"s3", "gs", "az", "http", "https", "hf"})
+WRITABLE = frozenset({"s3", "gs", "az"})
 _WEB = frozenset({"http", "https"})
+_SETTINGS = {"s3": "AWS_…", "gs": "GOOGLE_…", "az": "AZURE_STORAGE_…"}  # variables that have credentials
 _IN_PATH = "/:@!$&'()*+,;=-._~"  # RFC 3986, 3.3
 _IN_QUERY = _IN_PATH + "?"
 _ANY_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE).match  # longer than the name of a drive
@@ -83,7 +85,8 @@ def _split(url: str) -> tuple[str, str, str, str, str]:
     if not separator:
         return "", "", "", url, ""
     end = _find_any(rest, "/?#")
-    user, at, host = rest[:end].rpartition("@")
+    # hf://NAME@REVISION/… has a revision there
+    user, at, host = ("", "", rest[:end]) if scheme.lower() == "hf" else rest[:end].rpartition("@")
     stop = _find_any(rest, "?#", end) if is_web(url) else len(rest)
     return scheme, user + at, host, rest[end:stop], rest[stop:]
 
@@ -95,13 +98,18 @@ def _find_any(text: str, marks: str, begin: int = 0) -> int:
 def conceal(url: str) -> str:
     """Return a url from the caller without user name, password, query and fragment: a `SecretUrl` if it has any secrets.
 
-    The credentials of an object store's url are dropped.
+    Raises:
+        ValueError: The url of an object store has a user name or a password.
     """
     if isinstance(url, SecretUrl) or not any(mark in url for mark in "@?#"):
         return url
     scheme, user_info, host, path, rest = _split(url)
     public = f"{scheme}://{host}{path}" if scheme else url
     query = rest.partition("#")[0][1:]
+    if user_info and scheme.lower() in _SETTINGS:
+        raise ValueError(
+            f"{public}: credentials in the url are not read; set the variables {_SETTINGS[scheme.lower()]}"
+        )
     if not is_web(url) or not (user_info or query):
         return public
     user, _, password = user_info[:-1].partition(":")
@@ -152,6 +160,15 @@ def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
         prefixes = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
         others = f", or a url that begins with one of {prefixes}" if prefixes else ""
         raise ValueError(f"{shown(path)}: expected a local path{others}")
+
+
+def check_writable(url: str) -> None:
+    """Raise ValueError unless a url is one of an object store, with a bucket and without credentials."""
+    scheme, _, rest = conceal(url).partition("://")
+    if scheme.lower() not in WRITABLE:
+        raise ValueError(f"{shown(url)}: shards are written to s3://, gs:// or az:// urls, or to a local path")
+    if not rest.partition("/")[0]:
+        raise ValueError(f"{shown(url)}: expected the name of a bucket after {scheme}://")
 
 
 def is_web(url: str) -> bool:

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from wds_tensorcache.shards.index_paths import DALI_SUFFIX, SIDECAR_SUFFIX, dali_index_path
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray
 from wds_tensorcache.storage.folder import folder_of
-from wds_tensorcache.storage.remote.object_writer import WRITABLE, check_writable
-from wds_tensorcache.storage.urls import check_not_url, is_url, join_url
+from wds_tensorcache.storage.urls import WRITABLE, check_not_url, check_writable, is_url, join_url
 
 DEFAULT_NAME = "%06d.tar"
 _SIDECARS = (DALI_SUFFIX, SIDECAR_SUFFIX)

@@ -70,7 +70,6 @@ class HttpServer(ServerProcess):
             that refuses one, or "first": the answer to `bytes=-5` is the first 6 bytes, as of s3rver.
         etag: "strong", "weak", "length" (a strong one that depends on the length alone) or None.
         last_modified: Send a `Last-Modified` header; a number is the time in it, for all objects.
-        head: Answer HEAD; else it gets status 405.
         latency_s: Time from a request to its answer.
         rate: Bytes per second of all answers together; None for no limit.
         log: Keep requests for `log()`.
@@ -89,7 +88,6 @@ class HttpServer(ServerProcess):
         suffix_ranges: bool | int | str = True,
         etag: str | None = "strong",
         last_modified: bool | int = True,
-        head: bool = True,
         latency_s: float = 0.0,
         rate: float | None = None,
         log: bool = True,
@@ -101,7 +99,6 @@ class HttpServer(ServerProcess):
             "suffix_ranges": suffix_ranges,
             "etag": etag,
             "last_modified": last_modified,
-            "head": head,
             "latency_s": latency_s,
             "rate": rate,
             "log": log,
@@ -263,7 +260,7 @@ class _Server:
                 sent["Retry-After"] = fault["retry_after"]
         elif found is None:
             status = 404
-        elif method not in ("GET", "HEAD", "POST") or (method == "HEAD" and not options["head"]):
+        elif method not in ("GET", "HEAD", "POST"):
             status = 405
         else:
             length, when, tag, content = found

@@ -53,13 +53,7 @@ class WriteServer(ServerProcess):
     def __init__(self) -> None:
         super().__init__(["-m", "tests.remote.servers.write_server"])
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self.environment = {
-            "AWS_ENDPOINT": self.endpoint,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "an-access-key",
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_REGION": "us-east-1",
-        }
+        self.environment = environment(self.endpoint)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def script(self, *faults: dict[str, Any]) -> None:
@@ -87,14 +81,30 @@ class WriteServer(ServerProcess):
         objects = json.loads(self._call("objects", prefix.encode()))
         return {key[len(prefix) :]: content.encode("latin-1") for key, content in objects.items()}
 
-    def put(self, key: str, content: bytes) -> None:
-        """Make or replace an object."""
+    def put(self, key: str, content: bytes) -> str:
+        """Make or replace an object; return its url."""
         self._call("put", json.dumps(key).encode() + b"\n" + content)
+        return f"s3://{BUCKET}/{key}"
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+        self._call("delete", key.encode())
 
     def _call(self, act: str, body: bytes = b"") -> bytes:
         request = urllib.request.Request(f"{self.endpoint}/{act}", body, {"X-Control": "1"}, method="POST")
         with self._opener.open(request, timeout=60) as response:
             return bytes(response.read())
+
+
+def environment(endpoint: str) -> dict[str, str]:
+    """Return the variables with which obstore finds a server."""
+    return {
+        "AWS_ENDPOINT": endpoint,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "test-access-key",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+    }
 
 
 _Start = Callable[..., Any]
@@ -212,6 +222,8 @@ class _Faults:
         elif act == "objects":
             names = sorted(key for key in keys if key.startswith(body.decode()))
             return json.dumps({key: bytes(keys[key].value).decode("latin-1") for key in names}).encode()
+        elif act == "delete":
+            self._backend.delete_object(BUCKET, body.decode())
         elif act == "put":
             name, _, content = body.partition(b"\n")
             self._backend.put_object(BUCKET, json.loads(name), content)

@@ -1,28 +1,53 @@
-"""One client for each bucket, and for each user of a server, made when it is first needed."""
+"""The protocol of clients of servers and object stores; one client for each bucket, and for each user of a server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from wds_tensorcache.storage.remote.client import Client
+from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
+from wds_tensorcache.storage.remote.retry import Request
 from wds_tensorcache.storage.threads import per_process
 from wds_tensorcache.storage.urls import SCHEMES, credentials_of, origin_of, shown
 
 
-class MeasuredClient(Client, Protocol):
-    """A client that measures its server."""
+class Client(Protocol):
+    """Reads the objects of one server or bucket. Each method is one attempt, which `Request.repeat` repeats.
 
-    @property
-    def pace(self) -> Pace:
-        """Measured times of its requests."""
+    Raises (all methods):
+        TransientError: A fault that may pass. `request.at` is after the bytes that need not be read again.
+        FileNotFoundError: The object does not exist.
+        FormatError: The object does not have the state `request.state`.
+        RemoteError: The request failed for another reason.
+
+    Threads/fork/pickle: any thread may call; a forked child makes its own client; not pickled.
+    """
+
+    pace: Pace
+
+    def stat(self, request: Request, /) -> ObjectInfo:
+        """Return the state of an object."""
+        ...
+
+    def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
+        """Fill 1-D byte buffers, in order, from offset `request.at` to `request.end`; return the object's state."""
+        ...
+
+    def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter."""
+        ...
+
+    def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        """Return the state of an object and its bytes; none of them if there are more than `nbytes`."""
+        ...
+
+    def list_objects(self, request: Request, /) -> list[str]:
+        """Return the sorted urls of the objects directly in a folder; raise RemoteError if the server has no listings."""
         ...
 
 
-_Credentials = tuple[str, str]
-
-_Clients = dict[tuple[str, "_Credentials | None"], MeasuredClient]
+_Clients = dict[tuple[str, "tuple[str, str] | None"], Client]
 # a forked child makes its own: connections, threads and locks are the parent's
 _clients: Callable[[], _Clients] = per_process(dict)
 
@@ -32,7 +57,7 @@ def forget_clients() -> None:
     _clients().clear()
 
 
-def client_for(url: str) -> MeasuredClient:
+def client_for(url: str) -> Client:
     """Return the client for an object's bucket, or for its server and the user name and password of the url.
 
     Do not keep it: a forked child needs another client.
@@ -40,7 +65,7 @@ def client_for(url: str) -> MeasuredClient:
     Raises:
         ValueError: The url has no scheme of `SCHEMES`.
         ImportError: A package is missing; the message says which extra to install.
-        RemoteError: The store cannot be opened, for example because the url has credentials, or options are missing.
+        RemoteError: The store cannot be opened, for example because options are missing, or the process was forked.
     """
     key = origin_of(url), credentials_of(url)
     clients = _clients()
@@ -48,23 +73,18 @@ def client_for(url: str) -> MeasuredClient:
     return clients.setdefault(key, _make(*key, url)) if client is None else client
 
 
-def _make(origin: str, credentials: _Credentials | None, url: str) -> MeasuredClient:
+def _make(origin: str, credentials: tuple[str, str] | None, url: str) -> Client:
     scheme = origin.partition("://")[0]
     if scheme in ("http", "https"):
-        from wds_tensorcache.storage.remote.http.client import HttpClient
+        from wds_tensorcache.storage.remote.http import HttpClient
 
         return HttpClient(origin, credentials)
     if scheme in ("s3", "gs", "az"):
-        from wds_tensorcache.storage.remote.event_loop import was_forked
-        from wds_tensorcache.storage.remote.forked.client import ForkedClient
         from wds_tensorcache.storage.remote.stores import StoreClient
-
-        if was_forked():
-            return ForkedClient(origin)
 
         return StoreClient(origin)
     if scheme == "hf":
-        from wds_tensorcache.storage.remote.hub.client import HubClient
+        from wds_tensorcache.storage.remote.hub import HubClient
 
-        return HubClient(origin)
+        return HubClient()
     raise ValueError(f"{shown(url)}: unknown scheme; expected one of {', '.join(sorted(SCHEMES))}")

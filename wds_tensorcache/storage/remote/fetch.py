@@ -1,11 +1,10 @@
-"""Fetch many ranges of remote objects at once: near ranges in one request, large ranges in several, up to 128 at a time."""
+"""Read remote objects: many ranges at once, ends and whole objects, up to 128 requests at a time. Faults are retried here."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +12,8 @@ from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.client import MAX_REQUESTS, ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.pace import Pace
+from wds_tensorcache.storage.remote.retry import Request
+from wds_tensorcache.storage.system import skip_bytes
 from wds_tensorcache.storage.threads import Threads, per_process
 
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
@@ -47,33 +48,31 @@ _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
 
 
-# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function was
-# registered after that of `concurrent.futures`, and so is called before it.
-with suppress(RuntimeError):  # the main thread has ended
-    threading._register_atexit(retry.cancel_at_exit)  # type: ignore[attr-defined]
-
-
 def measured_pace(url: str) -> Pace:
     """Return the measured pace of a url's server: `latency_s`, `rate` and `total_rate`."""
     return client_for(url).pace
 
 
 @dataclass(slots=True)
-class _Request:
-    """A request for the bytes `[begin, end)` of a file, and the buffers for them."""
+class _Range:
+    """The bytes `[begin, end)` of a file, and the buffers for them."""
 
     file: _File
     begin: int
     end: int
     buffers: list[memoryview] = field(default_factory=list)
 
-    def __call__(self) -> None:
-        url = self.file.url
+    def read(self) -> None:
+        file, client = self.file, client_for(self.file.url)
+        request = Request(file.url, self.begin, self.end, file.state, self.end - self.begin)
         try:
-            state = client_for(url).read_into(url, self.buffers, self.begin, self.file.state)
+            # continues at the first byte that has not arrived
+            state = request.repeat(
+                lambda: client.read_range(request, skip_bytes(self.buffers, request.at - self.begin))
+            )
         except FileNotFoundError as exc:
-            raise self.file.missing() from exc
-        self.file.fix(state)
+            raise file.missing() from exc
+        file.fix(state)
 
 
 def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
@@ -89,43 +88,41 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
     Raises:
         FormatError: A file has changed, or is too short.
         MissingShardError: A file does not exist.
-        RemoteError: As `Client.read_into`. If several requests fail, the error of the first in order is raised.
+        RemoteError: A request failed. If several did, the error of the first in order is raised.
 
     After this function has returned or raised, even by an interrupt, no thread writes into the buffers.
     """
     requests = _plan(ranges, merges)
     if requests:
         MADE.num_requests += len(requests)
-        run_all(requests)
+        run_all([request.read for request in requests])
 
 
-def _plan(ranges: Ranges, merges: bool = True) -> list[_Request]:
+def _plan(ranges: Ranges, merges: bool = True) -> list[_Range]:
     wanted = []
     for file, begin, buffers in ranges:
         views = [view for view in map(_bytes, buffers) if len(view)]
         end = begin + sum(map(len, views))
         file.check_range(begin, end)
         if views:
-            wanted.append(_Request(file, begin, end, views))
-    wanted.sort(key=lambda one: (one.file.url, one.begin))
-    requests: list[_Request] = []
+            wanted.append(_Range(file, begin, end, views))
+    wanted.sort(key=lambda part: (part.file.url, part.begin))
+    requests: list[_Range] = []
     gaps: dict[str, int] = {}
-    last: _Request | None = None
-    for one in wanted:
-        if last is not None and last.file is one.file and one.end - last.begin <= PART_NBYTES:
-            gap = one.begin - last.end
-            if gap == 0 or (
-                merges
-                and 0 < gap <= (gaps.get(one.file.url) or gaps.setdefault(one.file.url, largest_gap(one.file.url)))
-            ):
+    last: _Range | None = None
+    for part in wanted:
+        url = part.file.url
+        if last is not None and last.file is part.file and part.end - last.begin <= PART_NBYTES:
+            gap = part.begin - last.end
+            if gap == 0 or (merges and 0 < gap <= (gaps.get(url) or gaps.setdefault(url, largest_gap(url)))):
                 if gap:
                     last.buffers.append(_scratch[:gap])
-                last.buffers += one.buffers
-                last.end = one.end
+                last.buffers += part.buffers
+                last.end = part.end
                 continue
-        last = one
-        requests.append(one)
-    return [part for one in requests for part in _parts(one)]
+        last = part
+        requests.append(part)
+    return [part for request in requests for part in _split(request)]
 
 
 def largest_gap(url: str) -> int:
@@ -139,12 +136,12 @@ def _bytes(buffer: Any) -> memoryview:
     return view if view.format == "B" else view.cast("B")
 
 
-def _parts(request: _Request) -> list[_Request]:
+def _split(request: _Range) -> list[_Range]:
     """Split a request into parts of at most 4 MiB."""
     if request.end - request.begin <= PART_NBYTES:
         return [request]
     parts = [
-        _Request(request.file, begin, min(begin + PART_NBYTES, request.end))
+        _Range(request.file, begin, min(begin + PART_NBYTES, request.end))
         for begin in range(request.begin, request.end, PART_NBYTES)
     ]
     at, left = 0, PART_NBYTES
@@ -156,6 +153,30 @@ def _parts(request: _Request) -> list[_Request]:
             if not left:
                 at, left = at + 1, PART_NBYTES
     return parts
+
+
+def stat(url: str) -> ObjectInfo:
+    """Return the state of an object by one request; raise FileNotFoundError if it does not exist."""
+    request = Request(url)
+    return run(lambda: request.repeat(lambda: client_for(url).stat(request)))
+
+
+def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
+    """Return the state of an object and its last `nbytes` bytes, or all of them, in most cases by one request."""
+    request = Request(url, nbytes=nbytes)
+    return run(lambda: request.repeat(lambda: client_for(url).read_tail(request, nbytes)))
+
+
+def list_objects(folder: str) -> list[str]:
+    """Return the sorted urls of the objects directly in a folder; raise RemoteError if the server has no listings."""
+    request = Request(folder)
+    return run(lambda: request.repeat(lambda: client_for(folder).list_objects(request)))
+
+
+def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
+    """Begin to read from offset `begin` into a buffer; return the future, and what cancels it. Call `wait_for`."""
+    cancel = retry.Cancel()
+    return _executor().submit(_work, _Range(file, begin, begin + len(view), [view]).read, cancel), cancel
 
 
 def run(call: Callable[[], _Result]) -> _Result:
@@ -174,14 +195,31 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
         executor = _executor()
         for call in calls:
             futures.append(executor.submit(_work, call, cancel))
-        wait(futures, return_when=FIRST_EXCEPTION)
+        wait_for(futures)
     finally:
         # A request that still runs would write into buffers that the caller uses for something else.
-        cancel.is_set = True
+        cancel.set()
         for future in futures:
             future.cancel()
         wait(futures)
     return _results(futures)
+
+
+def wait_for(futures: Sequence[Future[Any]]) -> None:
+    """Wait until all futures are done or one has failed; end requests whose time is over."""
+    done: list[Future[Any]] = []
+    is_over = threading.Event()
+
+    def note(future: Future[Any]) -> None:
+        done.append(future)
+        if len(done) == len(futures) or future.cancelled() or future.exception() is not None:
+            is_over.set()
+
+    # not `wait` in a loop, which takes the locks of all futures each time
+    for future in futures:
+        future.add_done_callback(note)
+    while futures and not is_over.wait(retry.TICK_S):
+        retry.end_overdue()
 
 
 def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:

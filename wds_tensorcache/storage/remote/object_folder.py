@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import random
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from typing import Any, TypeVar
 
 from wds_tensorcache.errors import RemoteError
 from wds_tensorcache.storage.output import Output
-from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.fetch import run
-from wds_tensorcache.storage.remote.object_writer import ObjectWriter
-from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.remote.retry import Target
-from wds_tensorcache.storage.urls import conceal, join_url, name_of, shown
+from wds_tensorcache.storage.remote import retry
+from wds_tensorcache.storage.remote.fetch import list_objects
+from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
+from wds_tensorcache.storage.remote.retry import Request, TransientError
+from wds_tensorcache.storage.remote.stores import NO_CONDITIONS, NO_TAGS, StoreClient, Unmet
+from wds_tensorcache.storage.urls import bucket_and_key, check_writable, conceal, join_url, name_of, origin_of, shown
 
+# the longest object that one request stores, in bytes: S3 and its copies accept 5 GiB, Azure 5,000 MiB, Google 5 TiB
+_MAX_PUT_NBYTES = {"s3": 5 << 30, "az": 5000 << 20, "gs": 5 << 40}
 _MAX_NBYTES = 1 << 28
 _LONGEST_S = 600.0  # a thousand writers that finish at once have changed the manifest by then
 # Google refuses more than about one change of an object each second with status 429
 _BUSY = frozenset({409, 429})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
+_TOKEN = "tensorcache"  # user-defined metadata of an object: which call created it
+# uploads are given up below 512 KiB/s, 8 times the rate of reads: a large one that stalls would hold up its writer for hours
+_UPLOAD_FACTOR = 8
+_PROBE = ".tensorcache-conditions"  # one name for all writers, of which those that may not delete leave a single object
+
+_Result = TypeVar("_Result")
+
+
+# of an object, for compare and swap: its `e_tag`, and the store's number of the `version` if it has one
+_Version = dict[str, str]
 
 
 class ObjectFolder:
@@ -32,6 +47,11 @@ class ObjectFolder:
     A store has no locks. A new file is one request that succeeds only if no object has its name; a change replaces exactly the
     version of the object to which it was made. Before the first of these requests, the store is asked whether it obeys such
     conditions.
+
+    Objects are not uploaded in parts: Google has no conditional multipart uploads, obstore makes none, and a killed process
+    would leave parts in the bucket.
+
+    Threads/fork/pickle: any thread may call; an object store cannot be changed in a forked child; not pickled.
     """
 
     is_remote = True
@@ -39,51 +59,53 @@ class ObjectFolder:
     def __init__(self, url: str) -> None:
         self.path = conceal(url)
         self._is_checked = False  # whether the store is known to obey conditions
+        self._cancel = retry.Cancel()
 
     @cached_property
-    def _objects(self) -> ObjectWriter:
-        return ObjectWriter(self.path)
-
-    def _checked(self) -> ObjectWriter:
-        if not self._is_checked:
-            self._objects.check_conditions(self.path)
-            self._is_checked = True
-        return self._objects
+    def _client(self) -> StoreClient:
+        """A client of the present environment, whose variables a caller may have mended since an earlier writer failed."""
+        check_writable(self.path)
+        return StoreClient(origin_of(self.path))
 
     def make(self) -> None:
-        self._objects  # noqa: B018 its constructor raises
+        self._client  # noqa: B018, raises
 
     def locate(self, name: str) -> str:
         return join_url(self.path, name)
 
     def names(self) -> list[str]:
-        return sorted(name_of(url) for url, _ in run(lambda: list(client_for(self.path).list_objects(self.path))))
+        return sorted(map(name_of, list_objects(self.path)))
 
     def open(self, name: str) -> RemoteFile:
         return RemoteFile(self.locate(name))
 
     def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
-        url = self.locate(name)
-        try:
-            return run(lambda: client_for(url).read_whole(url, max_nbytes))[1]
-        except FileNotFoundError:
-            return None
+        with contextlib.suppress(FileNotFoundError):
+            return read_whole(self.locate(name), max_nbytes)
+        return None
 
     def write(self, name: str, content: bytes) -> None:
-        self._objects.put(self.locate(name), content)
+        url = self.locate(name)
+        request = Request(url)
+        while True:
+            with contextlib.suppress(Unmet):
+                self._put(url, content, mode="overwrite")
+                return
+            self._wait_for_other(request)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
         """See `LocalFolder`; raise RemoteError if other writers were faster for ten minutes."""
         url, begun, num_lost = self.locate(name), time.monotonic(), 0
         while True:
-            before, version = self._objects.read(url) or (None, None)
+            before, version = self._read(url) or (None, None)
             if version is not None:
-                self._objects.check_tag(url, version)
+                _check_tag(url, version)
             content = apply(before)
             if version is not None and content == before:  # also after a change whose response was lost
                 return
+            self._check_conditions()
             try:
-                if self._checked().swap(url, content, version) is not None:
+                if self._swap(url, content, version) is not None:
                     return
             except RemoteError as exc:
                 if exc.status not in _BUSY:
@@ -92,19 +114,141 @@ class ObjectFolder:
                 problem = (
                     f"other writers have changed the object {num_lost:,} times in {_LONGEST_S:.0f} s; resume later"
                 )
-                raise Target(url).error(problem)
-            self._objects.pause(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(num_lost, 10))))
+                raise Request(url).error(problem)
+            with retry.cancellable(self._cancel):
+                retry.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(num_lost, 10))))
             num_lost += 1
 
     def delete(self, names: Iterable[str]) -> None:
         if urls := [self.locate(name) for name in names]:
-            self._checked().delete(urls)
+            self._check_conditions()
+            self._delete(urls)
 
     def new_file(self, name: str) -> Output:
-        return _Upload(self.locate(name), self._checked)
+        return _Upload(self.locate(name), self)
 
     def cancel(self) -> None:
-        self._objects.cancel()
+        self._cancel.set()
+
+    def create(self, url: str, content: Any) -> None:
+        """Store a new object; raise FileExistsError if the object exists, unless an earlier attempt of this call stored it.
+
+        Args:
+            content: Bytes, a memory map or another flat buffer; it must not change during the call.
+        """
+        self._check_conditions()
+        token, request = secrets.token_hex(16), Request(url)
+        while True:
+            with contextlib.suppress(Unmet):
+                self._put(url, content, mode="create", attributes={_TOKEN: token})
+                return
+            # The response to the attempt that stored the object may have been lost.
+            metadata = self._metadata(url)
+            if metadata is not None and metadata.get(_TOKEN) == token:
+                return
+            if metadata is not None:
+                problem = "exists already, and another writer has created it"
+                raise FileExistsError(f"{shown(url)} {problem}; write to another folder, or resume after that writer")
+            self._wait_for_other(request)
+
+    def _wait_for_other(self, request: Request) -> None:
+        # S3 refuses a request with status 409 while another request for the same key runs
+        with retry.cancellable(self._cancel):
+            request.pause(TransientError("another request for this object is running", 409))
+
+    def _check_conditions(self) -> None:
+        """Check, with a small object that is deleted again, that the store obeys the conditions of `create` and `change`.
+
+        Raises:
+            RemoteError: The store ignores conditions, or has no strong ETags, so writers would silently overwrite each
+                other's shards and entries.
+        """
+        # Google and Azure obey; Google refuses a second change of an object within a second
+        if self._is_checked or self._client.scheme != "s3":
+            return
+        url, is_ours = join_url(self.path, _PROBE), True
+        try:
+            first = self._swap(url, b"1", None)
+            is_ours = first is not None
+            if first is not None:  # otherwise another writer is checking the same
+                # A proxy may weaken the tags of answers to reads alone.
+                if (current := self._read(url)) is not None:
+                    _check_tag(url, current[1])
+                is_created_twice = self._swap(url, b"2", None) is not None
+                self._swap(url, b"3", first)
+                if is_created_twice or self._swap(url, b"4", first) is not None:
+                    raise Request(self.path).error(NO_CONDITIONS)
+        finally:
+            if is_ours:
+                with contextlib.suppress(RemoteError):  # these credentials may not delete
+                    self._delete([url])
+        self._is_checked = True
+
+    def _swap(self, url: str, content: bytes, version: _Version | None) -> _Version | None:
+        """Replace a version of an object, or create the object if `version` is None; return its new version.
+
+        Return None if the object has another version. An attempt of this call may have made that version, but its
+        response was lost. So the caller must read the object again, and look for its change.
+        """
+        if version is not None:
+            _check_tag(url, version)
+        try:
+            result = self._put(url, content, mode="create" if version is None else version)
+        except Unmet:
+            return None
+        return _version(result)
+
+    def _put(self, url: str, content: Any, **options: Any) -> Any:
+        nbytes, most = len(content), _MAX_PUT_NBYTES[self._client.scheme]
+        if nbytes > most:
+            problem = f"{nbytes:,} bytes, but one request stores at most {most:,}"
+            raise Request(url).error(f"{problem}; pass a smaller max_nbytes=")
+        request = Request(url, nbytes=nbytes // _UPLOAD_FACTOR)
+        return self._call(
+            request, lambda obstore, store, key: obstore.put(store, key, content, use_multipart=False, **options)
+        )
+
+    def _read(self, url: str) -> tuple[bytes, _Version] | None:
+        """Return the content of an object and its version; None if there is no such object."""
+
+        def read(obstore: Any, store: Any, key: str) -> tuple[bytes, _Version]:
+            result = obstore.get(store, key)
+            return bytes(result.bytes()), _version(result.meta)
+
+        with contextlib.suppress(FileNotFoundError):
+            return self._call(Request(url), read)
+        return None
+
+    def _metadata(self, url: str) -> dict[str, str] | None:
+        """Return the user-defined metadata of an object; None if there is no such object."""
+
+        def read(obstore: Any, store: Any, key: str) -> dict[str, str]:
+            return dict(obstore.get(store, key, options={"head": True}).attributes)
+
+        with contextlib.suppress(FileNotFoundError):
+            return self._call(Request(url), read)
+        return None
+
+    def _delete(self, urls: list[str]) -> None:
+        """Delete objects; ignore those that do not exist."""
+        keys = [bucket_and_key(url)[1] for url in urls]
+        with contextlib.suppress(FileNotFoundError):
+            self._call(Request(urls[0]), lambda obstore, store, _: obstore.delete(store, keys))
+
+    def _call(self, request: Request, start: Callable[[Any, Any, str], _Result]) -> _Result:
+        """Return the result of a request of the store; repeat it after faults that may pass."""
+        with retry.cancellable(self._cancel):
+            return request.repeat(lambda: self._client.call(request, start, is_upload=True))
+
+
+def _version(meta: Any) -> _Version:
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+
+
+def _check_tag(url: str, version: _Version) -> None:
+    """Raise RemoteError if a version has no strong ETag, so that no condition can name it."""
+    if version.get("e_tag", "W/").startswith("W/"):
+        raise Request(url).error(NO_TAGS)
 
 
 class _Upload(Output):
@@ -115,18 +259,18 @@ class _Upload(Output):
     Threads/fork: as for `Output`.
     """
 
-    def __init__(self, url: str, objects: Callable[[], ObjectWriter]) -> None:
-        self._url, self._objects, self._folder = url, objects, tempfile.gettempdir()
-        super().__init__(f"{shown(url)}, in the temporary folder {self._folder} (TMPDIR sets another one)", fsync=False)
+    def __init__(self, url: str, folder: ObjectFolder) -> None:
+        self._url, self._object_folder, self._spool_folder = url, folder, tempfile.gettempdir()
+        where = f"in the temporary folder {self._spool_folder} (TMPDIR sets another one)"
+        super().__init__(f"{shown(url)}, {where}", fsync=False)
 
     def _create(self) -> io.RawIOBase:
-        return tempfile.TemporaryFile(buffering=0, dir=self._folder)
+        return tempfile.TemporaryFile(buffering=0, dir=self._spool_folder)
 
     def finish(self) -> None:
         """Create the object by one request; raise FileExistsError if another writer has created an object of this name."""
         self.flush()
-        # not closed here: a request that was cancelled may still refer to the map
         nbytes = self._position
         content = mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_READ) if nbytes else b""
         self._close()
-        self._objects().create(self._url, content)
+        self._object_folder.create(self._url, content)

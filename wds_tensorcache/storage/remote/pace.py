@@ -7,7 +7,7 @@ import time
 
 _LATENCY_S, _RATE = 0.03, 50e6  # assumed until something is measured
 _WEIGHT = 0.1  # of a new measurement in a running mean
-_LARGE = 256 * 1024  # bodies of fewer bytes arrive with the head, and tell no rate
+_LARGE = 256 * 1024  # shorter bodies arrive with the head, and show no rate
 _WINDOW_S = 5.0  # of busy time; older bytes fade
 
 
@@ -36,8 +36,8 @@ class Pace:
             busy_s = self._busy_s + (time.monotonic() - self._busy_since if self._num_running else 0.0)
             return max(self.rate, self._busy_nbytes / busy_s) if busy_s > self.latency_s else self.rate
 
-    def begin(self, head_s: float) -> Clock:
-        """Record that a head has arrived after `head_s` seconds; return the clock of its body."""
+    def begin(self, head_s: float) -> float:
+        """Record that a head has arrived after `head_s` seconds; return the time, for `end`."""
         now = time.monotonic()
         with self._lock:
             self._num_latencies += 1
@@ -45,14 +45,16 @@ class Pace:
             if not self._num_running:
                 self._busy_since = now - head_s
             self._num_running += 1
-        return Clock(self, now)
+        return now
 
-    def _end(self, nbytes: int, body_s: float) -> None:
+    def end(self, begun: float, nbytes: int) -> None:
+        """Record that a body of `nbytes` bytes has ended, once for each call of `begin`."""
         now = time.monotonic()
         with self._lock:
             if nbytes >= _LARGE:
                 self._num_rates += 1
-                self.rate += max(_WEIGHT, 1 / self._num_rates) * (nbytes / max(body_s, 1e-6) - self.rate)
+                rate = nbytes / max(now - begun, 1e-6)
+                self.rate += max(_WEIGHT, 1 / self._num_rates) * (rate - self.rate)
             self._busy_nbytes += nbytes
             self._busy_s += now - self._busy_since
             self._busy_since = now
@@ -60,19 +62,3 @@ class Pace:
             if self._busy_s > _WINDOW_S:
                 fade = _WINDOW_S / self._busy_s
                 self._busy_s, self._busy_nbytes = self._busy_s * fade, self._busy_nbytes * fade
-
-
-class Clock:
-    """The time of one body. `end` may be called again, and then does nothing."""
-
-    __slots__ = ("_begun", "_pace")
-
-    def __init__(self, pace: Pace, begun: float) -> None:
-        self._pace: Pace | None = pace
-        self._begun = begun
-
-    def end(self, nbytes: int) -> None:
-        """Record that the body has ended after `nbytes` bytes."""
-        pace, self._pace = self._pace, None
-        if pace is not None:
-            pace._end(nbytes, time.monotonic() - self._begun)

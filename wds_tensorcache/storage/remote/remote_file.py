@@ -11,20 +11,13 @@ from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatErro
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.fetch import fetch_many, run
-from wds_tensorcache.storage.remote.retry import Target
+from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_tail, run, stat
+from wds_tensorcache.storage.remote.retry import Request
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
 
 RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None is not known yet
 _NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
-
-
-def _missing_shard(path: str, manifest: str | None) -> MissingShardError:
-    """Return the error for a remote shard that does not exist; `manifest` lists it, or is None."""
-    if manifest is None:
-        return MissingShardError("the shard does not exist; check the url, or upload it again").at(path)
-    return MissingShardError(f"the shard does not exist, but {manifest} lists it; upload it again").at(path)
 
 
 _lock = per_process(threading.Lock)  # held for a few attribute accesses, never during a request
@@ -85,7 +78,7 @@ class RemoteFile:
     def ask(self) -> None:
         """Request length and tag."""
         try:
-            reported = run(lambda: client_for(self.url).stat(self.url))
+            reported = stat(self.url)
         except FileNotFoundError as exc:
             raise self.missing() from exc
         self.fix(reported)
@@ -106,11 +99,14 @@ class RemoteFile:
         if expected.tag is None and self.manifest is not None:
             problem = f"the shard has {reported.nbytes} bytes, but {self.manifest} says {expected.nbytes}"
             raise FormatError(f"{problem}: one of the two is stale; upload both again", kind="index").at(self.path)
-        Target(self.url).check_same(reported, expected)
+        Request(self.url, state=expected).check(reported)
 
     def missing(self) -> MissingShardError:
         """Return the error for an object that does not exist."""
-        return _missing_shard(self.path, self.manifest)
+        problem, remedy = "the shard does not exist", "check the url, or upload it again"
+        if self.manifest is not None:
+            problem, remedy = f"{problem}, but {self.manifest} lists it", "upload it again"
+        return MissingShardError(f"{problem}; {remedy}").at(self.path)
 
     def check_range(self, begin: int, end: int) -> None:
         """Raise FormatError if the file has no bytes `[begin, end)`."""
@@ -139,7 +135,7 @@ class RemoteFile:
     def read_tail(self, nbytes: int) -> bytes:
         """Return the last `nbytes` bytes, or all of them. One request, which also reports the object's state."""
         try:
-            reported, tail = run(lambda: client_for(self.url).read_tail(self.url, nbytes))
+            reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:
             raise self.missing() from exc
         self.fix(reported)
@@ -165,3 +161,14 @@ class RemoteFile:
 
     def __reduce__(self) -> Any:
         return RemoteFile, (self.url, *self.identity)
+
+
+def read_whole(url: str, max_nbytes: int) -> bytes:
+    """Return the bytes of an object; raise RemoteError if there are more than `max_nbytes`."""
+    request = Request(url)
+    state, content = run(lambda: request.repeat(lambda: client_for(url).read_whole(request, PART_NBYTES)))
+    if state.nbytes > max_nbytes:
+        raise request.error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
+    if len(content) < state.nbytes:
+        return RemoteFile(url, state.nbytes, state.tag).read(0, state.nbytes)
+    return content

@@ -1,6 +1,6 @@
 """The policy of all requests: faults to retry, pauses, time limits, and cancellation by the caller.
 
-The time limit of a request, with all its retries, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
+The time limit of a request, with all its attempts, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
 another limit. A request of more than 4 MiB has the time that it takes at 64 KiB/s, if that is longer.
 
 A request that fails for 5 s logs a warning; a process logs at most one in 30 s. The logger is `wds_tensorcache`, whose warnings
@@ -9,78 +9,39 @@ Python prints on stderr by default.
 
 from __future__ import annotations
 
-import email.utils
 import errno
 import logging
 import os
 import random
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import inf
+from typing import TypeVar
 
 from wds_tensorcache.errors import FormatError, RemoteError
 from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.threads import per_process
 from wds_tensorcache.storage.urls import shown
 
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+TICK_S = 0.1  # how often a wait looks for cancelled and overdue requests
 _TIMEOUT_VARIABLE = "TENSORCACHE_REMOTE_TIMEOUT_S"
 _TIMEOUT_S = 60.0
 _SLOWEST = 64 * 1024  # bytes per second below which a large request is given up
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 10.0
 _LATE_S, _QUIET_S = 5.0, 30.0  # without a response before the first warning, and between two warnings
-_TICK_S = 0.1  # how often a pause looks whether it was cancelled
 
-
-class Target:
-    """The object and the bytes of a request, for its errors.
-
-    Args:
-        url: Url of the object; errors show it without credentials.
-        begin, end: The bytes `[begin, end)` that are requested; None for another request.
-    """
-
-    __slots__ = ("begin", "end", "url")
-
-    def __init__(self, url: str, begin: int | None = None, end: int | None = None) -> None:
-        self.url, self.begin, self.end = url, begin, end
-
-    def error(self, problem: str, status: int | None = None) -> RemoteError:
-        """Return a RemoteError that says url, range and fault."""
-        where = shown(self.url)
-        if self.begin is not None:
-            where += f": bytes [{self.begin}, {'end' if self.end is None else self.end})"
-        error = RemoteError(f"{where}: {problem}")
-        error.url, error.begin, error.end, error.status = shown(self.url), self.begin, self.end, status
-        return error
-
-    def missing(self) -> FileNotFoundError:
-        """Return the error for an object that does not exist."""
-        return FileNotFoundError(errno.ENOENT, "the server has no such object", shown(self.url))
-
-    def check_inside(self, expected: ObjectInfo) -> None:
-        """Raise RemoteError if the requested bytes end after the end of the object."""
-        if self.end is not None and self.end > expected.nbytes:
-            raise self.error(f"the object has only {expected.nbytes} bytes")
-
-    def check_same(self, state: ObjectInfo, expected: ObjectInfo) -> None:
-        """Raise FormatError if an object is not the expected one, as far as is known of both."""
-        if state.nbytes != expected.nbytes:
-            raise self.changed(f"it had {expected.nbytes} bytes, now {state.nbytes}")
-        if state.tag is not None and expected.tag is not None and state.tag != expected.tag:
-            raise self.changed(f"its tag was {expected.tag:.80}, now {state.tag:.80}")
-
-    def changed(self, change: str) -> FormatError:
-        """Return the error for an object that has changed since it was opened."""
-        return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
+_Result = TypeVar("_Result")
 
 
 class TransientError(Exception):
     """A fault that may pass.
 
     Attributes:
-        what: Description of the fault, without credentials.
+        problem: Description of the fault, without credentials.
         status: Status of the HTTP response, if there was one.
         retry_after_s: Pause that the server asks for.
     """
@@ -102,11 +63,155 @@ class Cancel:
     def __init__(self) -> None:
         self.is_set = False
 
+    def set(self) -> None:
+        """End the group's requests soon with CancelledError."""
+        self.is_set = True
+        end_overdue()
 
-_EXIT = Cancel()  # set when the interpreter ends
+
+class Request:
+    """An operation on an object, with all its attempts.
+
+    Args:
+        url: Url of the object; errors show it without secrets.
+        begin, end: The bytes `[begin, end)` that are requested; None for another request.
+        state: Expected state of the object; None accepts any.
+        nbytes: Number of bytes that the request moves, by which its time limit is set.
+
+    Attributes:
+        at: Offset of the next byte that is needed, after `begin` if an earlier attempt was cut short.
+        num_ignored: Number of responses that ignored the range.
+        limit_s: Time limit of all attempts together.
+        sock: Socket of the attempt that is in flight.
+
+    Raises:
+        ValueError: The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` is not a positive number.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        begin: int | None = None,
+        end: int | None = None,
+        state: ObjectInfo | None = None,
+        nbytes: int = 0,
+    ) -> None:
+        self.url, self.begin, self.end, self.state = url, begin, end, state
+        self.at = begin or 0
+        self.num_ignored = 0
+        self.sock: socket.socket | None = None
+        self.cancel: Cancel | None = None
+        self._begun = time.monotonic()
+        self.limit_s = self._first_limit_s = max(timeout_s(), nbytes / _SLOWEST)
+        self._num_failed = 0
+        self._num_in_vain = 0  # of attempts since bytes arrived
+        self._tried_at = self.at
+
+    @property
+    def deadline(self) -> float:
+        """When the time is over, by `time.monotonic`."""
+        return self._begun + self.limit_s
+
+    def watch(self, sock: socket.socket) -> None:
+        """Let `end_overdue` end reads from a socket, until `unwatch`; raise CancelledError if the request is cancelled."""
+        self.sock, self.cancel = sock, getattr(_local, "cancel", None)
+        _in_flight().add(self)
+        try:
+            check_cancelled()  # after it was added, so that none is missed
+        except CancelledError:
+            self.unwatch()
+            raise
+
+    def unwatch(self) -> None:
+        self.sock = None  # a connection that is kept serves other requests next
+        _in_flight().discard(self)
+
+    def extend(self, nbytes: int) -> None:
+        """Extend the time limit by the time that `nbytes` bytes take at 64 KiB/s; they have arrived."""
+        # announced bytes may never arrive, and a length of gigabytes would allow hours of attempts
+        self.limit_s = max(self.limit_s, self._first_limit_s + nbytes / _SLOWEST)
+
+    def error(self, problem: str, status: int | None = None) -> RemoteError:
+        """Return a RemoteError that says url, range and fault."""
+        where = shown(self.url)
+        if self.begin is not None:
+            where += f": bytes [{self.begin}, {self.end})"
+        error = RemoteError(f"{where}: {problem}")
+        error.url, error.begin, error.end, error.status = shown(self.url), self.begin, self.end, status
+        return error
+
+    def missing(self) -> FileNotFoundError:
+        """Return the error for an object that does not exist."""
+        return FileNotFoundError(errno.ENOENT, "the server has no such object", shown(self.url))
+
+    def changed(self, change: str) -> FormatError:
+        """Return the error for an object that has changed since it was opened."""
+        return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
+
+    def check(self, received: ObjectInfo) -> ObjectInfo:
+        """Return a received state, with the expected tag if it has none; raise FormatError if it is not the expected one."""
+        expected = self.state
+        if expected is None:
+            return received
+        if received.nbytes != expected.nbytes:
+            raise self.changed(f"it had {expected.nbytes} bytes, now {received.nbytes}")
+        if received.tag is not None and expected.tag is not None and received.tag != expected.tag:
+            raise self.changed(f"its tag was {expected.tag:.80}, now {received.tag:.80}")
+        return ObjectInfo(received.nbytes, received.tag or expected.tag)
+
+    def repeat(self, attempt: Callable[[], _Result]) -> _Result:
+        """Return the result of an attempt; repeat it after faults that may pass, until no time remains.
+
+        Raises:
+            RemoteError: No time remains for another attempt.
+            CancelledError: The caller cancelled the request.
+            Exception: Any other error of an attempt.
+        """
+        while True:
+            check_cancelled()
+            try:
+                return attempt()
+            except TransientError as exc:
+                fault = exc
+            self.pause(fault)
+
+    def pause(self, fault: TransientError) -> None:
+        """Wait before the next attempt, for a random part of a time that doubles, or as long as the server asks."""
+        check_cancelled()
+        self._num_failed += 1
+        self._num_in_vain = self._num_in_vain + 1 if self.at == self._tried_at else 0
+        self._tried_at = self.at
+        pause_s = random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_in_vain, 10)))
+        if fault.retry_after_s is not None:
+            pause_s += fault.retry_after_s
+        remaining_s = self.deadline - time.monotonic()
+        if pause_s >= remaining_s:
+            tried = "1 attempt" if self._num_failed == 1 else f"{self._num_failed} attempts"
+            problem = f"{fault.problem}; given up after {tried}, with a limit of {self.limit_s:g} s"
+            if fault.retry_after_s is not None and fault.retry_after_s >= self.limit_s:
+                problem += f"; the server asks for a pause of {fault.retry_after_s:g} s"
+            raise self.error(problem + f"; try again, or raise {_TIMEOUT_VARIABLE}", fault.status)
+        self._warn_if_late(f"{fault.problem}; trying again for up to {remaining_s:.0f} s more")
+        sleep(pause_s)
+
+    def _warn_if_late(self, problem: str) -> None:
+        global _warned_s
+        now = time.monotonic()
+        if now - self._begun >= _LATE_S and now - _warned_s >= _QUIET_S:
+            _warned_s = now
+            self.warn(problem)
+
+    def warn(self, problem: str) -> None:
+        """Log a warning."""
+        _log.warning("%s", self.error(problem))
+
+
 _local = threading.local()
 _log = logging.getLogger("wds_tensorcache")
 _warned_s = -inf  # when a request of this process logged the last warning
+_exit = Cancel()  # set when the interpreter ends
+# Requests with a socket. A forked child has its own: a shutdown would end the parent's connections.
+_in_flight: Callable[[], set[Request]] = per_process(set)
 
 
 @contextmanager
@@ -123,8 +228,27 @@ def cancellable(cancel: Cancel) -> Iterator[None]:
 def check_cancelled() -> None:
     """Raise CancelledError if the current request was cancelled."""
     cancel = getattr(_local, "cancel", None)
-    if _EXIT.is_set or (cancel is not None and cancel.is_set):
+    if _exit.is_set or (cancel is not None and cancel.is_set):
         raise CancelledError
+
+
+def sleep(seconds: float) -> None:
+    """Wait; raise CancelledError soon after the current request is cancelled."""
+    until = time.monotonic() + seconds
+    while (remaining_s := until - time.monotonic()) > 0:
+        check_cancelled()
+        time.sleep(min(remaining_s, TICK_S))
+
+
+def end_overdue() -> None:
+    """Shut down the sockets of requests that are cancelled or whose time is over, which ends their reads."""
+    now = time.monotonic()
+    for request in _in_flight().copy():
+        cancel, sock = request.cancel, request.sock
+        if sock is not None and (_exit.is_set or (cancel is not None and cancel.is_set) or now > request.deadline):
+            with suppress(OSError):
+                # not SSLSocket.shutdown, after which reads return encrypted bytes
+                socket.socket.shutdown(getattr(sock, "socket", sock), socket.SHUT_RDWR)
 
 
 def timeout_s() -> float:
@@ -145,104 +269,7 @@ def timeout_s() -> float:
     return limit
 
 
-class Attempts:
-    """The attempts of one request: how much time is left, and the pauses between them.
-
-    Args:
-        target: The object and the bytes, for errors.
-        nbytes: Number of bytes that the request moves; 0 if it is not known.
-
-    Raises:
-        ValueError: The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` is not a positive number.
-
-    Threads: one.
-    """
-
-    def __init__(self, target: Target, nbytes: int = 0) -> None:
-        self.target = target
-        self._begun = time.monotonic()
-        self.limit_s = self._first_limit_s = timeout_s()
-        self.deadline = self._begun + self.limit_s
-        self.allow(nbytes)
-        self._num_failed = 0  # since there was progress
-        self._num_all = 0
-
-    def allow(self, nbytes: int) -> None:
-        """Extend the time limit to the time that `nbytes` bytes take at 64 KiB/s."""
-        self.limit_s = max(self.limit_s, nbytes / _SLOWEST)
-        self.deadline = self._begun + self.limit_s
-
-    def allow_after(self, nbytes: int) -> None:
-        """Extend the time limit by the time that `nbytes` bytes, which have arrived, take at 64 KiB/s.
-
-        Announced bytes may never arrive, and a length of gigabytes would allow hours of attempts.
-        """
-        self.limit_s = max(self.limit_s, self._first_limit_s + nbytes / _SLOWEST)
-        self.deadline = self._begun + self.limit_s
-
-    def remaining_s(self) -> float:
-        """Return the time that remains; negative if it is over."""
-        return self.deadline - time.monotonic()
-
-    def progress(self) -> None:
-        """Record that some bytes arrived, so that the next pause is short again."""
-        self._num_failed = 0
-
-    def pause(self, fault: TransientError) -> None:
-        """Wait before the next attempt: a random part of a time that doubles (full jitter), or the pause that the server asks
-        for.
-
-        Raises:
-            RemoteError: No time remains for another attempt.
-            CancelledError: The caller cancelled the request.
-        """
-        self._num_all += 1
-        pause_s = random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._num_failed))
-        self._num_failed += 1
-        if fault.retry_after_s is not None:
-            pause_s += fault.retry_after_s
-        if pause_s >= self.remaining_s():
-            tried = "1 attempt" if self._num_all == 1 else f"{self._num_all} attempts"
-            problem = f"{fault.problem}; given up after {tried}, with a limit of {self.limit_s:g} s"
-            if fault.retry_after_s is not None and fault.retry_after_s >= self.limit_s:
-                problem += f"; the server asks for a pause of {fault.retry_after_s:g} s"
-            raise self.target.error(problem + f"; try again, or raise {_TIMEOUT_VARIABLE}", fault.status)
-        warn_of_delay(
-            self.target, self._begun, f"{fault.problem}; trying again for up to {self.remaining_s():.0f} s more"
-        )
-        until = time.monotonic() + pause_s
-        while (left := until - time.monotonic()) > 0:
-            check_cancelled()
-            time.sleep(min(left, _TICK_S))
-
-
-def warn(target: Target, problem: str) -> None:
-    _log.warning("%s", target.error(problem))
-
-
-def warn_of_delay(target: Target, begun_s: float, problem: str) -> None:
-    """Log a warning if a request that began at `begun_s` of `time.monotonic` takes long."""
-    global _warned_s
-    now = time.monotonic()
-    if now - begun_s >= _LATE_S and now - _warned_s >= _QUIET_S:
-        _warned_s = now
-        warn(target, problem)
-
-
-def parse_retry_after(text: str | None) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if it has neither."""
-    if text is None:
-        return None
-    text = text.strip()
-    if text.isascii() and text.isdigit():
-        return float(text[:12])
-    try:
-        until = email.utils.parsedate_to_datetime(text)
-    except (TypeError, ValueError):
-        return None
-    return max(0.0, until.timestamp() - time.time())
-
-
-def cancel_at_exit() -> None:
-    """End all requests of this process soon, with CancelledError."""
-    _EXIT.is_set = True
+# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function is
+# called before it waits, if it is registered after that of `concurrent.futures`, which `threads` imports.
+with suppress(RuntimeError):  # the main thread has ended
+    threading._register_atexit(_exit.set)  # type: ignore[attr-defined]

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from wds_tensorcache.storage.remote import retry
-from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.fetch import run
+from wds_tensorcache.storage.remote.fetch import start_read, stat, wait_for
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
-from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.storage.urls import conceal
 
 _MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each is twice as long as the one before
@@ -47,19 +45,18 @@ class RemoteStream:
         RemoteError: A request failed.
 
     Memory: up to 20 MiB: four requests of at most 4 MiB, and the piece that is being read.
-    Threads/fork/pickle: one reader, in the process that opened the stream; four threads. Call `close`.
+    Threads/fork/pickle: one reader, in the process that opened the stream. Call `close`.
     """
 
     def __init__(self, url: str) -> None:
         self.url = conceal(url)
-        self.info = run(lambda: client_for(self.url).stat(self.url))
+        self.info = stat(self.url)
         self._file = RemoteFile(self.url, self.info.nbytes, self.info.tag)
         self._at = 0  # the reader's offset
         self._requested = 0  # the end of the last request
         self._next_nbytes = _MIN_NBYTES
         self._pieces: deque[_Piece] = deque()  # in the order of their bytes, without gaps
         self._spare: deque[memoryview] = deque()  # recycled memory
-        self._executor = Threads(_NUM_REQUESTS, "tensorcache-stream")
 
     def read(self, nbytes: int = -1) -> bytes:
         """Return the next `nbytes` bytes, fewer at the end of the object; all remaining bytes if negative. Memory: a copy.
@@ -88,16 +85,17 @@ class RemoteStream:
         return nbytes
 
     def close(self) -> None:
-        """End the requests in flight, and the threads."""
+        """End the requests in flight."""
         for piece in self._pieces:
-            piece.cancel.is_set = True
-        self._executor.shutdown(wait=False, cancel_futures=True)
+            piece.future.cancel()
+            piece.cancel.set()
 
     def _piece(self) -> _Piece:
         """Return the piece that contains the next byte."""
         self._drop_passed()
         while len(self._pieces) <= _NUM_REQUESTS and self._requested < self.info.nbytes:
             self._request()
+        wait_for([self._pieces[0].future])
         self._pieces[0].future.result()
         return self._pieces[0]
 
@@ -107,7 +105,7 @@ class RemoteStream:
             if piece.future.cancel() or piece.future.done():
                 self._spare.append(piece.memory)
             else:  # skipped, and still written to
-                piece.cancel.is_set = True
+                piece.cancel.set()
 
     def _request(self) -> None:
         begin = self._requested
@@ -116,15 +114,8 @@ class RemoteStream:
         memory = self._spare.popleft() if self._spare else memoryview(b"")
         if len(memory) < end - begin:
             memory = np.empty(end - begin, np.uint8).data
-        cancel = retry.Cancel()
-        future = self._executor.submit(_load, self._file, memory[: end - begin], begin, cancel)
+        future, cancel = start_read(self._file, begin, memory[: end - begin])
         self._pieces.append(_Piece(begin, end, memory, cancel, future))
-
-
-# no method of the stream: an abandoned stream must be freed while its requests are in flight
-def _load(file: RemoteFile, memory: memoryview, begin: int, cancel: retry.Cancel) -> None:
-    with retry.cancellable(cancel):
-        file.fix(client_for(file.url).read_into(file.url, [memory], begin, file.state))
 
 
 def num_requests(nbytes: int) -> int:

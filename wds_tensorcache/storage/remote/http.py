@@ -1,0 +1,280 @@
+"""Objects of web servers, by ranges: every response is compared with its request and the known state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.http_transport import Response, Transport, basic
+from wds_tensorcache.storage.remote.no_ranges import Copies, Copy
+from wds_tensorcache.storage.remote.pace import Pace
+from wds_tensorcache.storage.remote.retry import Request, TransientError
+from wds_tensorcache.storage.urls import reveal, web_url
+
+_NO_SUFFIX = frozenset({400, 405, 416, 501})
+_MAX_UNKNOWN = 1 << 28  # bytes of a manifest or an index without Content-Length
+_NUM_REPEATED = 2  # requests whose range was ignored
+_IGNORED = "the server responds with the whole object instead of the range that was asked for"
+_NO_LENGTH = "the server sent no Content-Length, so a truncated body cannot be detected"
+_CONTENT_RANGE = re.compile(r"bytes\s+(?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)", re.IGNORECASE | re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+
+
+class HttpClient:
+    """Reads objects of one web server; see `Client`.
+
+    A server may send a strong ETag, a weak ETag, a date of modification, or nothing of that kind. A strong ETag is sent with
+    every read (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with the known
+    ones.
+
+    With a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
+    equivalent, may look unchanged. Without any of them, only its length is compared.
+
+    Some servers ignore `Range`, and respond with the whole object. This client then keeps that body in a temporary file, and
+    reads from there. A server that has obeyed ranges, or says that it does, is first asked twice more: its proxy may respond
+    with whole objects only while it fetches them.
+
+    Threads/fork/pickle: as `Client`.
+    """
+
+    def __init__(self, origin: str, credentials: tuple[str, str] | None) -> None:
+        self.origin = origin
+        self.pace = Pace()
+        self._transport = Transport(origin, basic(*credentials) if credentials else None)
+        self._has_ranges: bool | None = None  # None until a response shows it
+        self._num_suffixes_ignored = 0
+        self._is_warned = False
+        self._copies = Copies()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.origin!r})"
+
+    def _locate(self, request: Request) -> str:
+        """Return the url of an object, as it is sent."""
+        try:
+            return web_url(reveal(request.url))
+        except ValueError as exc:
+            raise request.error(f"{exc}") from None
+
+    def _tag(self, response: Response) -> str | None:
+        """Return the ETag, or else the date of modification; None if there is neither, or it cannot be sent in a header."""
+        tag = (response.headers.get("ETag") or "").strip()
+        if tag and not tag.startswith(('"', "W/")):
+            tag = f'"{tag}"'  # some servers forget the quotes
+        tag = tag or (response.headers.get("Last-Modified") or "").strip()
+        return tag if tag and tag.isprintable() and tag.isascii() else None
+
+    def _conditions(self, request: Request) -> Mapping[str, str]:
+        """Return the headers that let a server refuse another version. `If-Match` needs a strong ETag (RFC 9110)."""
+        tag = request.state.tag if request.state is not None else None
+        if tag is None or tag.startswith("W/"):
+            return {}
+        return {"If-Match" if tag.startswith('"') else "If-Unmodified-Since": tag}
+
+    @contextmanager
+    def _get(self, request: Request, text: str | None) -> Iterator[tuple[Response, ObjectInfo | None]]:
+        """Send a request for a range; yield the response and the state of the object, None if it is unknown."""
+        headers = {"Range": text} if text else {}
+        with self._transport.get(self._locate(request), {**headers, **self._conditions(request)}, request) as response:
+            state = None
+            if response.status == 206:
+                self._has_ranges = True
+                total = _content_range(response, request)[2]
+                nbytes = total if total is not None or request.state is None else request.state.nbytes
+            elif response.status == 416:
+                nbytes = _total_of(response)
+            else:
+                nbytes = _length_of(response) if response.status == 200 else None
+            if nbytes is not None:
+                state = request.check(ObjectInfo(nbytes, self._tag(response)))
+            yield response, state
+
+    def stat(self, request: Request, /) -> ObjectInfo:
+        # not HEAD: a url may be signed for GET alone, and a head that was cut short cannot be told from a whole one
+        with self._get(request, "bytes=0-0") as (response, state):
+            if response.status == 200:
+                return self._keep(response, state, request).state
+            if response.status != 206 and (response.status != 416 or state is None or state.nbytes):
+                raise _refusal(response, request)
+        if state is None:
+            raise request.error("the server does not tell the object's length", response.status)
+        return state
+
+    def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        if nbytes > 0 and self._num_suffixes_ignored <= _NUM_REPEATED:
+            with self._get(request, f"bytes=-{nbytes}") as (response, state):
+                if state is not None and response.status == 206:
+                    self._num_suffixes_ignored = 0
+                    if _content_range(response, request) != (max(0, state.nbytes - nbytes), state.nbytes, state.nbytes):
+                        got = _show_range(response)
+                        raise request.error(f"asked for the last {nbytes} bytes, got Content-Range {got}", 206)
+                    return state, self._read(response, request, min(nbytes, state.nbytes))
+                if response.status == 200 and self._may_have_ranges(response):
+                    if state is not None and state.nbytes <= nbytes:
+                        return state, self._read(response, request, state.nbytes)
+                    self._num_suffixes_ignored += 1
+                    self._warn_once(request)
+                elif response.status == 200:
+                    copy = self._keep(response, state, request)
+                    return copy.state, copy.read(request, max(0, copy.state.nbytes - nbytes), copy.state.nbytes)
+                elif response.status not in _NO_SUFFIX:
+                    raise _refusal(response, request)
+                elif response.status != 416:  # which is also the response for an empty object
+                    self._num_suffixes_ignored = _NUM_REPEATED + 1
+        state = self.stat(request)
+        content = bytearray(min(max(0, nbytes), state.nbytes))
+        if content:
+            part = Request(request.url, state.nbytes - len(content), state.nbytes, state)
+            state = self.read_range(part, [memoryview(content)])
+        return state, bytes(content)
+
+    def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
+        begin, end = request.at, request.end
+        assert end is not None
+        copy = self._copies.get(request.url, request.state)
+        if copy is None:
+            with self._get(request, f"bytes={begin}-{end - 1}") as (response, state):
+                if state is not None and response.status == 206:
+                    if _content_range(response, request)[:2] != (begin, end):
+                        got = _show_range(response)
+                        raise request.error(f"asked for bytes {begin}-{end - 1}, got Content-Range {got}", 206)
+                    self._fill(response, request, buffers, state)
+                    return state
+                if state is not None and response.status == 200 and (begin, end) == (0, state.nbytes):
+                    self._fill(response, request, buffers, state)
+                    return state
+                if response.status != 200:
+                    raise _refusal(response, request)
+                copy = self._keep(response, state, request)
+        copy.read_into(request, buffers, begin)
+        return copy.state
+
+    def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        with self._get(request, None) as (response, state):
+            if response.status != 200:
+                raise _refusal(response, request)
+            if state is None:
+                copy = self._keep(response, state, request, _MAX_UNKNOWN)
+                return copy.state, copy.read(request, 0, copy.state.nbytes)
+            return state, self._read(response, request, state.nbytes) if state.nbytes <= nbytes else b""
+
+    def list_objects(self, request: Request, /) -> list[str]:
+        raise request.error("web servers have no listings; list the shards, or let a manifest.json list them")
+
+    def _read(self, response: Response, request: Request, nbytes: int) -> bytes:
+        content = bytearray(nbytes)
+        self._fill(response, request, [memoryview(content)], None)
+        return bytes(content)
+
+    def _fill(
+        self, response: Response, request: Request, buffers: Sequence[memoryview], state: ObjectInfo | None
+    ) -> None:
+        """Read a body into buffers. If it is cut short, `request` then asks for the rest of an object with this state."""
+        _check_body(response, request, sum(map(len, buffers)))
+        begun, done = self.pace.begin(response.head_s), 0
+        try:
+            for view in buffers:
+                while len(view):
+                    count = response.read_into(view)
+                    if not count:
+                        raise TransientError("the connection ended before the end of the body")
+                    done, view = done + count, view[count:]
+        finally:
+            self.pace.end(begun, done)
+            # with another tag, the rest could be that of a changed object
+            if done and state is not None and (state.tag or "").startswith('"'):
+                request.state, request.at = state, request.at + done
+
+    def _may_have_ranges(self, response: Response) -> bool:
+        """Return whether a server that ignored a range obeyed another one, or says that it does."""
+        if self._has_ranges is None:
+            return (response.headers.get("Accept-Ranges") or "").strip().lower() == "bytes"
+        return self._has_ranges
+
+    def _warn_once(self, request: Request) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            request.warn(f"{_IGNORED}; asking again. If it does so always, whole shards are read")
+
+    def _keep(
+        self, response: Response, state: ObjectInfo | None, request: Request, max_nbytes: int | None = None
+    ) -> Copy:
+        """Return a copy of the whole object in a response that ignored the range.
+
+        A server that ignores the range of a request three times counts as one without ranges until it obeys one.
+        """
+        if max_nbytes is None and self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
+            request.num_ignored += 1
+            self._warn_once(request)
+            raise TransientError(_IGNORED, 200)
+        if max_nbytes is None:
+            self._has_ranges = False
+        _check_encoding(response, request)
+        if state is None and not response.is_chunked:
+            raise request.error(_NO_LENGTH, 200)
+        begun = self.pace.begin(response.head_s)
+        copy = self._copies.keep(response, request, state, self._tag(response), max_nbytes)
+        self.pace.end(begun, copy.state.nbytes)
+        return copy
+
+
+def _length_of(response: Response) -> int | None:
+    """Return the length of the body in bytes by Content-Length; None if it is missing or is not a number."""
+    text = (response.headers.get("Content-Length") or "").strip()
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
+def _show_range(response: Response) -> str:
+    """Return the value of `Content-Range` for messages, cut to 100 characters."""
+    return f"{response.headers.get('Content-Range')!r:.100}"
+
+
+def _content_range(response: Response, request: Request) -> tuple[int, int, int | None]:
+    """Return the range `[begin, end)` of a partial response, and the object's length, or None if the header says `*`."""
+    match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
+    if not match or match[1] is None:
+        raise request.error(f"a partial response with Content-Range {_show_range(response)}", 206)
+    total = None if match[3] == "*" else int(match[3])
+    begin, end = int(match[1]), int(match[2]) + 1
+    if begin >= end or (total is not None and end > total):
+        raise request.error(f"an impossible Content-Range {_show_range(response)}", 206)
+    return begin, end, total
+
+
+def _total_of(response: Response) -> int | None:
+    """Return the length of the object in bytes by the Content-Range of a refused range; None if the header lacks it."""
+    match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
+    return int(match[3]) if match and match[3] != "*" else None
+
+
+def _check_encoding(response: Response, request: Request) -> None:
+    """Raise RemoteError if the server has compressed the body, whose bytes are then not those of the object."""
+    encoding = (response.headers.get("Content-Encoding") or "identity").strip().lower()
+    if encoding != "identity":
+        problem = (
+            f"the server encodes the bytes ({encoding:.40}) although it was asked not to; switch its compression off"
+        )
+        raise request.error(problem, response.status)
+
+
+def _check_body(response: Response, request: Request, nbytes: int) -> None:
+    """Raise RemoteError unless the body consists of `nbytes` bytes of the object."""
+    _check_encoding(response, request)
+    length = _length_of(response)
+    if length is not None and length != nbytes:
+        raise request.error(f"expected {nbytes} bytes, the server sends {length}", response.status)
+
+
+def _refusal(response: Response, request: Request) -> Exception:
+    """Return the error for a response with a status that does not pass."""
+    status = response.status
+    if status == 412:
+        return request.changed("the server has another version of it")
+    if status in (404, 410):
+        return request.missing()
+    problem = f"the server responds with status {status}"
+    if status in (401, 403):
+        problem += "; check the credentials: of the url, a netrc file or HF_TOKEN; a signed url may have expired"
+    return request.error(problem, status)

@@ -1,1 +1,0 @@
-"""Web servers: requests, ranges of bodies, and faults of servers."""

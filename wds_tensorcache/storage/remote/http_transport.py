@@ -1,0 +1,324 @@
+"""HTTP requests through urllib3: pools, proxies, credentials and redirects; bodies that go straight into memory."""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import netrc
+import os
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from http.client import HTTPException, HTTPResponse
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urljoin, urlsplit
+
+from wds_tensorcache.storage.remote.client import MAX_REQUESTS
+from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Request, TransientError
+from wds_tensorcache.storage.urls import origin_of, shown, web_url
+
+try:
+    import urllib3
+    from urllib3 import connection, connectionpool
+    from urllib3.exceptions import HTTPError, NameResolutionError, NewConnectionError, ProxyError, SSLError
+except ImportError as missing:
+    raise ImportError("reading https:// needs urllib3: pip install 'wds-tensorcache[remote]'") from missing
+
+_CONNECT_S, _STALL_S = 10.0, 20.0  # longest waits for a connection, and for the head or the next bytes of a body
+_MAX_REDIRECTS = 5
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_NEED_HEADERS = _REDIRECTS | {200, 206, 416}
+_FEW_BYTES, _DRAIN_S = 64 * 1024, 0.5  # the rest of a body that is read to keep its connection, and the time for it
+_PIECE = 1 << 20
+_sent = threading.local()  # the request that a thread sends
+
+
+class _Head(HTTPResponse):
+    """The response of `http.client`, but heads that are damaged or cut short are errors.
+
+    `http.client` takes a head that a dropped connection has cut short for a whole one, and any interim head but
+    `100 Continue` for the response. urllib3 logs the url of a damaged head, with a query that may be a signature.
+    """
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        _sent.request.watch(sock)
+        super().__init__(sock, *args, **options)
+
+    def begin(self) -> None:
+        super().begin()
+        while 102 <= self.status < 200:  # otherwise the next request would get the response to this one
+            self.headers: Any = None  # so that `begin` reads another head
+            super().begin()
+        is_cut = self.status in _NEED_HEADERS and self.length != 0 and not self.fp.peek(1)
+        if is_cut or self.headers.defects:
+            raise HTTPException("the head is damaged, or was cut short")
+
+
+class _HTTPConnection(connection.HTTPConnection):
+    response_class = _Head
+
+
+class _HTTPSConnection(connection.HTTPSConnection):
+    response_class = _Head
+
+
+class _HTTPPool(connectionpool.HTTPConnectionPool):
+    ConnectionCls = _HTTPConnection
+
+
+class _HTTPSPool(connectionpool.HTTPSConnectionPool):
+    ConnectionCls = _HTTPSConnection
+
+
+class Response:
+    """A response whose head has arrived. Use it in a `with` block, which keeps or closes its connection.
+
+    Attributes:
+        status: HTTP status.
+        headers: Headers, by names in any case.
+        first_headers: Headers of the first response, which may be a redirect.
+        head_s: Time from the request to the head, in seconds.
+        is_chunked: True if the body itself marks its end.
+    """
+
+    def __init__(self, response: Any, request: Request, head_s: float) -> None:
+        self.status: int = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self.first_headers = self.headers
+        self.head_s = head_s
+        self._response, self._request, self._is_broken = response, request, False
+        self._raw: HTTPResponse = response._fp  # `readinto` of urllib3 copies
+        self.is_chunked = bool(self._raw.chunked)
+
+    def read_into(self, view: memoryview) -> int:
+        """Read the next bytes of the body; return their number, fewer than `view` has only at the end of the body.
+
+        Raises:
+            TransientError: The connection ended or stalled. Bytes of the last piece are not counted.
+        """
+        try:
+            return self._raw.readinto(view[:_PIECE])
+        except (OSError, HTTPException, ValueError) as exc:
+            problem = describe(exc)
+        self._is_broken = True
+        raise TransientError(problem)
+
+    def __enter__(self) -> Response:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._request.unwatch()
+        raw, connection = self._raw, self._response.connection
+        if connection is not None:
+            with suppress(OSError, HTTPException, ValueError):
+                if raw.length and raw.length <= _FEW_BYTES and not self._is_broken:
+                    connection.sock.settimeout(_DRAIN_S)
+                    raw.read(raw.length)
+            if raw.length != 0 or self._is_broken or self.status < 200:
+                connection.close()
+        raw.close()  # otherwise an empty body blocks the connection
+        self._response.release_conn()
+
+
+class _Route(NamedTuple):
+    manager: urllib3.PoolManager
+    pool: connectionpool.HTTPConnectionPool | None
+
+
+# urllib3 neither follows redirects nor repeats, reads or decodes
+_PLAIN: Any = {"redirect": False, "retries": False, "preload_content": False, "decode_content": False}
+
+
+class Transport:
+    """The transport of one client's requests: pools of connections, the environment's proxies, and credentials.
+
+    Args:
+        origin: The client's server.
+        authorization: Header for this server; None for the credentials of the netrc file.
+
+    Threads/fork/pickle: any thread may call; a forked child makes its own; not pickled.
+    """
+
+    def __init__(self, origin: str, authorization: str | None) -> None:
+        self._origin = origin
+        self._managers: dict[str | None, urllib3.PoolManager] = {}  # by proxy
+        # The environment and the netrc file are read once: for each request, that takes as long as the rest.
+        self._routes: dict[str, _Route] = {}  # by origin
+        self._authorization = authorization or _from_netrc(origin)
+
+    def get(self, url: str, headers: Mapping[str, str], request: Request) -> Response:
+        """Send a GET request, follow redirects, and return the response once its head has arrived.
+
+        Credentials go to the client's own server alone, never to one to which it redirects.
+
+        Args:
+            url: As `web_url` returns it.
+
+        Returns:
+            A response with any status except a redirect's and those that `TransientError` reports.
+
+        Raises:
+            TransientError: There was no connection, no whole head in time, or a status that may pass.
+            RemoteError: The fault does not pass: a certificate, or a redirect that is refused.
+        """
+        seen = {url}
+        first_headers: Mapping[str, str] | None = None
+        for _ in range(_MAX_REDIRECTS + 1):
+            sent = {"Accept-Encoding": "identity", "User-Agent": "wds-tensorcache", **headers}
+            if self._authorization is not None and origin_of(url) == self._origin:
+                sent["Authorization"] = self._authorization
+            response = self._send(url, sent, request)
+            first_headers = response.first_headers = first_headers or response.headers
+            if response.status in TRANSIENT_STATUSES:
+                with response:
+                    pause_s = parse_retry_after(response.headers.get("Retry-After"))
+                    problem = f"the server responds with status {response.status}"
+                    raise TransientError(problem, response.status, pause_s)
+            if response.status not in _REDIRECTS:
+                return response
+            with response:
+                url = _next(url, response.headers.get("Location"), request, response.status)
+            if url in seen:
+                raise request.error(f"redirects in a circle, again to {shown(url)}", response.status)
+            seen.add(url)
+        raise request.error(f"more than {_MAX_REDIRECTS} redirects, the last to {shown(url)}", response.status)
+
+    def _route(self, origin: str) -> _Route:
+        """Return the connections for a server: direct ones, or those of the proxy that the environment names."""
+        route = self._routes.get(origin)
+        if route is None:
+            scheme, _, netloc = origin.partition("://")
+            proxy = urllib.request.getproxies().get(scheme)
+            if proxy is not None and urllib.request.proxy_bypass(netloc):
+                proxy = None
+            manager = self._managers.setdefault(proxy, _make_manager(proxy))
+            # a pool takes less time than its manager, but only the manager knows what a proxy needs
+            route = _Route(manager, None if proxy is not None else manager.connection_from_url(origin))
+            self._routes[origin] = route
+        return route
+
+    def _send(self, url: str, headers: dict[str, str], request: Request) -> Response:
+        begun = time.monotonic()
+        remaining_s = request.deadline - begun
+        if remaining_s <= 0:
+            raise TransientError("no time is left")
+        failed: Exception
+        try:
+            origin = origin_of(url)
+            route = self._route(origin)
+            timeout = urllib3.Timeout(connect=min(_CONNECT_S, remaining_s), read=min(_STALL_S, remaining_s))
+            _sent.request = request
+            if route.pool is None:
+                response = route.manager.urlopen("GET", url, headers=headers, timeout=timeout, **_PLAIN)
+            else:
+                response = route.pool.urlopen("GET", url[len(origin) :], headers=headers, timeout=timeout, **_PLAIN)
+            return Response(response, request, time.monotonic() - begun)
+        except (HTTPError, HTTPException, OSError, ValueError) as exc:
+            failed = exc
+        finally:
+            _sent.request = None
+        request.unwatch()
+        # Raised here, so that no traceback shows the caught error: its text may contain a signed url, or a proxy's password.
+        if isinstance(failed, SSLError) and isinstance(failed.args[0], ssl.SSLCertVerificationError):
+            raise request.error(
+                "the server's certificate is not trusted; set SSL_CERT_FILE to the file of the authority that signed it"
+            )
+        if _is_final(failed):
+            raise request.error(describe(failed))
+        raise TransientError(describe(failed))
+
+
+def _make_manager(proxy: str | None) -> urllib3.PoolManager:
+    options: dict[str, Any] = {"num_pools": 256, "maxsize": MAX_REQUESTS, "block": False, "retries": False}
+    manager: urllib3.PoolManager
+    if proxy is None:
+        manager = urllib3.PoolManager(**options)
+    else:
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        headers = None
+        if parts.username is not None:
+            headers = {"Proxy-Authorization": basic(unquote(parts.username), unquote(parts.password or ""))}
+        address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        manager = urllib3.ProxyManager(address, proxy_headers=headers, **options)
+    manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
+    return manager
+
+
+def basic(user: str, password: str) -> str:
+    """Return the header `Authorization` for a user."""
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def _from_netrc(origin: str) -> str | None:
+    """Return the header for a server by the netrc file; None if it has none, or cannot be read."""
+    path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
+    try:
+        credentials = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
+    except (OSError, ValueError, netrc.NetrcParseError):
+        return None
+    return basic(credentials[0] or "", credentials[2] or "") if credentials else None
+
+
+def _next(url: str, location: str | None, request: Request, status: int) -> str:
+    """Return the address of a redirect."""
+    if not location:
+        raise request.error("a redirect without an address", status)
+    target = scheme = ""
+    try:
+        # servers send UTF-8, which the head was decoded from as latin-1
+        target = urljoin(url, location.encode("latin-1", "replace").decode("utf-8", "replace"))
+        scheme = urlsplit(target).scheme
+        target = web_url(target)
+    except ValueError:
+        target = ""
+    if not target or scheme not in ("http", "https"):
+        raise request.error("a redirect to an address that is not a web server's", status)
+    if url.startswith("https:") and scheme == "http":
+        raise request.error(f"a redirect from https to http, to {shown(target)}; it is not safe", status)
+    return target
+
+
+def parse_retry_after(text: str | None) -> float | None:
+    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if it has neither."""
+    if text is None:
+        return None
+    text = text.strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:12])
+    try:
+        until = email.utils.parsedate_to_datetime(text)
+    except (TypeError, ValueError):
+        return None
+    return max(0.0, until.timestamp() - time.time())
+
+
+def _is_final(error: BaseException) -> bool:
+    """Return whether another attempt would fail in the same way."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, ProxyError) and error.original_error is not None:
+        return _is_final(error.original_error)
+    if isinstance(error, NameResolutionError) and isinstance(cause, socket.gaierror):
+        return cause.errno != socket.EAI_AGAIN
+    return isinstance(error, (urllib3.exceptions.LocationValueError, urllib3.exceptions.InvalidHeader, UnicodeError))
+
+
+# Texts of errors may contain urls with signatures, and credentials of a proxy. So none of them is shown.
+_FAULTS: tuple[tuple[Any, str], ...] = (
+    (ProxyError, "no connection to the proxy"),
+    (NameResolutionError, "the server's name is unknown"),
+    (NewConnectionError, "no connection to the server"),
+    (urllib3.exceptions.ConnectTimeoutError, "no connection to the server in time"),
+    (urllib3.exceptions.LocationValueError, "the url is not valid"),
+    ((SSLError, ssl.SSLError), "the encrypted connection failed"),
+    ((urllib3.exceptions.ReadTimeoutError, TimeoutError), "no more bytes in time"),
+    (Exception, "the connection was dropped, or the response is not HTTP"),
+)
+
+
+def describe(error: BaseException) -> str:
+    """Return a description of an error, by its class alone."""
+    return next(problem for kind, problem in _FAULTS if isinstance(error, kind))
