@@ -55,6 +55,24 @@ def test_redirects(servers: tuple[HttpServer, HttpServer], status: int) -> None:
     assert ["authorization" in one.headers for one in first.log()] == [True, True]
 
 
+def test_a_weak_tag_that_becomes_strong(servers: tuple[HttpServer, HttpServer]) -> None:
+    """As Apache's tags do a second after a file was written."""
+    servers[0].script("a.tar", {"etag": 'W/"1"'}, {"etag": '"1"'}, {"etag": '"2"'})
+    file = RemoteFile(f"{servers[0].url}/a.tar")
+    assert file.read_tail(10) == CONTENT[-10:]
+    assert bytes(file.read(0, 10)) == CONTENT[:10]
+    with pytest.raises(tc.FormatError, match="was changed"):
+        file.read(0, 10)
+
+
+def test_responses_before_the_connection_is_closed(servers: tuple[HttpServer, HttpServer]) -> None:
+    """Their bodies, which nobody reads, must not disturb the next request."""
+    rest = "Connection: close\r\nContent-Length: 5\r\n\r\nmoved"
+    for head in ("302 Found\r\nLocation: /a.tar", "503 Busy"):
+        servers[0].script("a.tar?x", {"raw": f"HTTP/1.1 {head}\r\n{rest}"})
+        assert RemoteFile(f"{servers[0].url}/a.tar?x").read_tail(10) == CONTENT[-10:]
+
+
 def test_redirects_that_are_refused(servers: tuple[HttpServer, HttpServer]) -> None:
     first, _ = servers
     url = first.put("a.tar", CONTENT)

@@ -115,7 +115,8 @@ class Response:
         raw, connection = self._raw, self._response.connection
         if connection is not None:
             with suppress(OSError, HTTPException, ValueError):
-                if raw.length and raw.length <= _FEW_BYTES and not self._is_broken:
+                # without a socket, the server closes the connection after this body
+                if raw.length and raw.length <= _FEW_BYTES and not self._is_broken and connection.sock:
                     connection.sock.settimeout(_DRAIN_S)
                     raw.read(raw.length)
             if raw.length != 0 or self._is_broken or self.status < 200:

@@ -155,8 +155,9 @@ class Request:
             return received
         if received.nbytes != expected.nbytes:
             raise self.changed(f"it had {expected.nbytes} bytes, now {received.nbytes}")
-        if received.tag is not None and expected.tag is not None and received.tag != expected.tag:
-            raise self.changed(f"its tag was {expected.tag:.80}, now {received.tag:.80}")
+        tags = [state.tag and state.tag.removeprefix("W/") for state in (received, expected)]
+        if all(tags) and tags[0] != tags[1]:  # Apache's tags are weak in the second after a change
+            raise self.changed(f"its tag was {expected.tag!s:.80}, now {received.tag!s:.80}")
         return ObjectInfo(received.nbytes, received.tag or expected.tag)
 
     def repeat(self, attempt: Callable[[], _Result]) -> _Result:
