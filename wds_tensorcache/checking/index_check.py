@@ -43,7 +43,9 @@ def check_indexes(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
     rebuilt = build_footer(found.index)
     for name, index in ((_FOOTER, footer), (where, sidecar)):
         if index is not None and build_footer(replace(index, fingerprint=None, origins=None)) != rebuilt:
-            _compare(found, dict(_places(index)), dict(_places(found.index)), name, lost)
+            listed, present = list(_places(index)), list(_places(found.index))
+            is_in_order = [member for member, _ in listed] == [member for member, _ in present]
+            _compare(found, dict(listed), dict(present), name, lost, is_in_order)
     _check_idx(found, needs_idx, lost)
     index = footer or sidecar
     if index is None:
@@ -103,7 +105,9 @@ def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...
         yield (keys[row], suffix), (begin, nbytes, *more)
 
 
-def _compare(found: Checked, says: _Places, has: _Places, where: str, lost: set[str]) -> None:
+def _compare(
+    found: Checked, says: _Places, has: _Places, where: str, lost: set[str], is_in_order: bool = False
+) -> None:
     """Add a fault for each sample or member that only an index has, and one for all other differences."""
     keys = {key for key, _ in has}
     if keys and not any(key in keys for key, _ in says):
@@ -123,7 +127,7 @@ def _compare(found: Checked, says: _Places, has: _Places, where: str, lost: set[
             what = f"member {suffix!r} is lost: {where} lists it, but the shard does not contain it"
         found.report.num_lost += key not in keys
         found.fault(key, None, what, "lost")
-    if differing or not (lost or found.damaged or found.is_broken):
+    if differing or not (is_in_order or lost or found.damaged or found.is_broken):
         samples = f" about {format_count(len(differing), 'sample')}" if differing else ""
         found.fault(next(iter(differing), None), None, f"{where} disagrees with the shard{samples}; {_REMEDY}", "index")
 
