@@ -6,15 +6,14 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.context import CEILING
+from benchmarks.harness import CEILING, Rounds, median, ratios
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
-from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.dali import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.dali import OURS as NODES
 from benchmarks.scenarios.gpu import AHEAD, PINNED_COPY
 from benchmarks.scenarios.importing import IMPORT_CEILING, IMPORTED, KINDS
-from benchmarks.scenarios.loader import READ_BATCH
 from benchmarks.scenarios.many_shards import memory_row, time_row
+from benchmarks.scenarios.reading import COLD_CEILINGS
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, ONE_OF_PEERS, moved
 from benchmarks.scenarios.shared import (
     ADDED,
@@ -36,7 +35,6 @@ from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
-from benchmarks.timing import Rounds, median, ratios
 
 PYD = "webdataset .pyd"
 
@@ -145,7 +143,7 @@ _GOALS = (
     ),
     _Goal("diffusion", "worker_handoff", "samples of tensors / lazy", _over(TENSORS, LAZY), 5, at_least=True),
     _Goal("diffusion", "worker_handoff", "lazy / better collated", _over_best(LAZY, (COLLATED, DEFAULT_COLLATED)), 1.0),
-    _Goal("diffusion", "loader", "read_batch / Loader", _over(READ_BATCH, LOADED), 0.9, at_least=True),
+    _Goal("diffusion", "loader", "read_batch / Loader", _over(TWO_THREADS, LOADED), 0.9, at_least=True),
     _Goal("diffusion", "loader", "litdata's best / Loader", _best_over("litdata", LOADED), 4, at_least=True),
     _Goal("diffusion", "loader", "MDS / Loader", _best_over("MDS", LOADED), 8, at_least=True),
     _Goal("diffusion", "loader", "webdataset .pyd / Loader", _best_over("webdataset .pyd", LOADED), 15, at_least=True),

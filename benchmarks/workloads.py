@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,20 @@ def tensor_at(sample: Any, path: str) -> Any:
     for step in path.split("."):
         sample = sample[int(step) if step.isdigit() else step]
     return sample
+
+
+class Generated(Sequence[Any]):
+    """Samples, or what is computed from them, generated on access."""
+
+    def __init__(self, make: Callable[[int], Any], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(self._count)[index]  # raises IndexError at the end
+        return [*map(self._make, chosen)] if isinstance(chosen, range) else self._make(chosen)
 
 
 def _random(index: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
