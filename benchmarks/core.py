@@ -258,7 +258,7 @@ def main() -> None:
             try:
                 lines = _lines(title, *_measure(title, options.base.resolve(), stores, part, rounds))
             except (OSError, EOFError, RuntimeError) as error:
-                lines = iter([f"| {title} | {error} | - | - | - |"])
+                lines = iter([f"| {title} | {type(error).__name__}: {error} | - | - | - |"])
             print(*lines, sep="\n", flush=True)
 
 

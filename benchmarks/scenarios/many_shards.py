@@ -28,16 +28,6 @@ _QUICK_SIZES = {"10^5": (10, 10), "10^7": (10, 100)}
 _BATCH = 256
 
 
-def time_row(size: str, step: str) -> str:
-    """Return the name of the row with a step's microseconds."""
-    return f"{size}, {step}, us"
-
-
-def memory_row(size: str, step: str) -> str:
-    """Return the name of the row with a step's peak memory."""
-    return f"{size}, {step}, MB"
-
-
 @contextmanager
 def many_shards(context: Context) -> Iterator[Rows]:
     """Measure time and memory of each step, one row for each."""
