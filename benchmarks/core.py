@@ -29,6 +29,7 @@ import wds_tensorcache as tc
 from benchmarks import page_cache, peers
 from benchmarks.harness import CEILING, Context, Rounds, Row, Rows, interleaved, settle
 from benchmarks.peers import NAME
+from benchmarks.peers.base import Peer
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.workloads import WORKLOADS, Generated, Workload
 
@@ -118,7 +119,9 @@ def _checksum(store: str, index: int) -> Any:
     return workload.checksum(workload.sample(index))
 
 
-def _open(case: Case, folder: Path, part: int, scratch: Path, tmpfs: Path) -> AbstractContextManager[Rows]:
+def _open(
+    case: Case, everyone: list[Peer], folder: Path, part: int, scratch: Path, tmpfs: Path
+) -> AbstractContextManager[Rows]:
     stored, num_shards = STORES[case.store]
     count = stored.count // part
     size = min(case.batch_size, count)
@@ -135,7 +138,6 @@ def _open(case: Case, folder: Path, part: int, scratch: Path, tmpfs: Path) -> Ab
         is_quick=part > 1,
         has_ceilings=num_shards <= 300,  # each shard is an open file
     )
-    everyone, _ = peers.load(["ours", _TENSORDICT])
     context.peers.extend(peer for peer in everyone if context.store(peer).exists() and peer.name != _TENSORDICT)
     return SCENARIOS[case.scenario](context)
 
@@ -145,6 +147,7 @@ def _serve(address: str, title: str, stores: Path, part: int) -> None:
     settle()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    everyone, _ = peers.load(["ours", _TENSORDICT])  # before memory is limited
     with (
         Client(address) as connection,
         tempfile.TemporaryDirectory(dir=stores) as scratch,
@@ -153,7 +156,7 @@ def _serve(address: str, title: str, stores: Path, part: int) -> None:
     ):
         try:
             connection.recv()
-            rows = stack.enter_context(_open(CASES[title], stores, part, Path(scratch), Path(tmpfs)))
+            rows = stack.enter_context(_open(CASES[title], everyone, stores, part, Path(scratch), Path(tmpfs)))
             connection.send(list(rows))
             while True:
                 connection.send(rows[connection.recv()]())
@@ -177,10 +180,11 @@ class _State:
                 env={**os.environ, "PYTHONPATH": code},
                 cwd=stores,
             )
-            stack.callback(process.wait)
-            self._connections.append(stack.enter_context(listener.accept()))  # when it is closed, the process ends
+            connection = listener.accept()
             if CASES[title].is_limited:
-                _limit_memory(process.pid, stack)
+                stack.callback(_limit_memory(process.pid).rmdir)
+            stack.callback(process.wait)
+            self._connections.append(stack.enter_context(connection))  # when it is closed, the process ends
         self.rows: list[str] = self._ask("")[0]
 
     def _ask(self, message: str) -> list[Any]:
@@ -197,14 +201,14 @@ class _State:
         return lambda: max(self._ask(name), key=lambda figures: max(figures.values()))
 
 
-def _limit_memory(pid: int, stack: ExitStack) -> None:
-    """Move a process into a new control group; raise OSError where that is not allowed."""
+def _limit_memory(pid: int) -> Path:
+    """Move a process into a new control group, which is returned; raise OSError where that is not allowed."""
     is_old = Path("/sys/fs/cgroup/memory").exists()
     group = Path("/sys/fs/cgroup", "memory" if is_old else "", f"benchmarks-{pid}")
     group.mkdir()
-    stack.callback(group.rmdir)
     (group / ("memory.limit_in_bytes" if is_old else "memory.max")).write_text(str(LIMIT_NBYTES))
     (group / "cgroup.procs").write_text(str(pid))
+    return group
 
 
 def _measure(title: str, checkout: Path, stores: Path, part: int, rounds: int) -> tuple[Rounds, Rounds]:

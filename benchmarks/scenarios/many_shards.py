@@ -21,6 +21,7 @@ import torch
 
 import wds_tensorcache as tc
 from benchmarks.harness import Context, Rows, Skipped, in_new_process
+from benchmarks.workloads import key_of, numbers_read
 
 _WORKLOAD = "features"  # the samples are its own, so one run is enough
 _SIZES = {"10^5": (1000, 100), "10^7": (1000, 10_000)}
@@ -40,7 +41,7 @@ def many_shards(context: Context) -> Iterator[Rows]:
     for size, (num_shards, per_shard) in (_QUICK_SIZES if context.is_quick else _SIZES).items():
         folder = context.stores / f"{size} samples"
         if not folder.exists():
-            from benchmarks.sparse import write_shards
+            from benchmarks.sparse import write_shards  # which another state of the package may lack
 
             write_shards(folder, num_shards, per_shard)
         rows |= {f"{size}, {step}": partial(in_new_process, _measure, folder, step) for step in _STEPS}
@@ -56,13 +57,11 @@ def _has_schema(cache: Any) -> bool:
 
 
 def _has_last_key(cache: Any) -> bool:
-    key = f"{len(cache) - 1:08d}"
+    key = key_of(len(cache) - 1)
     return bool(cache[key]["key"] == key)
 
 
 def _has_batch(cache: Any) -> bool:
-    from benchmarks.sparse import key_of, numbers_read
-
     indices = numbers_read(len(cache))
     batch = cache.read_batch(indices)
     return batch["x"][:, 0].tolist() == indices and list(batch["key"]) == list(map(key_of, indices))
@@ -74,7 +73,7 @@ def _has_buckets(cache: Any) -> bool:
 
 def _joins(cache: Any) -> bool:
     joined = tc.join({"a": cache, "b": cache})
-    return len(joined) == len(cache) and joined[0]["b"]["key"] == f"{0:08d}"
+    return len(joined) == len(cache) and joined[0]["b"]["key"] == key_of(0)
 
 
 _AFTER_OPEN = {"open": len, "open, first key": _has_last_key, "open, first batch": _has_batch}
