@@ -107,10 +107,10 @@ def _write(folder: Path, store: str, part: int) -> None:
         page_cache.sync(folder / store)
     if store in FILLS:
         page_cache.refill(folder / store / NAME, store)
-        page_cache.sync(folder / store)
         for peer in peers.load([_TENSORDICT])[0][:1]:
             (folder / store / _TENSORDICT).mkdir()
             peer.write(folder / store / _TENSORDICT, workload, Generated(workload.sample, count))
+        page_cache.sync(folder / store)
 
 
 @cache

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,30 +107,27 @@ def batch_cold(context: Context) -> Iterator[Rows]:
         pass
     reopened: list[Reader] = []
 
-    def close() -> None:
-        while reopened:
-            reopened.pop().close()
-
-    def prepare(store: Path, peer: Peer | None = None) -> None:
-        close()  # mapped files cannot be dropped
-        context.drop(store)
-        if peer:
-            reopened.append(peer.open(store, context.workload))
-            reopened[0].rewind()
+    def prepare(peer: Peer) -> None:
+        context.drop(context.store(peer))
+        reopened.append(peer.open(context.store(peer), context.workload))
+        reopened[0].rewind()
 
     def run() -> int:
         return _count_batches(reopened[0].batches(batches))
 
+    def measure(peer: Peer) -> dict[str, float]:
+        try:
+            return Timed(run, count, partial(prepare, peer))()
+        finally:
+            while reopened:
+                reopened.pop().close()  # mapped files cannot be dropped, by the next row or in another process
+
     reads = dict(zip(COLD_CEILINGS, (Ranges.read_by_threads, Ranges.read_ahead), strict=True))
     with context.ceilings(reads, context.workload.batch_size) as ceilings:
-        rows: Rows = {name: Timed(read, count, partial(prepare, context.ours)) for name, read in ceilings.items()}
+        rows: Rows = {name: Timed(read, count, partial(context.drop, context.ours)) for name, read in ceilings.items()}
         peers = [peer for peer in context.peers if peer.name in readers]
         readers.clear()  # what they have mapped could not be dropped
-        rows |= {peer.name: Timed(run, count, partial(prepare, context.store(peer), peer)) for peer in peers}
-        try:
-            yield rows
-        finally:
-            close()
+        yield rows | {peer.name: partial(measure, peer) for peer in peers}
 
 
 @contextmanager
