@@ -1,9 +1,7 @@
 """Count the Python calls that each operation makes when warm: `python -m benchmarks.calls`.
 
-It prints a markdown table with a row for each operation: writing a sample, reading a batch, a batch by DALI, decoding a
-sample. The columns count calls, functions and files of `wds_tensorcache` and `dali_plugin`. Times depend on the machine and
-its load; these counts depend on the code alone. Only the calling thread is traced. A comprehension counts as a function up
-to Python 3.11. A generator counts as a function, and each resumption as a call.
+The columns count calls, functions and files of `wds_tensorcache` and `dali_plugin`, in the calling thread alone. A
+comprehension counts as a function up to Python 3.11, and each resumption of a generator as a call.
 
 `python -m benchmarks.calls --functions read_batch` lists the functions of an operation in the order of their first calls.
 """

@@ -7,27 +7,23 @@ import json
 import mmap
 import os
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import cycle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.peers.base import Batch
 from benchmarks.workloads import tensor_at
 
 IN_FLIGHT = 32  # reads that keep a cold disk busy
 _PIECE_NBYTES = 1 << 20
 
 
-@cache
-def _tensors(path: Path) -> list[dict[str, tuple[int, int]]]:
-    """Return where the tensors of each sample of our shard begin and end, in their order, found by `tarfile` alone."""
-    found = []
+def _tensors(path: Path) -> Iterator[dict[str, tuple[int, int]]]:
+    """Yield where the tensors of each sample of our shard begin and end, in their order, found by `tarfile` alone."""
     with tarfile.open(path, "r:") as tar, path.open("rb") as file:
         for member in tar:
             if member.name.endswith(".safetensors"):
@@ -36,16 +32,16 @@ def _tensors(path: Path) -> list[dict[str, tuple[int, int]]]:
                 header, first = json.loads(file.read(nbytes)), member.offset_data + 8 + nbytes
                 header.pop("__metadata__", None)
                 places = sorted((*entry["data_offsets"], name) for name, entry in header.items())
-                found.append({name: (first + begin, first + end) for begin, end, name in places})
-    return found
+                yield {name: (first + begin, first + end) for begin, end, name in places}
 
 
-def _nbytes(tensor: torch.Tensor) -> Any:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+def _bytes(tensor: torch.Tensor) -> bytes:
+    content: bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return content
 
 
 class Ranges:
-    """Plain reads of each sample's tensors out of our shards.
+    """Plain reads of each sample's tensors out of our shards, and plain copies out of maps of these.
 
     Args:
         folder: Folder of the shards.
@@ -55,6 +51,9 @@ class Ranges:
 
     def __init__(self, folder: Path, num_slots: int, tensor: str | None = None) -> None:
         self._files: list[int] = []
+        self._maps: dict[
+            int, tuple[Any, int]
+        ] = {}  # by `copy` alone: mapped pages cannot be dropped from the page cache
         self._names: list[list[str]] = []
         self._ranges: list[tuple[int, int, int]] = []  # of each sample: file, begin, length
         for path in sorted(folder.glob("*.tar")):
@@ -65,12 +64,14 @@ class Ranges:
                 self._ranges.append((self._files[-1], places[0][0], places[-1][1] - places[0][0]))
         self._most = max(nbytes for _, _, nbytes in self._ranges)
         self._slots = num_slots
-        self._memory = memoryview(bytearray(self._slots * self._most))
+        array = np.zeros(num_slots * self._most, np.uint8)
+        self._memory, self._target = memoryview(array), array.ctypes.data
 
     def __enter__(self) -> Ranges:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._maps.clear()
         for file in self._files:
             os.close(file)
 
@@ -81,29 +82,37 @@ class Ranges:
             raise AssertionError(f"short read of {nbytes} bytes at {begin}")
         return 1
 
+    def _copy(self, slot: int, index: int) -> int:
+        file, begin, nbytes = self._ranges[index]
+        ctypes.memmove(self._target + slot % self._slots * self._most, self._maps[file][1] + begin, nbytes)
+        return 1
+
     def check(self, order: Sequence[int], samples: Any) -> None:
         """Raise AssertionError unless the bytes read for each sample of `order` are those of its tensors."""
         for index in order:
-            self._read(0, index)
-            wanted = b"".join(_nbytes(tensor_at(samples[index], name)) for name in self._names[index])
-            if self._memory[: len(wanted)] != wanted:
-                raise AssertionError(f"the ceiling's bytes of sample {index} are not those of its tensors")
+            wanted = b"".join(_bytes(tensor_at(samples[index], name)) for name in self._names[index])
+            for move in (self._read, self._copy)[: 1 + bool(self._maps)]:
+                self._memory[: len(wanted)] = bytes(len(wanted))
+                move(0, index)
+                if self._memory[: len(wanted)] != wanted:
+                    raise AssertionError(f"the ceiling's bytes of sample {index} are not those of its tensors")
 
     def read(self, order: Sequence[int]) -> Callable[[], int]:
         """Return a function that reads the samples of `order`, one `preadv` each, on one thread."""
         return lambda: sum(map(self._read, range(len(order)), order))
 
+    def copy(self, order: Sequence[int], threads: int = 1) -> Callable[[], int]:
+        """Return a function that copies the same samples out of maps, one `memmove` each."""
+        for file in self._files:
+            array = np.frombuffer(mmap.mmap(file, 0, prot=mmap.PROT_READ), np.uint8)
+            self._maps[file] = array, array.ctypes.data
+        if threads == 1:
+            return lambda: sum(map(self._copy, range(len(order)), order))
+        return partial(_by_threads, threads, self._copy, order)
+
     def read_by_threads(self, order: Sequence[int]) -> Callable[[], int]:
         """Return a function that reads the same samples with one thread for each read in flight."""
-
-        def part(thread: int) -> int:
-            return sum(self._read(slot, order[slot]) for slot in range(thread, len(order), IN_FLIGHT))
-
-        def run() -> int:
-            with ThreadPoolExecutor(IN_FLIGHT) as pool:
-                return sum(pool.map(part, range(IN_FLIGHT)))
-
-        return run
+        return partial(_by_threads, IN_FLIGHT, self._read, order)
 
     def read_ahead(self, order: Sequence[int]) -> Callable[[], int]:
         """Return a function that reads the same samples on one thread and requests each range `IN_FLIGHT` reads ahead."""
@@ -119,59 +128,12 @@ class Ranges:
         return run
 
 
-class WarmMaps:
-    """Bare copies out of maps of our shards: one `memmove` for each tensor of a sample, into three batches in turn.
+def _by_threads(count: int, move: Callable[[int, int], int], order: Sequence[int]) -> int:
+    def part(thread: int) -> int:
+        return sum(move(slot, order[slot]) for slot in range(thread, len(order), count))
 
-    Args:
-        folder: Folder of the shards, whose tensors have equal shapes.
-        batch_size: Samples of a batch.
-        threads: 1 or 2, which share the samples of a batch.
-    """
-
-    def __init__(self, folder: Path, batch_size: int, threads: int) -> None:
-        self._maps = []
-        addresses: dict[str, list[int]] = {}
-        nbytes = {}
-        for path in sorted(folder.glob("*.tar")):
-            with path.open("rb") as file:
-                self._maps.append(np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8))
-            for sample in _tensors(path):
-                for name, (begin, end) in sample.items():
-                    addresses.setdefault(name, []).append(self._maps[-1].ctypes.data + begin)
-                    nbytes[name] = end - begin
-        self._addresses = {name: np.array(each) for name, each in addresses.items()}
-        self._batches = [{name: np.empty((batch_size, n), np.uint8) for name, n in nbytes.items()} for _ in range(3)]
-        self._turn = cycle(self._batches)
-        self._pool = ThreadPoolExecutor(1) if threads == 2 else None
-
-    def copy(self, indices: Sequence[int]) -> Batch:
-        """Copy the tensors of a batch."""
-        batch, numbers, half = next(self._turn), np.array(indices), len(indices) // 2
-
-        def part(first: int, last: int) -> None:
-            for name, rows in batch.items():
-                nbytes = rows.shape[1]
-                target = rows.ctypes.data + first * nbytes
-                for source in self._addresses[name][numbers[first:last]].tolist():
-                    ctypes.memmove(target, source, nbytes)
-                    target += nbytes
-
-        if self._pool is None:
-            part(0, len(indices))
-        else:
-            other = self._pool.submit(part, half, len(indices))
-            part(0, half)
-            other.result()
-        return Batch(len(indices), list)
-
-    def check(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
-        """Raise AssertionError unless a copied batch has the bytes of the tensors of its samples."""
-        self._turn = cycle(self._batches)
-        self.copy(indices)
-        for name, rows in self._batches[0].items():
-            for row, sample in zip(rows, samples, strict=False):
-                if row.data != _nbytes(tensor_at(sample, name)):
-                    raise AssertionError(f"{name}: the bare copy's bytes are not those of the tensors")
+    with ThreadPoolExecutor(count) as pool:
+        return sum(pool.map(part, range(count)))
 
 
 def plain_write(path: Path, content: memoryview, *, fsync: bool) -> None:

@@ -6,15 +6,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.context import CEILING
+from benchmarks.harness import CEILING, Rounds, median, ratios
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
-from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.dali import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.dali import OURS as NODES
 from benchmarks.scenarios.gpu import AHEAD, PINNED_COPY
 from benchmarks.scenarios.importing import IMPORT_CEILING, IMPORTED, KINDS
-from benchmarks.scenarios.loader import READ_BATCH
-from benchmarks.scenarios.many_shards import memory_row, time_row
+from benchmarks.scenarios.reading import COLD_CEILINGS
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, ONE_OF_PEERS, moved
 from benchmarks.scenarios.shared import (
     ADDED,
@@ -36,7 +34,6 @@ from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
-from benchmarks.timing import Rounds, median, ratios
 
 PYD = "webdataset .pyd"
 
@@ -78,31 +75,25 @@ def _fastest(rounds: Rounds, names: list[str]) -> str:
 
 def _over_peers(name: str) -> Callable[[Rounds], list[float]]:
     """Return our row divided by the fastest peer's. DALI's undecoded bytes count as a peer."""
-
-    def values(rounds: Rounds) -> list[float]:
-        return ratios(rounds, name, _fastest(rounds, [n for n in rounds if not n.startswith((NAME, CEILING))]))
-
-    return values
+    return lambda rounds: ratios(
+        rounds, name, _fastest(rounds, [row for row in rounds if not row.startswith((NAME, CEILING))])
+    )
 
 
 def _over_best(name: str, bases: tuple[str, ...]) -> Callable[[Rounds], list[float]]:
     return lambda rounds: ratios(rounds, name, _fastest(rounds, [base for base in bases if base in rounds]))
 
 
-def _best_over(peer: str, base: str) -> Callable[[Rounds], list[float]]:
-    return lambda rounds: ratios(rounds, _fastest(rounds, [name for name in rounds if name.startswith(peer)]), base)
-
-
-def _fastest_of(prefix: str, ours: str) -> Callable[[Rounds], list[float]]:
-    """Return the fastest other row with this prefix, divided by ours."""
-
-    def values(rounds: Rounds) -> list[float]:
-        others = [
-            name for name in rounds if name.startswith(prefix) and not name.startswith(ours) and name[-2:] != "MB"
-        ]
-        return ratios(rounds, _fastest(rounds, others), ours)
-
-    return values
+def _best_over(prefix: str, ours: str) -> Callable[[Rounds], list[float]]:
+    """Return the fastest other row of times with this prefix, divided by ours."""
+    return lambda rounds: ratios(
+        rounds,
+        _fastest(
+            rounds,
+            [row for row in rounds if row.startswith(prefix) and not row.startswith(ours) and row[-2:] != "MB"],
+        ),
+        ours,
+    )
 
 
 def _above_ceiling(rounds: Rounds) -> list[float]:
@@ -145,17 +136,17 @@ _GOALS = (
     ),
     _Goal("diffusion", "worker_handoff", "samples of tensors / lazy", _over(TENSORS, LAZY), 5, at_least=True),
     _Goal("diffusion", "worker_handoff", "lazy / better collated", _over_best(LAZY, (COLLATED, DEFAULT_COLLATED)), 1.0),
-    _Goal("diffusion", "loader", "read_batch / Loader", _over(READ_BATCH, LOADED), 0.9, at_least=True),
+    _Goal("diffusion", "loader", "read_batch / Loader", _over(TWO_THREADS, LOADED), 0.9, at_least=True),
     _Goal("diffusion", "loader", "litdata's best / Loader", _best_over("litdata", LOADED), 4, at_least=True),
     _Goal("diffusion", "loader", "MDS / Loader", _best_over("MDS", LOADED), 8, at_least=True),
     _Goal("diffusion", "loader", "webdataset .pyd / Loader", _best_over("webdataset .pyd", LOADED), 15, at_least=True),
     _Goal("diffusion", "loader", "tensordict / Loader", _best_over("tensordict", LOADED), 1, at_least=True),
     _Goal("diffusion", "verify", "readinto / 1 thread", _over(READINTO, VERIFIED), 0.6, at_least=True),
     _Goal("diffusion", "verify", "readinto / all cores", _over(READINTO, VERIFIED_BY_ALL), 0.6, at_least=True),
-    _Goal("features", "many_shards", "10^7, first key, us", _us(time_row("10^7", "first key")), 10_000),
-    _Goal("features", "many_shards", "10^7, first key, MB", _us(memory_row("10^7", "first key")), 1),
-    _Goal("features", "many_shards", "10^7, schema, us", _us(time_row("10^7", "schema")), 250_000),
-    _Goal("features", "many_shards", "10^7, join with itself, MB", _us(memory_row("10^7", "join with itself")), 1),
+    _Goal("features", "many_shards", "10^7, first key, us", _us("10^7, first key, us"), 10_000),
+    _Goal("features", "many_shards", "10^7, first key, MB", _us("10^7, first key, MB"), 1),
+    _Goal("features", "many_shards", "10^7, schema, us", _us("10^7, schema, us"), 250_000),
+    _Goal("features", "many_shards", "10^7, join with itself, MB", _us("10^7, join with itself, MB"), 1),
     _Goal("diffusion", "shared", "hit, lazy, us", _us(HIT), 12),
     _Goal("diffusion", "shared", "first hit of a process, lazy, us", _us(FIRST), 12),
     _Goal("diffusion", "shared", "views of all tensors / a copy", _over(SHARED_VIEWS, CEILING), 1.2),
@@ -168,7 +159,7 @@ _GOALS = (
     _Goal("diffusion", "shared", "8 processes, added by 1 GB, MB", _us(ADDED), 1200),
     _Goal("diffusion", "remote", "one tensor: bytes / all bytes", _over(moved(ONE), moved(ALL_BYTES)), 0.02),
     _Goal("diffusion", "remote", "all bytes by curl / one tensor", _over(ALL_BYTES, ONE), 8, at_least=True),
-    _Goal("diffusion", "remote", "fastest peer / one tensor", _fastest_of(ONE_OF_PEERS, ONE), 1, at_least=True),
+    _Goal("diffusion", "remote", "fastest peer / one tensor", _best_over(ONE_OF_PEERS, ONE), 1, at_least=True),
     _Goal("diffusion", "remote", "curls / shuffled epoch", _over(CURLS, EPOCH), 0.8, at_least=True),
     _Goal("diffusion", "remote", "local shards / node's cache", _over(LOCAL, CACHED), 0.9, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / nested batches", _over(RAW, NESTED), 1.3, at_least=True),

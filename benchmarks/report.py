@@ -1,21 +1,18 @@
-"""Results of a run: markdown tables of medians (least..most), JSON, and a description of the machine."""
+"""Results of a run: markdown tables of medians (least..most), and a description of the machine."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from benchmarks.goals import Outcome
+from benchmarks.harness import Rounds
 from benchmarks.peers.base import Peer
-from benchmarks.timing import Rounds
 from benchmarks.workloads import Workload
 
 _PACKAGES = (
@@ -28,39 +25,25 @@ _BY_PEERS = (  # scenarios whose rows are the peers; each other one has a table 
 )
 
 
-def machine() -> dict[str, Any]:
+def machine_line() -> str:
     """Return the properties of the machine and the versions that the figures depend on."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
+    packages = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     processors = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return {
-        "processor": next(processors, platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "packages": versions,
-        "malloc": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),  # the tree differs from the commit
-    }
-
-
-def machine_line() -> str:
-    """Return the machine's description as one line of text."""
-    found = machine()
-    packages = ", ".join(f"{name} {number}" for name, number in found["packages"].items())
-    commit = f"{found['commit']}{' and changes' if found['changed'] else ''}"
+    memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9)
+    changed = " and changes" if _git("status", "--porcelain", "--untracked-files=no") else ""
     return (
-        f"{found['processor']}, {found['cores']} cores, {found['memory_gb']} GB; {found['system']}; "
-        f"Python {found['python']}, {packages}; commit {commit}."
+        f"{next(processors, platform.machine())}, {len(os.sched_getaffinity(0))} cores, {memory} GB; {platform.platform()}; "
+        f"Python {platform.python_version()}, {packages}; commit {_git('rev-parse', '--short', 'HEAD')}{changed}."
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _git(*arguments: str) -> str | None:
@@ -121,9 +104,3 @@ def goal_table(outcomes: list[Outcome]) -> str:
         value = "-" if outcome.value is None else f"{outcome.value:.3g} ({outcome.least:.3g}..{outcome.most:.3g})"
         lines.append([outcome.workload, outcome.scenario, outcome.goal, value, words[outcome.reached]])
     return markdown(lines)
-
-
-def write_json(path: Path, outcomes: list[Outcome], **content: Any) -> None:
-    """Write what was measured, with the goals and the machine."""
-    content = {"machine": machine(), "goals": [asdict(outcome) for outcome in outcomes], **content}
-    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import wds_tensorcache as tc
+from benchmarks.workloads import key_of, numbers_read, sample_of
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.key_table import Keys
@@ -19,22 +18,6 @@ from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
 from wds_tensorcache.storage.files import ShardFile
 
 _MANIFEST_VERSION = 1
-_BATCH = 256
-
-
-def key_of(number: int) -> str:
-    """Return the key of sample `number`, counted through all shards. Keys ascend."""
-    return f"{number:08d}"
-
-
-def sample_of(number: int) -> Any:
-    """Return sample `number`, which contains its number in a tensor of 32 bytes."""
-    return {"x": torch.full((8,), number, dtype=torch.int32), "key": key_of(number)}
-
-
-def numbers_read(count: int) -> list[int]:
-    """Return the numbers of the samples that have bytes: random ones, the first and the last."""
-    return [0, count - 1, *random.Random(0).sample(range(1, count - 1), min(_BATCH, count) - 2)]
 
 
 def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:

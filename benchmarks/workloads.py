@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,20 @@ def tensor_at(sample: Any, path: str) -> Any:
     for step in path.split("."):
         sample = sample[int(step) if step.isdigit() else step]
     return sample
+
+
+class Generated(Sequence[Any]):
+    """Samples, or what is computed from them, generated on access."""
+
+    def __init__(self, make: Callable[[int], Any], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(self._count)[index]  # raises IndexError at the end
+        return [*map(self._make, chosen)] if isinstance(chosen, range) else self._make(chosen)
 
 
 def _random(index: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -176,3 +191,21 @@ def quick(workload: Workload) -> Workload:
     count = 2 * batch_size
     title = f"{workload.title} (quick: {count} samples)"
     return replace(workload, title=title, batch_size=batch_size, count=count, timed=count, written=count)
+
+
+# --- samples of `benchmarks.sparse`, which have a key and a tensor of 32 bytes ---
+
+
+def key_of(number: int) -> str:
+    """Return the key of sample `number`, counted through all shards. Keys ascend."""
+    return f"{number:08d}"
+
+
+def sample_of(number: int) -> Any:
+    """Return sample `number`, which contains its number in a tensor of 32 bytes."""
+    return {"x": torch.full((8,), number, dtype=torch.int32), "key": key_of(number)}
+
+
+def numbers_read(count: int) -> list[int]:
+    """Return the numbers of the samples that have bytes: random ones, the first and the last."""
+    return [0, count - 1, *random.Random(0).sample(range(1, count - 1), min(256, count) - 2)]

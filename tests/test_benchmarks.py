@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ import torch
 
 import wds_tensorcache as tc
 from benchmarks.calls import acts, traced
-from benchmarks.ceiling import Ranges, WarmMaps
+from benchmarks.ceiling import Ranges
+from benchmarks.harness import CEILING, Timed, interleaved
+from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREADS
 from benchmarks.peers.base import as_array, as_tensor
 from benchmarks.report import tables
+from benchmarks.scale import BATCH, RANKS_PER_NODE, indices_of_ranks, node_hits
+from benchmarks.scale import tables as tables_of_scale
 from benchmarks.scenarios.dali import NATIVE, NESTED
 from benchmarks.scenarios.gpu import AHEAD, CACHED_COPY, PINNED_COPY
+from benchmarks.scenarios.reading import MAP_CEILINGS
 from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, STREAM, moved
-from benchmarks.timing import Variant, interleaved
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -43,18 +48,17 @@ def test_the_ceiling_reads_the_tensors(tmp_path: Path, name: str) -> None:
     wrong = [samples[0], samples[1], samples[3], samples[2]]
     for tensor in (None, workload.one[1]):
         with Ranges(tmp_path, 2, tensor) as ranges:
+            reads = [
+                ranges.read,
+                ranges.read_by_threads,
+                ranges.read_ahead,
+                ranges.copy,
+                partial(ranges.copy, threads=2),
+            ]
+            assert [read([3, 0, 2])() for read in reads] == [3] * 5
             ranges.check([3, 0, 2, 1], samples)
-            assert (
-                ranges.read([3, 0, 2])() == ranges.read_by_threads([3, 0, 2])() == ranges.read_ahead([3, 0, 2])() == 3
-            )
             with pytest.raises(AssertionError, match="sample 2"):
                 ranges.check([0, 2], wrong)
-    if not workload.ragged:
-        for threads in (1, 2):
-            maps = WarmMaps(tmp_path, 4, threads)
-            maps.check([3, 0, 2], [samples[3], samples[0], samples[2]])
-            with pytest.raises(AssertionError, match="bare copy"):
-                maps.check([0, 1, 2, 3], wrong)
 
 
 def test_bf16_keeps_its_size_in_formats_that_lack_it() -> None:
@@ -66,13 +70,19 @@ def test_bf16_keeps_its_size_in_formats_that_lack_it() -> None:
 
 def test_rounds_run_in_different_orders() -> None:
     ran: list[str] = []
-    variants: dict[str, Any] = {name: Variant(lambda name=name: ran.append(name) or 1, 1) for name in "abcd"}
-    rounds = interleaved(variants, 5)
-    assert {name: len(times) for name, times in rounds.items()} == dict.fromkeys("abcd", 5)
+    rows: dict[str, Any] = {name: Timed(lambda name=name: ran.append(name) or 1, 1) for name in "abc"}
+    rounds = interleaved({**rows, "d": lambda: ran.append("d") or {", us": 7.0, ", MB": 3.0}}, 5)
+    assert {name: len(times) for name, times in rounds.items()} == dict.fromkeys(["a", "b", "c", "d, us", "d, MB"], 5)
+    assert rounds["d, MB"] == [3.0] * 5
     orders = [tuple(ran[begin : begin + 4]) for begin in range(0, len(ran), 4)]
     assert len(orders) == 6  # the first one warms up
     assert all(sorted(order) == list("abcd") for order in orders)
     assert len(set(orders)) > 2
+
+
+def test_a_row_reads_as_many_samples_as_it_should() -> None:
+    with pytest.raises(AssertionError, match="read 3 samples of 4"):
+        interleaved({"a": Timed(lambda: 3, 4)}, 1)
 
 
 def test_the_tables_of_a_run() -> None:
@@ -129,10 +139,46 @@ def test_the_remote_scenario_runs(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_states_are_compared(tmp_path: Path) -> None:
     """This one with itself; each row checks the values that it reads."""
-    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "*1 thread*")
+    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "450 KB x 32, 300 shards")
     rows = [line.split(" | ") for line in _run(sys.executable, "-m", "benchmarks.core", *chosen).splitlines()[2:]]
-    assert len(rows) == 8
-    for _, base, now, ratio, beside in rows:
-        assert float(base) > 0 < float(now)
-        assert len(ratio.partition(" (")[0].split(", ")) == 2
-        assert "Error" not in beside
+    assert [row for _, row, *_ in rows] == [
+        CEILING,
+        *MAP_CEILINGS,
+        NAME,
+        LOADED,
+        ONE_THREAD,
+        TWO_THREADS,
+        READ,
+        DECODED,
+    ]
+    for _, row, base, now, ratio in rows:
+        assert float(now) > 0
+        assert base == "-" if row.startswith(CEILING) else len(ratio.partition(" (")[0].split(", ")) == 2
+
+
+def test_the_page_about_scale_has_the_tables() -> None:
+    page = (ROOT / "benchmarks" / "scale.md").read_text()
+    for table in tables_of_scale():
+        assert table in page, "replace the table in scale.md by that of python -m benchmarks.scale"
+
+
+def test_simulated_ranks_have_the_samples_of_a_loader(tmp_path: Path) -> None:
+    count, world_size = 1200, RANKS_PER_NODE + 1
+    with tc.ShardWriter(tmp_path / "%06d.tar") as writer:
+        for index in range(count):
+            writer.write(f"{index:04d}", {"index": index})
+    with tc.open(tmp_path) as cache:
+        for rank in (1, RANKS_PER_NODE):
+            options = {"rank": rank, "world_size": world_size, "last_batch": "drop"}
+            with tc.Loader(cache, BATCH, shuffle=False, **options) as loader:
+                steps = [list(batch["index"]) for batch in loader]
+            simulated = [indices_of_ranks(lambda _, at: at, 0, step, world_size, 1) for step in range(4)]
+            assert steps == [step[rank - 1].tolist() for step in simulated]
+
+
+def test_a_cache_that_fits_serves_all() -> None:
+    for order in ("True", "blocks"):
+        assert node_hits(order, True, 1.0) == 1
+        hits = [node_hits(order, is_own, size) for is_own in (False, True) for size in (0.25, 0.5, 0.75)]
+        assert hits[:3] == sorted(hits[:3])
+        assert max(hits[:3]) < 0.05 < hits[-1] < 1

@@ -14,7 +14,7 @@ READ = "tensorcache, small values read"
 DECODED = "tensorcache, 1 thread, small values read"
 LOADED = "tensorcache, Loader on 2 threads"
 
-MODULES = ("ours", "webdataset", "files", "litdata", "mds", "tensordict", "array_record", "dali")
+MODULES = ("ours", "webdataset", "files", "litdata", "mds", "tensordict", "array_record", "dali", "datasets")
 
 
 def load(modules: list[str]) -> tuple[list[Peer], dict[str, str]]:
@@ -23,9 +23,7 @@ def load(modules: list[str]) -> tuple[list[Peer], dict[str, str]]:
     missing: dict[str, str] = {}
     for name in modules:
         try:
-            module = import_module(f"benchmarks.peers.{name}")
+            peers += import_module(f"benchmarks.peers.{name}").peers()
         except Exception as error:  # a package that is there but broken raises anything
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-        else:
-            peers += module.peers()
     return peers, missing

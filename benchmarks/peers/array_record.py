@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from benchmarks.peers.base import AS_INTEGERS, Batch, Peer, Reader, as_array, as_tensor, stack
+from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_array, as_tensor, by_index
 from benchmarks.workloads import Workload
 
 _FILE = "000000.array_record"
@@ -27,6 +26,7 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
 
 def _open(folder: Path, workload: Workload) -> Reader:
     reader = ArrayRecordReader(str(folder / _FILE))
+    count = reader.num_records()
 
     def nested(record: bytes) -> Any:
         arrays, small = pickle.loads(record)
@@ -36,20 +36,12 @@ def _open(folder: Path, workload: Workload) -> Reader:
     def several(indices: Sequence[int]) -> list[Any]:
         return [nested(record) for record in reader.read(list(indices))]
 
-    def get(index: int) -> Any:
-        return several([index])[0]
-
     def samples() -> Iterator[Any]:
-        for begin in range(0, reader.num_records(), workload.batch_size):
-            yield from several(range(begin, min(begin + workload.batch_size, reader.num_records())))
+        for begin in range(0, count, workload.batch_size):
+            yield from several(range(begin, min(begin + workload.batch_size, count)))
 
-    def batch(indices: Sequence[int]) -> Batch:
-        return stack(workload, several(indices))
-
-    def one(indices: Sequence[int]) -> torch.Tensor:
-        return torch.stack([workload.split(sample)[0][workload.one[0]] for sample in several(indices)])
-
-    return Reader(samples=samples, get=get, batch=batch, one=one, close=reader.close)
+    operations = {"several": several, "samples": samples, "close": reader.close}
+    return by_index(workload, count, lambda index: several([index])[0], **operations)
 
 
 def peers() -> list[Peer]:

@@ -14,6 +14,8 @@ import torch
 from benchmarks.workloads import Small, Tensors, Workload
 
 AS_INTEGERS = "as two-byte integers"  # what users of formats without bf16 do to keep its size
+SHUFFLED = 8  # batches in the buffer that shuffles a stream
+Batches = Sequence[Sequence[int]]  # the sample indices of each batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,13 @@ class Reader:
 
     samples: Callable[[], Iterator[Any]] | None = None  # in the order in which they were written
     get: Callable[[int], Any] | None = None
-    batch: Callable[[Sequence[int]], Batch] | None = None
-    batches: Callable[[int], Iterator[Batch]] | None = None  # so many samples of a stream, shuffled as its users do
-    one: Callable[[Sequence[int]], torch.Tensor] | None = None  # Workload.one of some samples, stacked
-    ones: Callable[[int], Iterator[torch.Tensor]] | None = None  # of so many samples of a stream, in order
+    batches: Callable[[Batches], Iterator[Batch]] | None = None
+    ones: Callable[[Batches], Iterator[torch.Tensor]] | None = None  # Workload.one of the samples, stacked
+    is_stream: bool = False  # `batches` are as many samples shuffled as its users do, `ones` those in order
     touch: Callable[[Any], None] | None = None  # instead of Workload.touch, where samples come as bytes
     decode: Callable[[Any], Any] = lambda sample: sample  # for the check, where samples come as bytes
-    loaders: Callable[[], dict[str, Iterable[Any]]] = (
-        dict  # what its users train from, by number of workers: see `in_rows`
+    loaders: Callable[[], dict[str, Callable[[], Iterable[Tensors]]]] | None = (
+        None  # epochs, by the ending of the row's name
     )
     rewind: Callable[[], None] = lambda: None  # before each pass over a stream, not timed
     close: Callable[[], None] = lambda: None
@@ -45,15 +46,61 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One row of the tables."""
+    """One row of the tables.
+
+    Attributes:
+        over_http: Reads one tensor of all samples, in any order, and yields it with the index of its sample. Arguments are the
+            url of the folder of all stores, this peer's store, an empty folder for its cache, and the workload.
+    """
 
     name: str
-    open: Callable[[Path, Workload], Reader]
+    open: Callable[[Path, Workload], Reader] | None = None
     write: Callable[[Path, Workload, Sequence[Any]], None] | None = None  # into a new folder
     write_synced: Callable[[Path, Workload, Sequence[Any]], None] | None = None  # where it can fsync by itself
+    over_http: Callable[[str, Path, Path, Workload], Iterator[tuple[int, torch.Tensor]]] | None = None
     store: str | None = None  # the peer whose store this one reads; its own by default
     bf16: str | None = None  # what its users do to bf16, if it has none
     ragged: str | None = None  # and to shapes that vary
+
+
+def by_index(
+    workload: Workload,
+    count: int,
+    get: Callable[[int], Any],
+    *,
+    several: Callable[[Sequence[int]], list[Any]] | None = None,
+    one: Callable[[int], torch.Tensor] | None = None,
+    **operations: Any,
+) -> Reader:
+    """Return the reader of a store that reads single samples, and stacks them."""
+    read = several or (lambda indices: [get(index) for index in indices])
+
+    def stacked(indices: Sequence[int]) -> torch.Tensor:
+        return torch.stack(list(map(one, indices)) if one else [_one(workload, sample) for sample in read(indices)])
+
+    operations = {"samples": lambda: map(get, range(count)), "ones": lambda batches: map(stacked, batches)} | operations
+    return Reader(get=get, batches=lambda batches: (stack(workload, read(batch)) for batch in batches), **operations)
+
+
+def by_stream(
+    workload: Workload, samples: Callable[[], Iterator[Any]], shuffled: Callable[[], Iterable[Any]], **operations: Any
+) -> Reader:
+    """Return the reader of a stream, which shuffles in its own way, and stacks the samples in batches."""
+
+    def batches(sizes: Batches) -> Iterator[Batch]:
+        stream = iter(shuffled())
+        return (stack(workload, list(islice(stream, len(batch)))) for batch in sizes)
+
+    def ones(sizes: Batches) -> Iterator[torch.Tensor]:
+        stream = (_one(workload, sample) for sample in samples())
+        return (torch.stack(list(islice(stream, len(batch)))) for batch in sizes)
+
+    return Reader(**{"samples": samples, "batches": batches, "ones": ones, "is_stream": True, **operations})
+
+
+def _one(workload: Workload, sample: Any) -> torch.Tensor:
+    tensor: torch.Tensor = workload.split(sample)[0][workload.one[0]]
+    return tensor
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -92,29 +139,3 @@ def unstack(workload: Workload, tensors: Tensors, small: Iterable[Small]) -> lis
 def by_sample(columns: Small) -> list[Small]:
     """Return the small values of each sample in a batch of list-likes."""
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def collect(workload: Workload, get: Callable[[int], Any]) -> Callable[[Sequence[int]], Batch]:
-    """Return `Reader.batch` for a peer that reads single samples."""
-    return lambda indices: stack(workload, [get(index) for index in indices])
-
-
-def in_batches(workload: Workload, samples: Iterable[Any], count: int) -> Iterator[Batch]:
-    """Yield the first `count` samples of a shuffled stream, in batches."""
-    stream = iter(samples)
-    for _ in range(count // workload.batch_size):
-        yield stack(workload, list(islice(stream, workload.batch_size)))
-
-
-def one_in_batches(workload: Workload, samples: Iterable[Any], count: int) -> Iterator[torch.Tensor]:
-    """Yield one tensor of the first `count` samples of a stream, stacked in batches, for `Reader.ones`."""
-    name, _ = workload.one
-    selected = (workload.split(sample)[0][name] for sample in samples)
-    for _ in range(count // workload.batch_size):
-        yield torch.stack(list(islice(selected, workload.batch_size)))
-
-
-def collect_one(workload: Workload, get: Callable[[int], Any]) -> Callable[[Sequence[int]], torch.Tensor]:
-    """Return `Reader.one` for a peer that reads whole samples alone."""
-    name, _ = workload.one
-    return lambda indices: torch.stack([workload.split(get(index))[0][name] for index in indices])

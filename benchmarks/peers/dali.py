@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from nvidia.dali import fn, pipeline_def
 
-from benchmarks.peers.base import Batch, Peer, Reader
+from benchmarks.peers.base import SHUFFLED, Batch, Batches, Peer, Reader
 from benchmarks.peers.webdataset import SHARD
 from benchmarks.workloads import Workload
 
 _THREADS = 2
 _UNMAPPED_AHEAD = 4  # batches; DALI's default is 2
-_SHUFFLED = 8  # batches in the buffer that shuffles
 
 
 @pipeline_def
@@ -69,13 +68,14 @@ def _open(folder: Path, workload: Workload, *, mapped: bool = True) -> Reader:
     def samples() -> Iterator[Any]:
         return chain.from_iterable(runs(0, workload.timed))
 
-    def batches(count: int) -> Iterator[Batch]:
-        for members in runs(_SHUFFLED * workload.batch_size, count):
+    def batches(sizes: Batches) -> Iterator[Batch]:
+        for members in runs(SHUFFLED * workload.batch_size, sum(map(len, sizes))):
             yield Batch(len(members), lambda members=members: list(map(_decode, members)))
 
     return Reader(
         samples=samples if mapped else None,
         batches=batches,
+        is_stream=True,
         decode=_decode,
         touch=lambda member: int(member[::4096].sum()),
         rewind=rewind,

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from litdata import StreamingDataLoader, StreamingDataset
+from litdata.streaming import downloader
 from litdata.streaming.item_loader import PyTreeLoader
 from litdata.streaming.writer import BinaryWriter
 
-from benchmarks.peers.base import AS_INTEGERS, Batch, Peer, Reader, in_batches, one_in_batches
+from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, by_stream
 from benchmarks.workloads import Workload
 
 
@@ -37,40 +38,46 @@ def _open(folder: Path, workload: Workload) -> Reader:
         tensors = {name: item[name].view(dtype) for name, dtype in workload.dtypes.items()}
         return workload.nest(tensors, item["small"])
 
-    def samples() -> Iterator[Any]:
-        return map(nested, in_order)
-
-    def batches(count: int) -> Iterator[Batch]:
-        return in_batches(workload, map(nested, shuffled), count)
-
-    def ones(count: int) -> Iterator[torch.Tensor]:
-        return one_in_batches(workload, samples(), count)
-
-    def get(index: int) -> Any:
-        return nested(by_index[index])
-
     def loaders() -> dict[str, Any]:
         options = {"batch_size": workload.batch_size, "shuffle": True}
         return {
-            f"StreamingDataLoader, {count} workers": StreamingDataLoader(
+            f", StreamingDataLoader, {count} workers": StreamingDataLoader(
                 StreamingDataset(str(folder), shuffle=True, batch_decode=1),
                 num_workers=count,
                 persistent_workers=count > 0,
                 **options,
-            )
+            ).__iter__
             for count in (0, 2)
         }
 
-    return Reader(samples=samples, get=get, batches=batches, ones=ones, loaders=loaders, close=_close)
+    return by_stream(
+        workload,
+        lambda: map(nested, in_order),
+        lambda: map(nested, shuffled),
+        get=lambda index: nested(by_index[index]),
+        loaders=loaders,
+        close=_close,
+    )
 
 
 def _close() -> None:
     # Each pass leaves two loaders that nothing frees, and their maps: what is mapped cannot leave the page cache.
-    for found in gc.get_objects():
-        if type(found) is PyTreeLoader:
-            found.close(0)
+    for loader in gc.get_objects():
+        if type(loader) is PyTreeLoader:
+            loader.close(0)
+
+
+def _over_http(url: str, store: Path, cache: Path, workload: Workload) -> Iterator[tuple[int, torch.Tensor]]:
+    # its client refuses servers without TLS, and has no option for it
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+    options = {"endpoint_url": url, "aws_access_key_id": "a", "aws_secret_access_key": "b"}
+    bucket = f"s3://{store.name}"
+    dataset = StreamingDataset(bucket, cache_dir=str(cache), storage_options=options, batch_decode=1)
+    name, _ = workload.one
+    for index, sample in enumerate(dataset):  # at random, each sample would wait for a chunk
+        yield index, sample[name].view(workload.dtypes[name])
 
 
 def peers() -> list[Peer]:
     """Return litdata's row."""
-    return [Peer(name="litdata", open=_open, write=_write, bf16=AS_INTEGERS)]
+    return [Peer(name="litdata", open=_open, write=_write, over_http=_over_http, bf16=AS_INTEGERS)]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_array, as_tensor, collect, collect_one
+from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_array, as_tensor, by_index
 from benchmarks.workloads import Workload
 
 # The package's own __init__ imports what it has for pictures, and so torchvision, whose builds fit one build of torch.
@@ -35,26 +37,29 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
 def _open(folder: Path, workload: Workload) -> Reader:
     dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1)
 
-    def nested(item: Any) -> Any:
-        return workload.nest({name: as_tensor(item[name], d) for name, d in workload.dtypes.items()}, item["small"])
-
-    def samples() -> Iterator[Any]:
-        # By index: an iterator over the data set looks for samples that are ready every 7 ms, and sleeps in between.
-        return map(get, range(len(dataset)))
-
     def get(index: int) -> Any:
-        return nested(dataset[index])
+        item = dataset[index]
+        return workload.nest({name: as_tensor(item[name], d) for name, d in workload.dtypes.items()}, item["small"])
 
     def loaders() -> dict[str, Any]:
         size = workload.batch_size
         # With its default of 8 samples ahead, most of the time it sleeps.
         shuffled = StreamingDataset(local=str(folder), shuffle=True, batch_size=size, predownload=2 * workload.count)
-        return {"DataLoader, 0 workers": DataLoader(shuffled, batch_size=size)}
+        return {", DataLoader, 0 workers": DataLoader(shuffled, batch_size=size).__iter__}
 
-    batch, one = collect(workload, get), collect_one(workload, get)
-    return Reader(samples=samples, get=get, batch=batch, one=one, loaders=loaders, close=clean_stale_shared_memory)
+    # In order by index, too: an iterator over the data set looks for samples that are ready every 7 ms, and sleeps in between.
+    return by_index(workload, len(dataset), get, loaders=loaders, close=clean_stale_shared_memory)
+
+
+def _over_http(url: str, store: Path, cache: Path, workload: Workload) -> Iterator[tuple[int, torch.Tensor]]:
+    os.environ["S3_ENDPOINT_URL"] = url
+    clean_stale_shared_memory()
+    dataset = StreamingDataset(remote=f"s3://{store.name}", local=str(cache), shuffle=False, batch_size=1)
+    name, _ = workload.one
+    for index in range(len(dataset)):
+        yield index, as_tensor(dataset[index][name], workload.dtypes[name])
 
 
 def peers() -> list[Peer]:
     """Return the row of MDS."""
-    return [Peer(name="MDS", open=_open, write=_write, bf16=AS_INTEGERS)]
+    return [Peer(name="MDS", open=_open, write=_write, over_http=_over_http, bf16=AS_INTEGERS)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 
 import wds_tensorcache as tc
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREADS, VIEWS
-from benchmarks.peers.base import Batch, Peer, Reader, by_sample, unstack
-from benchmarks.workloads import Workload, tensor_at
+from benchmarks.peers.base import Batch, Batches, Peer, Reader, by_sample, unstack
+from benchmarks.workloads import Tensors, Workload, tensor_at
+
+_PREFETCHED = 2  # batches that the Loader reads ahead; epochs by read_batch keep as many alive
 
 
 def _write(folder: Path, workload: Workload, samples: Sequence[Any], *, fsync: bool) -> None:
@@ -32,14 +35,17 @@ def as_batch(workload: Workload, read: Any) -> Batch:
     return Batch(len(tensors[workload.one[0]]), lambda: unstack(workload, tensors, by_sample(small)))
 
 
-def open_cache(folder: Path, workload: Workload, *, threads: int | None = None, decoded: bool = False) -> Reader:
-    """Open shards; `decoded` reads all small values of a batch, too."""
+def _open(
+    folder: Path,
+    workload: Workload,
+    *,
+    threads: int | None = None,
+    decoded: bool = False,
+    only: Sequence[str] = ("samples", "get", "batches", "ones"),
+) -> Reader:
+    """Open shards for some operations; `decoded` reads all small values of a batch, too."""
     opened = tc.open(folder, num_threads=threads)
-    collate, path = _collate(workload), workload.one[1]
-
-    @cache
-    def narrow() -> Any:
-        return opened.select([path])
+    collate, path, size = _collate(workload), workload.one[1], workload.batch_size
 
     def batch(indices: Sequence[int]) -> Batch:
         read = opened.read_batch(indices, collate=collate)
@@ -48,66 +54,68 @@ def open_cache(folder: Path, workload: Workload, *, threads: int | None = None, 
                 list(values)
         return as_batch(workload, read)
 
-    def one(indices: Sequence[int]) -> torch.Tensor:
-        read: torch.Tensor = tensor_at(narrow().read_batch(indices), path)
-        return read
+    def ones(batches: Batches) -> Iterator[torch.Tensor]:
+        narrow = opened.select([path])
+        return (tensor_at(narrow.read_batch(indices), path) for indices in batches)
 
-    return Reader(samples=lambda: iter(opened), get=opened.__getitem__, batch=batch, one=one, close=opened.close)
+    def epoch() -> Iterator[Tensors]:
+        alive = deque[Any](maxlen=_PREFETCHED + 1)
+        for indices in tc.EpochOrder(len(opened), seed=0)(0, range(len(opened) // size * size)).reshape(-1, size):
+            alive.append(opened.read_batch(indices))
+            yield workload.split(alive[-1])[0]
 
-
-def _open_for_batches(folder: Path, workload: Workload, *, threads: int | None, decoded: bool = False) -> Reader:
-    reader = open_cache(folder, workload, threads=threads, decoded=decoded)
-    return replace(reader, samples=None, get=None, one=None)
+    operations = {
+        "samples": lambda: iter(opened),
+        "get": opened.__getitem__,
+        "batches": lambda batches: map(batch, batches),
+        "ones": ones,
+        "loaders": lambda: {"": epoch},
+    }
+    return Reader(close=opened.close, **{name: operations[name] for name in only})
 
 
 def _open_views(folder: Path, workload: Workload) -> Reader:
-    whole = open_cache(folder, workload)
+    opened = tc.open(folder)
 
     def viewed(sample: Any) -> Any:
         tensors, small = workload.split(sample)
         return workload.nest({name: tensor.load(copy=False) for name, tensor in tensors.items()}, small)
 
-    def samples() -> Iterator[Any]:
-        return map(viewed, whole.samples())
-
-    def get(index: int) -> Any:
-        return viewed(whole.get(index))
-
-    return Reader(samples=samples, get=get, close=whole.close)
+    return Reader(samples=lambda: map(viewed, opened), get=lambda index: viewed(opened[index]), close=opened.close)
 
 
-def open_loader(folder: Path, workload: Workload, batch_size: int | None = None) -> Reader:
+def _open_loader(folder: Path, workload: Workload) -> Reader:
     """Open shards, and a `Loader` on two threads, which shuffles; its epochs follow each other."""
-    size, collate = batch_size or workload.batch_size, _collate(workload)
     opened = tc.open(folder)
-    loader = tc.Loader(opened, size, shuffle=True, last_batch="drop", num_threads=2, collate=collate)
+    options = {"shuffle": True, "last_batch": "drop", "collate": _collate(workload)}
+    loader = tc.Loader(opened, workload.batch_size, num_threads=2, prefetch_batches=_PREFETCHED, **options)
+
+    def batches(sizes: Batches) -> Iterator[Batch]:
+        endless = chain.from_iterable(repeat(loader))
+        return (as_batch(workload, read) for read in islice(endless, len(sizes)))
+
+    def loaders() -> dict[str, Any]:
+        return {"": lambda: (workload.split(read)[0] for read in loader)}
 
     def close() -> None:
         loader.close()
         opened.close()
 
-    def batches(count: int) -> Iterator[Batch]:
-        seen = 0
-        while seen < count:
-            for read in loader:
-                batch = as_batch(workload, read)
-                seen += batch.count
-                yield batch
-                if seen >= count:
-                    break
-
-    return Reader(batches=batches, close=close)
+    return Reader(batches=batches, is_stream=True, loaders=loaders, close=close)
 
 
 def peers() -> list[Peer]:
     """Return our rows."""
     write, write_synced = partial(_write, fsync=False), partial(_write, fsync=True)
-    rows = [
+    options = {
+        ONE_THREAD: {"threads": 1, "only": ["batches"]},
+        TWO_THREADS: {"threads": 2, "only": ["batches", "loaders"]},
+        READ: {"decoded": True, "only": ["batches"]},
+        DECODED: {"threads": 1, "decoded": True, "only": ["batches"]},
+    }
+    return [
+        Peer(name=NAME, open=_open, write=write, write_synced=write_synced),
         Peer(name=VIEWS, open=_open_views, store=NAME),
-        Peer(name=ONE_THREAD, open=partial(_open_for_batches, threads=1), store=NAME),
-        Peer(name=TWO_THREADS, open=partial(_open_for_batches, threads=2), store=NAME),
-        Peer(name=LOADED, open=open_loader, store=NAME),
-        Peer(name=READ, open=partial(_open_for_batches, threads=None, decoded=True), store=NAME),
-        Peer(name=DECODED, open=partial(_open_for_batches, threads=1, decoded=True), store=NAME),
+        Peer(name=LOADED, open=_open_loader, store=NAME),
+        *(Peer(name=name, open=partial(_open, **chosen), store=NAME) for name, chosen in options.items()),
     ]
-    return [Peer(name=NAME, open=open_cache, write=write, write_synced=write_synced), *rows]

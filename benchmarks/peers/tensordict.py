@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -17,8 +18,7 @@ from benchmarks.workloads import Small, Tensors, Workload
 _BUFFERS = 3  # batches that are there at a time: one that is used, one that is read, one in between
 
 
-def write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
-    """Write one map for each tensor, and one for each small value."""
+def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
     parts = [workload.split(sample) for sample in samples]
     count = [len(parts)]
     shapes = {name: _longest([tensors[name].shape for tensors, _ in parts]) for name in workload.dtypes}
@@ -48,21 +48,12 @@ def _longest(shapes: list[torch.Size]) -> list[int]:
 def _open(folder: Path, workload: Workload) -> Reader:
     stored = TensorDict.load_memmap(folder / "tensors")
     stored.update(TensorDict.load_memmap(folder / "small"))
-    names = list(stored.keys())
-    small_names = [name for name in names if name not in workload.dtypes]
-
-    def nested(row: Any) -> Any:
-        small = {name: _plain(row[name]) for name in small_names}
-        tensors = {name: row[name] for name in workload.dtypes}
-        for name, length in workload.ragged.items():
-            tensors[name] = tensors[name][: small[length]]
-        return workload.nest(tensors, small)
+    small_names = [name for name in stored.keys() if name not in workload.dtypes]  # noqa: SIM118
 
     def get(index: int) -> Any:
-        return nested(stored[index])
-
-    def samples() -> Iterator[Any]:
-        return map(get, range(len(stored)))
+        row = stored[index]
+        small = {name: _plain(row[name]) for name in small_names}
+        return workload.nest(_cut(workload, {name: row[name] for name in workload.dtypes}, small), small)
 
     def batch(indices: Sequence[int]) -> Batch:
         rows = stored[torch.tensor(indices)]
@@ -72,24 +63,31 @@ def _open(folder: Path, workload: Workload) -> Reader:
             len(rows), lambda: unstack(workload, tensors, by_sample({name: _plain(columns[name]) for name in columns}))
         )
 
-    def one(indices: Sequence[int]) -> torch.Tensor:
-        return stored[workload.one[0]][torch.tensor(indices)]
+    return Reader(
+        samples=lambda: map(get, range(len(stored))),
+        get=get,
+        batches=lambda batches: map(batch, batches),
+        ones=lambda batches: (stored[workload.one[0]][torch.tensor(indices)] for indices in batches),
+        loaders=lambda: {", rows": lambda: map(stored.__getitem__, _epoch(len(stored), workload))},
+    )
 
-    def loaders() -> dict[str, Any]:
-        return {"rows": _Epochs(len(stored), workload.batch_size, stored.__getitem__)}
 
-    return Reader(samples=samples, get=get, batch=batch, one=one, loaders=loaders)
+def _epoch(count: int, workload: Workload) -> Sequence[torch.Tensor]:
+    return torch.randperm(count).split(workload.batch_size)
 
 
-def open_tuned(folder: Path, workload: Workload, *, threads: int) -> Reader:
+def _cut(workload: Workload, tensors: Tensors, small: Small) -> Tensors:
+    return {name: tensor[: small.get(workload.ragged.get(name))] for name, tensor in tensors.items()}
+
+
+def _open_tuned(folder: Path, workload: Workload, *, threads: int) -> Reader:
     """Open as plain tensors over the maps, and list the small values once.
 
     Memory: a batch is overwritten by the third one after it.
     """
     stored, small = TensorDict.load_memmap(folder / "tensors"), TensorDict.load_memmap(folder / "small")
     plain = {name: stored[name].as_subclass(torch.Tensor) for name in workload.dtypes}
-    small_names = list(small.keys())
-    columns: Small = {name: small[name].tolist() for name in small_names}
+    columns: Small = {name: small[name].tolist() for name in list(small.keys())}
     buffers = {
         name: torch.empty(_BUFFERS, workload.batch_size, *t.shape[1:], dtype=t.dtype) for name, t in plain.items()
     }
@@ -107,11 +105,7 @@ def open_tuned(folder: Path, workload: Workload, *, threads: int) -> Reader:
 
     def get(index: int) -> Any:
         values = {name: column[index] for name, column in columns.items()}
-        rows = {name: tensor[index] for name, tensor in plain.items()}
-        return workload.nest({name: row[: values.get(workload.ragged.get(name))] for name, row in rows.items()}, values)
-
-    def samples() -> Iterator[Any]:
-        return map(get, range(len(stored)))
+        return workload.nest(_cut(workload, {name: tensor[index] for name, tensor in plain.items()}, values), values)
 
     def batch(indices: Sequence[int]) -> Batch:
         tensors = gathered(plain, torch.tensor(indices))
@@ -119,33 +113,26 @@ def open_tuned(folder: Path, workload: Workload, *, threads: int) -> Reader:
         return Batch(len(indices), lambda: unstack(workload, tensors, by_sample(values)))
 
     def one(indices: Sequence[int]) -> torch.Tensor:
-        name = workload.one[0]
+        name, _ = workload.one
         read: torch.Tensor = gathered([name], torch.tensor(indices))[name]
         return read
 
-    def loaders() -> dict[str, Any]:
-        return {"rows": _Epochs(len(stored), workload.batch_size, lambda numbers: gathered(plain, numbers))}
+    def epoch() -> Iterator[Tensors]:
+        return (gathered(plain, indices) for indices in _epoch(len(stored), workload))
 
+    reader = Reader(batches=lambda batches: map(batch, batches), loaders=lambda: {", rows": epoch})
     if threads > 1:  # torch has threads for batches alone
-        return Reader(batch=batch, loaders=loaders)
-    return Reader(samples=samples, get=get, batch=batch, one=one, loaders=loaders)
-
-
-class _Epochs:
-    """Epochs of batches in random order."""
-
-    def __init__(self, count: int, batch_size: int, read: Callable[[torch.Tensor], Any]) -> None:
-        self._count, self._batch_size, self._read = count, batch_size, read
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._read, torch.randperm(self._count).split(self._batch_size))
+        return reader
+    return replace(
+        reader, samples=lambda: map(get, range(len(stored))), get=get, ones=lambda batches: map(one, batches)
+    )
 
 
 def peers() -> list[Peer]:
     """Return tensordict's rows: one that indexes a TensorDict, two that are tuned for random access."""
     padded = "padded to the longest"
     tuned = [
-        Peer(name=name, open=partial(open_tuned, threads=threads), store="tensordict", ragged=padded)
+        Peer(name=name, open=partial(_open_tuned, threads=threads), store="tensordict", ragged=padded)
         for name, threads in (("tensordict, tuned", 1), ("tensordict, tuned, 2 threads", 2))
     ]
-    return [Peer(name="tensordict", open=_open, write=write, ragged=padded), *tuned]
+    return [Peer(name="tensordict", open=_open, write=_write, ragged=padded), *tuned]

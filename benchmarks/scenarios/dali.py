@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -14,124 +15,114 @@ import webdataset as wds
 import xxhash
 
 import wds_tensorcache as tc
-from benchmarks.context import Context, Skipped
-from benchmarks.peers.base import as_array
+from benchmarks.harness import Context, Rows, Skipped
+from benchmarks.peers.base import SHUFFLED, as_array
 from benchmarks.peers.ours import as_batch
 from benchmarks.peers.webdataset import SHARD
-from benchmarks.scenarios.gpu import THREADS, batch_size, check, long_epoch, measure, need_gpu
-from benchmarks.timing import Rounds
+from benchmarks.scenarios.gpu import THREADS, batch_size, check, long_epoch, rows_of_batches
 
 OURS = "tensorcache nodes"
 NESTED = "tensorcache nodes, nested batches"
 NATIVE = "native reader, nested batches"
 RAW = "fn.readers.webdataset, raw members"
 PYD_SOURCE = "webdataset .pyd as external source"
-_SHUFFLED = 8  # batches in the buffer that shuffles a stream; on a GPU 4
 
 
 class _Pipelines:
     """Pipelines of both scenarios.
 
     Args:
-        options: Those of a pipeline.
-        nodes: Those of `dali_plugin.fn.tensorcache`.
+        cache: Cache of the shards in `folder`.
         fill: Samples in the buffer that shuffles a stream.
+        device: Where the batches go.
+        nodes: Further options of `dali_plugin.fn.tensorcache`.
+        options: Those of a pipeline.
     """
 
-    def __init__(self, options: dict[str, Any], nodes: dict[str, Any], fill: int) -> None:
+    def __init__(self, cache: Any, folder: Path, fill: int, device: str, nodes: dict[str, Any], **options: Any) -> None:
         try:
             from nvidia.dali import fn, pipeline_def
 
             import dali_plugin
         except ImportError as exc:
             raise Skipped(f"DALI is not installed: {exc}") from exc
-        self._fn, self._plugin, self._pipeline = fn, dali_plugin, pipeline_def(**options)
-        self._nodes, self._device, self._fill = nodes, nodes.get("device", "cpu"), fill
-
-    def ours(self, cache: Any) -> Any:
-        return self._pipeline(lambda: self._plugin.fn.tensorcache(cache, shuffle=True, **self._nodes))()
-
-    def _native(self, cache: Any) -> Any:
-        options = {"shuffle": True, "initial_fill": self._fill, "device": self._device}
-        return self._pipeline(lambda: self._plugin.fn.native_reader(cache, **options))()
-
-    def nested(self, cache: Any) -> dict[str, Iterator[Any]]:
-        """Return the endless nested batches of our two readers."""
-        pipes = {NESTED: self.ours(cache), NATIVE: self._native(cache)}
-        return {
-            name: chain.from_iterable(repeat(self._plugin.TensorCacheIterator(pipe))) for name, pipe in pipes.items()
-        }
-
-    def raw(self, folder: Path) -> Any:
+        self._fn, self._iterator = fn, dali_plugin.TensorCacheIterator
         shards = sorted(map(str, folder.glob("*.tar")))
+        indexes = [path.replace(".tar", ".idx") for path in shards]
 
-        def define() -> Any:
-            members = self._fn.readers.webdataset(
-                paths=shards,
-                index_paths=[path.replace(".tar", ".idx") for path in shards],
-                ext=["skel.pyd", "safetensors"],
-                random_shuffle=True,
-                initial_fill=self._fill,
-                missing_component_behavior="error",
-            )
-            return tuple(member.gpu() if self._device == "gpu" else member for member in members)
+        def raw() -> Any:
+            shuffle = {"random_shuffle": True, "initial_fill": fill, "missing_component_behavior": "error"}
+            files = {"paths": shards, "index_paths": indexes, "ext": ["skel.pyd", "safetensors"]}
+            members = fn.readers.webdataset(**files, **shuffle)
+            return tuple(member.gpu() if device == "gpu" else member for member in members)
 
-        return self._built(define)
+        native = {"shuffle": True, "initial_fill": fill, "device": device}
+        self._definitions: dict[str, Callable[[], Any]] = {
+            OURS: lambda: dali_plugin.fn.tensorcache(cache, shuffle=True, device=device, **nodes),
+            NATIVE: lambda: dali_plugin.fn.native_reader(cache, **native),
+            RAW: raw,
+        }
+        self._pipeline = pipeline_def(**options)
 
-    def source(self, source: Iterator[Any], count: int) -> Any:
-        return self._built(lambda: tuple(self._fn.external_source(source=source, num_outputs=count, batch=True)))
+    def nested(self) -> dict[str, Iterator[Any]]:
+        """Return the endless nested batches of our two readers."""
+        pipes = {NESTED: self.build(OURS), NATIVE: self.build(NATIVE)}
+        return {name: chain.from_iterable(repeat(self._iterator(pipe))) for name, pipe in pipes.items()}
 
-    def _built(self, define: Callable[[], Any]) -> Any:
-        pipe = self._pipeline(define)()
+    def build(self, name: str) -> Any:
+        pipe = self._pipeline(self._definitions[name])()
         pipe.build()
         return pipe
 
+    def build_source(self, source: Iterator[Any], count: int) -> Any:
+        self._definitions[PYD_SOURCE] = lambda: tuple(
+            self._fn.external_source(source=source, num_outputs=count, batch=True)
+        )
+        return self.build(PYD_SOURCE)
 
-def dali_gpu(context: Context) -> Rounds:
+
+@contextmanager
+def dali_gpu(context: Context) -> Iterator[Rows]:
     """Measure shuffled batches of 64, until every byte is in the GPU's memory."""
-    need_gpu(context)
     is_dry, size = context.gpu == "cpu", batch_size(context)
-    options = {
-        "batch_size": size,
-        "num_threads": THREADS,
-        "prefetch_queue_depth": 4,
-        "device_id": None if is_dry else 0,
-    }
-    nodes = {"device": "cpu" if is_dry else "gpu", "num_threads": THREADS, "prefetch_batches": THREADS}
-    pipelines = _Pipelines(options, nodes, 4 * size)
-    with long_epoch(context) as folder, tc.open(folder, num_threads=THREADS) as cache:
-        runs: dict[str, Callable[[], Any]] = {
-            name: partial(next, each) for name, each in pipelines.nested(cache).items()
-        }
+    options = {"batch_size": size, "num_threads": THREADS, "prefetch_queue_depth": 4}
+    nodes = {"num_threads": THREADS, "prefetch_batches": THREADS}
+    with long_epoch(context) as (folder, cache):
+        pipelines = _Pipelines(
+            cache, folder, 4 * size, "cpu" if is_dry else "gpu", nodes, device_id=None if is_dry else 0, **options
+        )
+        runs: dict[str, Callable[[], Any]] = {name: partial(next, it) for name, it in pipelines.nested().items()}
         for name, run in runs.items():
             check(context, name, run(), context.gpu)
-        return measure(context, runs | {RAW: pipelines.raw(folder).run})
+        with rows_of_batches(context, runs | {RAW: pipelines.build(RAW).run}) as rows:
+            yield rows
 
 
-def dali_cpu(context: Context) -> Rounds:
+@contextmanager
+def dali_cpu(context: Context) -> Iterator[Rows]:
     """Measure shuffled batches, one byte of each page used. Raw members stay undecoded."""
     workload, size = context.workload, context.workload.batch_size
     if workload.ragged:
         raise Skipped("DALI cannot batch samples of different shapes without padding")
-    pipelines = _Pipelines({"batch_size": size, "num_threads": 2, "device_id": None}, {}, _SHUFFLED * size)
-    count = workload.timed // size
+    num_batches = workload.timed // size
     with tc.open(context.ours) as cache:
-        pipes = {OURS: pipelines.ours(cache), RAW: pipelines.raw(context.ours)}
-        pipes[OURS].build()
+        options = {"batch_size": size, "num_threads": 2, "device_id": None}
+        pipelines = _Pipelines(cache, context.ours, SHUFFLED * size, "cpu", {}, **options)
+        pipes = {name: pipelines.build(name) for name in (OURS, RAW)}
         if (context.stores / "webdataset .pyd" / SHARD).exists():  # that peer takes part
-            pipes[PYD_SOURCE] = pipelines.source(_batches_of_pyd(context), len(workload.dtypes))
-        iterators = pipelines.nested(cache)
-        known = {_key(map(as_array, workload.split(sample)[0].values())) for sample in context.samples}
+            pipes[PYD_SOURCE] = pipelines.build_source(_batches_of_pyd(context), len(workload.dtypes))
+        iterators = pipelines.nested()
+        written = {_key(map(as_array, workload.split(sample)[0].values())) for sample in context.samples}
         for name, batches in iterators.items():
             check(context, name, next(batches), "cpu")
         for name, pipe in pipes.items():
             rows = list(_rows(name, pipe, context))
-            if len(rows) != size or not known.issuperset(map(_key, rows)):
+            if len(rows) != size or not written.issuperset(map(_key, rows)):
                 raise AssertionError(f"{name}: what was read is not what was written")
 
         def run(pipe: Any) -> int:
             seen = 0
-            while seen < count * size:
+            while seen < num_batches * size:
                 try:
                     outputs = pipe.run()
                 except StopIteration:  # the end of an epoch
@@ -144,14 +135,14 @@ def dali_cpu(context: Context) -> Rounds:
 
         def nested(batches: Iterator[Any]) -> int:
             seen = 0
-            for batch in islice(batches, count):
+            for batch in islice(batches, num_batches):
                 workload.touch(batch)
                 seen += as_batch(workload, batch).count
             return seen
 
         runs: dict[str, Callable[[], int]] = {name: partial(nested, batches) for name, batches in iterators.items()}
         runs |= {name: partial(run, pipe) for name, pipe in pipes.items()}
-        return context.measure(runs, count * size)
+        yield context.rows(runs, num_batches * size)
 
 
 def _batches_of_pyd(context: Context) -> Iterator[tuple[Any, ...]]:
@@ -159,7 +150,7 @@ def _batches_of_pyd(context: Context) -> Iterator[tuple[Any, ...]]:
     size, batch = context.workload.batch_size, []
     shard = wds.SimpleShardList(str(context.stores / "webdataset .pyd" / SHARD))
     while True:
-        buffered = wds.shuffle(_SHUFFLED * size, initial=_SHUFFLED * size, rng=random.Random(0))
+        buffered = wds.shuffle(SHUFFLED * size, initial=SHUFFLED * size, rng=random.Random(0))
         for sample in wds.DataPipeline(shard, wds.tarfile_to_samples(), buffered, wds.decode()):
             batch.append([as_array(tensor) for tensor in context.workload.split(sample["pyd"])[0].values()])
             if len(batch) == size:

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from benchmarks.context import CEILING, Context, Skipped
+from benchmarks.harness import CEILING, Context, Rows, Skipped
 from benchmarks.peers.ours import as_batch
-from benchmarks.timing import Rounds
 
 PINNED_COPY = f"{CEILING}: copy from pinned memory"
 CACHED_COPY = f"{CEILING}: copy from the page cache"
@@ -31,23 +30,22 @@ _TIMED = 1024
 _LINKS = 8  # an epoch has as many times the samples; at the end of each one, batches that are read ahead run out
 
 
-def loader_gpu(context: Context) -> Rounds:
+@contextmanager
+def loader_gpu(context: Context) -> Iterator[Rows]:
     """Measure batches without DALI: `read_batch` alone, and a `Loader` that reads ahead."""
-    need_gpu(context)
-    with long_epoch(context) as folder, tc.open(folder, num_threads=THREADS) as cache:
+    with long_epoch(context) as (_, cache), ExitStack() as stack:
         order, size = tc.EpochOrder(len(cache), seed=0), batch_size(context)
-        numbers = [order(0, range(at, at + size)) for at in range(0, len(cache) - size + 1, size)]
-        endless = chain.from_iterable(repeat(numbers))
-        options = {"num_threads": THREADS, "prefetch_batches": THREADS}
-        with tc.Loader(cache, size, shuffle=True, last_batch="drop", device=context.gpu, **options) as loader:
-            ahead = chain.from_iterable(repeat(loader))
-            runs = {
-                "read_batch(device='cuda')": lambda: cache.read_batch(next(endless), device=context.gpu),
-                AHEAD: partial(next, ahead),
-            }
-            for name, run in runs.items():
-                check(context, name, run(), context.gpu)
-            return measure(context, runs)
+        batches = [order(0, range(at, at + size)) for at in range(0, len(cache) - size + 1, size)]
+        endless = chain.from_iterable(repeat(batches))
+        options = {"num_threads": THREADS, "prefetch_batches": THREADS, "device": context.gpu}
+        loader = stack.enter_context(tc.Loader(cache, size, shuffle=True, last_batch="drop", **options))
+        runs = {
+            "read_batch(device='cuda')": lambda: cache.read_batch(next(endless), device=context.gpu),
+            AHEAD: partial(next, chain.from_iterable(repeat(loader))),
+        }
+        for name, run in runs.items():
+            check(context, name, run(), context.gpu)
+        yield stack.enter_context(rows_of_batches(context, runs))
 
 
 def batch_size(context: Context) -> int:
@@ -55,34 +53,28 @@ def batch_size(context: Context) -> int:
     return 8 if context.gpu == "cpu" else _BATCH
 
 
-def need_gpu(context: Context) -> None:
-    """Skip the scenario where it cannot run."""
+@contextmanager
+def long_epoch(context: Context) -> Iterator[tuple[Path, Any]]:
+    """Open a folder in which each of our shards has several names; skip the scenario where it cannot run."""
     if context.gpu == "cuda" and not torch.cuda.is_available():
         raise Skipped(f"torch {torch.__version__} sees no CUDA device")
     if context.workload.ragged:
         raise Skipped("DALI cannot batch samples of different shapes without padding")
+    with TemporaryDirectory(dir=context.scratch) as folder:
+        for link in range(_LINKS):
+            for path in (*context.ours.glob("*.tar"), *context.ours.glob("*.idx")):
+                os.link(path, Path(folder, f"{link}-{path.name}"))
+        with tc.open(folder, num_threads=THREADS) as cache:
+            yield Path(folder), cache
 
 
 @contextmanager
-def long_epoch(context: Context) -> Iterator[Path]:
-    """Make a folder in which each of our shards has several names."""
-    with TemporaryDirectory(dir=context.scratch) as folder:
-        for number in range(_LINKS):
-            for path in (*context.ours.glob("*.tar"), *context.ours.glob("*.idx")):
-                os.link(path, Path(folder, f"{number}-{path.name}"))
-        yield Path(folder)
-
-
-def measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
-    """Measure functions that put a batch into the GPU's memory, beside plain copies."""
+def rows_of_batches(context: Context, runs: dict[str, Callable[[], Any]]) -> Iterator[Rows]:
+    """Yield rows of functions that put a batch into the GPU's memory, beside plain copies."""
     is_dry, size = context.gpu == "cpu", batch_size(context)
     count = 4 if is_dry else _TIMED
-    tensors = context.workload.split(context.samples[0])[0].values()
-    nbytes = size * sum(tensor.nbytes for tensor in tensors)
+    nbytes = size * sum(tensor.nbytes for tensor in context.workload.split(context.samples[0])[0].values())
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=not is_dry)
-
-    def copied() -> Any:
-        return host.to(context.gpu, non_blocking=True)
 
     def timed(run: Callable[[], Any]) -> int:
         for _ in islice(repeat(None), count):
@@ -92,9 +84,9 @@ def measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
         return count * size
 
     with closing(_read_and_copied(context, nbytes)) as cached:
-        ceilings = {PINNED_COPY: copied, CACHED_COPY: partial(next, cached)}
+        ceilings = {PINNED_COPY: lambda: host.to(context.gpu, non_blocking=True), CACHED_COPY: partial(next, cached)}
         runs = ceilings | runs
-        return context.measure({name: partial(timed, run) for name, run in runs.items()}, count * size)
+        yield context.rows({name: partial(timed, run) for name, run in runs.items()}, count * size)
 
 
 def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None]:
@@ -105,12 +97,12 @@ def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None
 
     def read(begin: int) -> tuple[Any, Any]:
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=stream is not None)
-        if os.preadv(number, [host.numpy()], begin) != nbytes:
+        if os.preadv(file, [host.numpy()], begin) != nbytes:
             raise AssertionError(f"{path}: read less than {nbytes} bytes")
         with torch.cuda.stream(stream):  # None does nothing
             return host.to(context.gpu, non_blocking=True), stream and stream.record_event()
 
-    number = os.open(path, os.O_RDONLY)
+    file = os.open(path, os.O_RDONLY)
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             waiting = deque(pool.submit(read, generator.randint(0, last)) for _ in range(2 * THREADS))
@@ -122,7 +114,7 @@ def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None
                     moved.record_stream(torch.cuda.current_stream())
                 yield moved
     finally:
-        os.close(number)
+        os.close(file)
 
 
 def check(context: Context, name: str, batch: Any, device: str) -> None:

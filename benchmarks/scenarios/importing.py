@@ -1,13 +1,11 @@
-"""Scenario `import`: files of kohya, torch and safetensors into synced shards, by the command on two workers."""
+"""Scenario `import`: files of kohya, torch and safetensors into synced shards, by `tc.import_cache` on two workers."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +17,9 @@ import torch
 
 import wds_tensorcache as tc
 from benchmarks import page_cache
-from benchmarks.context import CEILING, Context
+from benchmarks.harness import CEILING, Context, Rows, Timed, in_new_process
 from benchmarks.peers import NAME
-from benchmarks.timing import Rounds, Variant, interleaved
 
-_ROOT = Path(__file__).parent.parent.parent
 _WORKLOAD = "diffusion"
 _NUM_FILES = 2000
 _NUM_WORKERS = 2
@@ -34,72 +30,77 @@ IMPORTED = f"{NAME}, "  # before the kind
 IMPORT_CEILING = f"{CEILING}, read and write "
 
 
-def importing(context: Context) -> Rounds:
+@contextmanager
+def importing(context: Context) -> Iterator[Rows]:
     """Measure the import of one folder of each kind, until its shards are on disk.
 
     The ceiling: two threads read each file whole, and write its bytes into one file each, which they sync.
     """
-    if context.workload.name != _WORKLOAD:
-        return {}
-    count = context.workload.count if context.is_quick else _NUM_FILES
-    found: Rounds = {}
-    with _command() as run_command:
-        for kind in KINDS:
-            found |= _import(context, kind, count, run_command)
-    return found
+    rows: Rows = {}
+    try:
+        if context.workload.name == _WORKLOAD:
+            for kind in KINDS:
+                rows |= _rows(context, kind, context.workload.count if context.is_quick else _NUM_FILES)
+        yield rows
+    finally:
+        for path in context.scratch.glob("import*"):
+            shutil.rmtree(path)
 
 
-def _import(context: Context, kind: str, count: int, run_command: Callable[[list[str]], None]) -> Rounds:
-    source, out = context.scratch / "files", context.scratch / "imported"
+def _rows(context: Context, kind: str, count: int) -> Rows:
+    source, out = context.scratch / f"import{kind}", context.scratch / "imported"
     source.mkdir()
-    samples = [context.samples[number % len(context.samples)] for number in range(count)]
-    paths = [_write(source, number, kind, context.workload.split(sample)[0]) for number, sample in enumerate(samples)]
+    samples = [context.workload.split(context.samples[i % len(context.samples)])[0] for i in range(count)]
+    paths = [_write(source, index, kind, tensors) for index, tensors in enumerate(samples)]
 
-    def anew() -> None:
+    def prepare() -> None:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         page_cache.load(source)
         os.sync()  # otherwise the disk would still write what earlier rows have left
 
-    def ours() -> int:
-        run_command(["import", str(source), str(out / "shards"), "--workers", str(_NUM_WORKERS)])
-        manifest = json.loads((out / "shards" / "manifest.json").read_text())
-        return sum(shard["nsamples"] for shard in manifest["shardlist"])
+    def ours() -> dict[str, float]:
+        prepare()
+        return {"": in_new_process(_import, source, out / "shards", count)}
 
     def ceiling() -> int:
         with ThreadPoolExecutor(_NUM_WORKERS) as pool:
             parts = range(_NUM_WORKERS)
             return sum(pool.map(lambda part: _copy(paths[part::_NUM_WORKERS], out / f"{part}"), parts))
 
-    try:
-        page_cache.sync(source)
-        anew()
-        if ours() != count:
-            raise AssertionError(f"{kind}: {count} files became another number of samples")
-        _check(out / "shards", kind, [context.workload.split(sample)[0] for sample in samples])
-        ceiling()
-        for part in range(_NUM_WORKERS):
-            if (out / f"{part}").read_bytes() != b"".join(path.read_bytes() for path in paths[part::_NUM_WORKERS]):
-                raise AssertionError(f"{IMPORT_CEILING}{kind}: what was written is not what was read")
-        variants = {IMPORT_CEILING + kind: Variant(ceiling, count, anew), IMPORTED + kind: Variant(ours, count, anew)}
-        return interleaved(variants, context.rounds)
-    finally:
-        shutil.rmtree(source)
-        shutil.rmtree(out)
+    page_cache.sync(source)
+    ours()
+    _check(out / "shards", kind, samples)
+    ceiling()
+    for part in range(_NUM_WORKERS):
+        if (out / f"{part}").read_bytes() != b"".join(path.read_bytes() for path in paths[part::_NUM_WORKERS]):
+            raise AssertionError(f"{IMPORT_CEILING}{kind}: what was written is not what was read")
+    return {IMPORT_CEILING + kind: Timed(ceiling, count, prepare), IMPORTED + kind: ours}
+
+
+def _import(source: Path, out: Path, count: int) -> float:
+    """Return the microseconds per file, in a process with one thread, as that of the command, so that workers are forked."""
+    import_cache = tc.import_cache  # its modules, too, are imported
+    started = time.perf_counter()
+    report = import_cache(source, out, num_workers=_NUM_WORKERS)
+    elapsed = time.perf_counter() - started
+    if report.num_written != count:
+        raise AssertionError(f"{source}: {count} files became another number of samples")
+    return elapsed / count * 1e6
 
 
 def _flat(tensors: dict[str, torch.Tensor]) -> np.ndarray[Any, Any]:
     return torch.cat([tensor.flatten() for tensor in tensors.values()]).numpy()
 
 
-def _write(folder: Path, number: int, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
+def _write(folder: Path, index: int, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
     """Write a sample as a file: its tensors by name, or as the latents of kohya, which are one array."""
     if kind == ".npz":
-        path = folder / f"{number:05d}_1024x1024_sdxl.npz"
+        path = folder / f"{index:05d}_1024x1024_sdxl.npz"
         sizes = {"original_size": np.array([1024, 1024]), "crop_ltrb": np.array([0, 0, 1024, 1024])}
         np.savez(path, latents=_flat(tensors).reshape(_SHAPE), **sizes)
         return path
-    path = folder / f"{number:05d}{kind}"
+    path = folder / f"{index:05d}{kind}"
     if kind == ".pt":
         torch.save(tensors, path)
     else:
@@ -127,49 +128,7 @@ def _copy(paths: list[Path], target: Path) -> int:
 def _check(folder: Path, kind: str, samples: list[dict[str, torch.Tensor]]) -> None:
     """Raise AssertionError unless the imported samples have the bytes of the files."""
     with tc.open(folder) as cache:
-        for found, tensors in zip(cache, samples, strict=True):
-            read = {name: tc.realize(found[name]) for name in (["latents"] if kind == ".npz" else tensors)}
+        for sample, tensors in zip(cache, samples, strict=True):
+            read = {name: tc.realize(sample[name]) for name in (["latents"] if kind == ".npz" else tensors)}
             if not np.array_equal(_flat(read).view(np.uint8), _flat(tensors).view(np.uint8)):
                 raise AssertionError(f"{IMPORTED}{kind}: what was imported is not what was written")
-
-
-@contextmanager
-def _command() -> Iterator[Callable[[list[str]], None]]:
-    """Yield a function that runs `tensorcache` in a new process, which has imported its modules already."""
-    arguments = [sys.executable, "-m", "benchmarks.scenarios.importing"]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as child:
-        stdin, stdout = child.stdin, child.stdout
-        assert stdin
-        assert stdout
-
-        def run(arguments: list[str]) -> None:
-            print(json.dumps(arguments), file=stdin, flush=True)
-            status = stdout.readline().strip()
-            if status != "0":
-                raise AssertionError(f"tensorcache {' '.join(arguments)}: status {status or 'of a process that died'}")
-
-        yield run
-        stdin.close()
-
-
-def _serve() -> None:
-    """Run a command of `tensorcache` for each line of stdin, its arguments as JSON, and print its status.
-
-    A process forked from this one has one thread and no CUDA, as the console script.
-    """
-    from wds_tensorcache.cli.app import run
-
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                status = run(json.loads(line))
-            finally:
-                os._exit(status)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()

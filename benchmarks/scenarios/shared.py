@@ -6,15 +6,11 @@ tensors, reserved for all N samples at once, and one byte for each sample that i
 
 from __future__ import annotations
 
-import itertools
-import mmap
 import multiprocessing
 import os
-import pickle
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -24,23 +20,22 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
-from benchmarks.context import CEILING, Context, Skipped
+from benchmarks.ceiling import Ranges
+from benchmarks.harness import CEILING, Context, Rows, Skipped, Timed, in_new_process
 from benchmarks.peers.ours import as_batch
-from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import WORKLOADS
 
 _DIFFUSION = WORKLOADS["diffusion"]
-_ROOT = Path(__file__).parent.parent.parent
 _NBYTES, _QUICK_NBYTES = 10**9, 10**7  # tensor bytes of the samples that the processes share
 _NUM_PROCESSES = 8
 
 FIRST, HIT = "first hit of a process, lazy", "hit, lazy"
 VIEWS, LOADED, BATCHES = "hit, views of all tensors", "hit, all tensors loaded", "read_batch"
-PICKLE = "pickle.loads"
 FLAT_VIEWS, BLOCK_VIEWS = "flat tensors, views", "block, views"
 FLAT_COPIES, BLOCK_COPIES = "flat tensors, copies", "block, copies"
 FLAT_BATCHES, BLOCK_BATCHES = "flat tensors, read_batch", "block, batch"
-MEMORY, ADDED = "8 processes with 1 GB, MB", "8 processes, added by 1 GB, MB"
+_PROCESSES, _TOTAL, _ADDED = "8 processes", " with 1 GB, MB", ", added by 1 GB, MB"
+MEMORY, ADDED = _PROCESSES + _TOTAL, _PROCESSES + _ADDED
 BATCH_CEILING = f"{CEILING}, batches"
 
 
@@ -79,61 +74,58 @@ class _Block:
         self._memory.unlink()
 
 
-def shared(context: Context) -> Rounds:
+@contextmanager
+def shared(context: Context) -> Iterator[Rows]:
     """Measure hits of nested samples (lazy, views, copies), hits of flat samples and of a block, and memory of 8 processes."""
     if context.workload.name != _DIFFUSION.name:
-        return {}
+        yield {}
+        return
     if not sys.platform.startswith("linux"):
         raise Skipped("SharedDataset needs locks that only Linux has")
     workload, order = context.workload, context.order
-    tensors = [tuple(workload.split(sample)[0].values()) for sample in context.samples]
+    samples: list[Any] = list(context.samples)
+    tensors = [tuple(workload.split(sample)[0].values()) for sample in samples]
     with ExitStack() as stack:
 
-        def share(samples: Sequence[Any], name: str) -> tc.SharedDataset:
+        def share(samples: list[Any], name: str) -> tc.SharedDataset:
             return stack.enter_context(tc.SharedDataset(samples, name, directory=context.tmpfs))
 
-        nested, flat = share(context.samples, "nested"), share(tensors, "flat")
+        nested, flat = share(samples, "nested"), share(tensors, "flat")
         reopened: list[tc.SharedDataset] = []  # the last one is opened before each pass, as by another process
 
         def reopen() -> None:
-            reopened.append(share(context.samples, "nested"))
+            reopened.append(share(samples, "nested"))
             for opened in reopened[:-1]:
                 opened.close()
 
         block = _Block(tensors)
         stack.callback(block.close)
-        copies = [pickle.dumps(sample, 5) for sample in context.samples]
         gets: dict[str, Callable[[int], object]] = {
             HIT: nested.__getitem__,
             VIEWS: lambda index: _views(workload.split(nested[index])[0].values()),
             LOADED: lambda index: _loads(workload.split(nested[index])[0].values()),
-            PICKLE: lambda index: pickle.loads(copies[index]),
             FLAT_VIEWS: lambda index: _views(flat[index]),
             BLOCK_VIEWS: block.__getitem__,
             FLAT_COPIES: lambda index: _loads(flat[index]),
             BLOCK_COPIES: lambda index: [tensor.clone() for tensor in block[index]],
-            CEILING: _plain_copies(stack, context, tensors, 1),
         }
         reads: dict[str, Callable[[list[int]], object]] = {
             BATCHES: nested.read_batch,
             FLAT_BATCHES: flat.read_batch,
             BLOCK_BATCHES: block.batch,
-            BATCH_CEILING: _plain_copies(stack, context, tensors, workload.batch_size),
         }
         _check(context, nested, flat, block)
-        variants = {
-            **{name: Variant(partial(_each, order, len(order), get), len(order)) for name, get in gets.items()},
-            **{
-                name: Variant(partial(_each, context.batches, len(order), read), len(order))
-                for name, read in reads.items()
-            },
-            FIRST: Variant(partial(_each, order, len(order), lambda index: reopened[-1][index]), len(order), reopen),
+        runs = stack.enter_context(context.ceilings({CEILING: Ranges.copy}, 1))
+        runs |= stack.enter_context(context.ceilings({BATCH_CEILING: Ranges.copy}, workload.batch_size))
+        runs |= {name: partial(_each, order, len(order), get) for name, get in gets.items()}
+        runs |= {name: partial(_each, context.batches, len(order), read) for name, read in reads.items()}
+        first = partial(_each, order, len(order), lambda index: reopened[-1][index])
+        nbytes = _QUICK_NBYTES if context.is_quick else _NBYTES
+        yield {
+            **context.rows(runs),
+            FIRST: Timed(first, len(order), reopen),
+            _PROCESSES: partial(in_new_process, _measure_memory, context.tmpfs, nbytes),
         }
-        found = interleaved(variants, context.rounds)
-    measured = [_memory(context) for _ in range(min(3, context.rounds))]
-    found[MEMORY] = [total for _, total in measured]
-    found[ADDED] = [total - before for before, total in measured]
-    return found
 
 
 def _each(items: Sequence[Any], count: int, get: Callable[[Any], object]) -> int:
@@ -148,33 +140,6 @@ def _views(tensors: Any) -> list[torch.Tensor]:
 
 def _loads(tensors: Any) -> list[torch.Tensor]:
     return [tensor.load() for tensor in tensors]
-
-
-def _plain_copies(
-    stack: ExitStack, context: Context, samples: Sequence[tuple[torch.Tensor, ...]], num_slots: int
-) -> Callable[[Any], object]:
-    """Return a function that copies samples, one or more, from one map into `num_slots` recycled arrays in turn."""
-    content = [b"".join(tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in each) for each in samples]
-    ends = np.cumsum([len(each) for each in content]).tolist()
-    extents = list(zip([0, *ends], ends, strict=False))
-    path = context.tmpfs / f"plain-{num_slots}"
-    path.write_bytes(b"".join(content))
-    stack.callback(path.unlink)
-    with open(path, "rb") as file:
-        source = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-    slots = itertools.cycle([np.zeros(max(map(len, content)), np.uint8) for _ in range(num_slots)])
-
-    def copy(indices: int | list[int]) -> Any:
-        for index in [indices] if isinstance(indices, int) else indices:
-            begin, end = extents[index]
-            copied = next(slots)[: end - begin]
-            copied[:] = source[begin:end]
-        return copied
-
-    for index in context.order[:32]:
-        if copy(index).tobytes() != content[index]:
-            raise AssertionError(f"the ceiling's bytes of sample {index} are not those of its tensors")
-    return copy
 
 
 def _check(context: Context, nested: tc.SharedDataset, flat: tc.SharedDataset, block: _Block) -> None:
@@ -195,17 +160,6 @@ def _check(context: Context, nested: tc.SharedDataset, flat: tc.SharedDataset, b
         for name, batch in ((FLAT_BATCHES, flat.read_batch(indices)), (BLOCK_BATCHES, block.batch(indices))):
             samples = zip(indices, zip(*batch, strict=True), strict=True)
             context.check(name, (nest(index, tensors) for index, tensors in samples), indices)
-
-
-def _memory(context: Context) -> tuple[float, float]:
-    """Return the memory of a process and its children in megabytes, before and after they hold the same samples."""
-    nbytes = _QUICK_NBYTES if context.is_quick else _NBYTES
-    command = [sys.executable, "-m", "benchmarks.scenarios.shared", str(context.tmpfs), str(nbytes)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise AssertionError(f"{MEMORY}: {done.stderr}")
-    before, total = map(float, done.stdout.split())
-    return before, total
 
 
 # --- a process whose children share samples, as workers of a loader do ---
@@ -249,25 +203,24 @@ def _pss(pid: int | None) -> float:
         return next(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) * 1024 / 1e6
 
 
-def _measure_memory(directory: str, nbytes: str) -> None:
-    """Print the memory of this process and its children in megabytes, before and after each child has read all samples.
+def _measure_memory(directory: Path, nbytes: int) -> dict[str, float]:
+    """Return the megabytes of this process and its children after each child has read all samples, and what that added.
 
     Torch alone takes more than 200 MB.
     """
     torch.set_num_threads(1)  # a forked process would wait forever for threads of OpenMP
     fork = multiprocessing.get_context("fork")
     barrier = fork.Barrier(_NUM_PROCESSES + 1)
-    with tc.SharedDataset(_Constant(int(nbytes)), f"holders-{os.getpid()}", directory=directory) as shared:
+    with tc.SharedDataset(_Constant(nbytes), f"holders-{os.getpid()}", directory=directory) as shared:
         children = [fork.Process(target=_hold, args=(shared, barrier)) for _ in range(_NUM_PROCESSES)]
         for child in children:
             child.start()
+        totals = []
         for _ in range(2):
             barrier.wait()
-            print(sum(map(_pss, [os.getpid(), *(child.pid for child in children)])))
+            totals.append(sum(map(_pss, [os.getpid(), *(child.pid for child in children)])))
             barrier.wait()
         for child in children:
             child.join()
-
-
-if __name__ == "__main__":
-    _measure_memory(*sys.argv[1:])
+    before, total = totals
+    return {_TOTAL: total, _ADDED: total - before}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import wds_tensorcache as tc
-from benchmarks.context import CEILING, Context
-from benchmarks.timing import Rounds
+from benchmarks.harness import CEILING, Context, Rows
 
 READINTO = f"{CEILING}, readinto of the same files"
 VERIFIED = "tensorcache, verify on 1 thread"
@@ -15,7 +16,8 @@ VERIFIED_BY_ALL = "tensorcache, verify on all cores"
 _PIECE_NBYTES = 1 << 20
 
 
-def verify(context: Context) -> Rounds:
+@contextmanager
+def verify(context: Context) -> Iterator[Rows]:
     """Measure all shards with their indexes and manifest, from the page cache."""
     paths, count = sorted(context.ours.glob("*.tar")), context.workload.count
     nbytes = sum(path.stat().st_size for path in paths)
@@ -38,4 +40,4 @@ def verify(context: Context) -> Rounds:
 
     cores = len(os.sched_getaffinity(0))
     runs = {READINTO: plain, VERIFIED: partial(checked, 1), VERIFIED_BY_ALL: partial(checked, cores)}
-    return context.measure(runs, count)
+    yield context.rows(runs, count)

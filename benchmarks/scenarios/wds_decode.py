@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ from typing import Any
 import webdataset as wds
 
 import wds_tensorcache as tc
-from benchmarks import page_cache
-from benchmarks.context import Context
-from benchmarks.peers.webdataset import SHARD, decode_npz, write
-from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.harness import Context, Rows
+from benchmarks.peers.webdataset import SHARD, write
 
 FAST_RAW = "raw members, tc.tarfile_to_samples"
 FAST = "tensorcache, tc.tarfile_to_samples, lazy, touched"
@@ -25,39 +23,34 @@ def _write(context: Context, folder: Path) -> dict[str, str]:
     """Return shards with the samples of one pass."""
     samples = context.samples[: context.workload.timed]
     shards = {}
-    for field in ("tensorcache", "pyd", "pth", "npz"):
+    for field in ("tensorcache", "pyd"):
         (folder / field).mkdir(parents=True)
         shards[field] = str(folder / field / SHARD)
-        if field != "tensorcache":
-            write(folder / field, context.workload, samples, field=field)
+    write(folder / "pyd", context.workload, samples, field="pyd")
     with wds.TarWriter(shards["tensorcache"], mtime=0, encoder=tc.encoder()) as sink:
         for index, sample in enumerate(samples):
             sink.write({"__key__": f"{index:08d}", "tensorcache": sample})
     return shards
 
 
-def wds_decode(context: Context) -> Rounds:
+@contextmanager
+def wds_decode(context: Context) -> Iterator[Rows]:
     """Measure one pass over a shard as a stream. "touched" uses one byte of each page of every tensor."""
     workload = context.workload
     folder = context.scratch / "wds_decode"
     shards = _write(context, folder)
     ours = shards["tensorcache"]
-    decode = wds.map(lambda sample: {"npz": decode_npz(workload, io.BytesIO(sample["npz"]))})
     stock, fast = wds.tarfile_to_samples(), tc.tarfile_to_samples()
     # name: (shard, stages, field that holds the sample, whether its tensors are used)
     rows: dict[str, tuple[str, list[Any], str | None, bool]] = {
         "raw members": (ours, [stock], None, False),
         "tensorcache, lazy": (ours, [stock, tc.decode()], "tensorcache", False),
-        "tensorcache, lazy, touched": (ours, [stock, tc.decode()], "tensorcache", True),
         "tensorcache, eager": (ours, [stock, tc.decode(lazy=False)], "tensorcache", False),
         "tensorcache, eager, touched": (ours, [stock, tc.decode(lazy=False)], "tensorcache", True),
-        "tensorcache, verified, touched": (ours, [stock, tc.decode(verify=True)], "tensorcache", True),
         FAST_RAW: (ours, [fast], None, False),
         FAST: (ours, [fast, tc.decode()], "tensorcache", True),
         ".pyd": (shards["pyd"], [stock, wds.decode()], "pyd", False),
         ".pyd, touched": (shards["pyd"], [stock, wds.decode()], "pyd", True),
-        ".pth, touched": (shards["pth"], [stock, wds.decode()], "pth", True),
-        ".npz, touched": (shards["npz"], [stock, decode], "npz", True),
     }
 
     def samples(shard: str, stages: list[Any]) -> Iterator[dict[str, Any]]:
@@ -76,11 +69,8 @@ def wds_decode(context: Context) -> Rounds:
 
     for name, (shard, stages, field, _) in rows.items():
         context.check(name, (decoded(sample, field) for sample in samples(shard, stages)), range(workload.timed))
-    variants = {
-        name: Variant(partial(run, *row), workload.timed, partial(page_cache.load, folder))
-        for name, row in rows.items()
-    }
     try:
-        return interleaved(variants, context.rounds)
+        runs = {name: partial(run, *row) for name, row in rows.items()}
+        yield context.rows(runs, stores=dict.fromkeys(runs, folder))
     finally:
         shutil.rmtree(folder)

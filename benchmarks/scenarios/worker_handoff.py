@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -12,9 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import wds_tensorcache as tc
-from benchmarks.context import Context
+from benchmarks.harness import Context, Rows
 from benchmarks.peers.base import by_sample, unstack
-from benchmarks.timing import Rounds
 
 LAZY = "lazy samples, read in the main process"
 TENSORS = "samples of tensors"
@@ -33,18 +33,19 @@ class _Each(Dataset[Any]):
         return self._read(index)
 
 
-def worker_handoff(context: Context) -> Rounds:
+@contextmanager
+def worker_handoff(context: Context) -> Iterator[Rows]:
     """Measure batches in random order. The main process uses one byte of each page of every tensor; workers stay alive."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each tensor of a sample crosses as a file descriptor
     try:
         with tc.open(context.ours) as cache:
-            return _compared(context, cache)
+            yield _rows(context, cache)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _compared(context: Context, cache: Any) -> Rounds:
+def _rows(context: Context, cache: Any) -> Rows:
     workload, batches = context.workload, context.batches
 
     def collated(indices: Sequence[int]) -> Any:
@@ -73,7 +74,7 @@ def _compared(context: Context, cache: Any) -> Rounds:
     for name, source in in_batches.items():
         context.check(name, chain.from_iterable(_separate(item, context) for item in source), context.order)
         runs[name] = partial(_batches_of, source, context)
-    return context.measure(runs)
+    return context.rows(runs)
 
 
 def _separate(batch: Any, context: Context) -> list[Any]:

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from benchmarks import page_cache
 from benchmarks.ceiling import plain_write
-from benchmarks.context import CEILING, Context
+from benchmarks.harness import CEILING, Context, Rows, Timed
 from benchmarks.peers.base import Peer
-from benchmarks.timing import Rounds, Variant, interleaved
 
 PLAIN = f"{CEILING}, same bytes"
 
 
-def write(context: Context) -> Rounds:
+@contextmanager
+def write(context: Context) -> Iterator[Rows]:
     """Measure writing into a file system in memory, without the disk."""
-    return _write(context, context.tmpfs / "written", fsync=False)
+    with _written(context, context.tmpfs / "written", fsync=False) as rows:
+        yield rows
 
 
-def write_fsync(context: Context) -> Rounds:
+@contextmanager
+def write_fsync(context: Context) -> Iterator[Rows]:
     """Measure writing onto the disk, until all files and folders are synced, by the peer itself if it can."""
-    return _write(context, context.scratch / "written", fsync=True)
+    with _written(context, context.scratch / "written", fsync=True) as rows:
+        yield rows
 
 
-def _write(context: Context, folder: Path, *, fsync: bool) -> Rounds:
+@contextmanager
+def _written(context: Context, folder: Path, *, fsync: bool) -> Iterator[Rows]:
     samples = context.samples[: context.workload.written]
     content = memoryview(b"")
 
@@ -44,7 +50,11 @@ def _write(context: Context, folder: Path, *, fsync: bool) -> Rounds:
                 page_cache.sync(folder)
         return len(samples)
 
-    variants: dict[str, Variant] = {}
+    def ceiling() -> int:
+        plain_write(folder / "plain", content, fsync=fsync)
+        return len(samples)
+
+    rows: Rows = {PLAIN: Timed(ceiling, len(samples), anew)}
     for peer in context.peers:
         if peer.write is None:
             continue
@@ -54,19 +64,14 @@ def _write(context: Context, folder: Path, *, fsync: bool) -> Rounds:
             reader = peer.open(folder, context.workload)
             context.check(peer.name, reader.samples(), range(len(samples)))
             reader.close()
-            variants[peer.name] = Variant(partial(run, peer), len(samples), anew)
+            rows[peer.name] = Timed(partial(run, peer), len(samples), anew)
         if peer.write_synced:
             content = memoryview(b"".join(path.read_bytes() for path in sorted(folder.glob("*.tar"))))
     anew()
-
-    def ceiling() -> int:
-        plain_write(folder / "plain", content, fsync=fsync)
-        return len(samples)
-
     ceiling()
     if (folder / "plain").read_bytes() != content:
         raise AssertionError(f"{PLAIN}: what was written is not the bytes of our shards")
     try:
-        return interleaved({PLAIN: Variant(ceiling, len(samples), anew), **variants}, context.rounds)
+        yield rows
     finally:
         shutil.rmtree(folder)

@@ -1,0 +1,240 @@
+"""Scenarios with a row for each peer, or for each of its ways to read the same samples: one after another, and in batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import xxhash
+
+from benchmarks.ceiling import IN_FLIGHT, Ranges
+from benchmarks.harness import CEILING, Context, Rows, Skipped, Timed
+from benchmarks.peers.base import Batch, Peer, Reader
+from benchmarks.workloads import Tensors
+
+COLD_CEILINGS = (f"{CEILING}, {IN_FLIGHT} threads", f"{CEILING}, WILLNEED {IN_FLIGHT} ahead")
+MAP_CEILINGS = (f"{CEILING}, copies out of maps", f"{CEILING}, copies out of maps on 2 threads")
+
+
+@contextmanager
+def opened(context: Context) -> Iterator[Rows]:
+    """Measure opening, reading sample 0 and its small values, and closing: microseconds in total, not per sample."""
+
+    def first(reader: Reader) -> object:
+        if reader.get:
+            return reader.get(0)
+        reader.rewind()
+        return reader.decode(next(iter(reader.samples())))
+
+    def run(peer: Peer) -> int:
+        reader = peer.open(context.store(peer), context.workload)
+        first(reader)
+        reader.close()
+        return 1
+
+    def check(context: Context, name: str, reader: Reader) -> None:
+        context.check(name, [first(reader)], [0])
+
+    with _readers(context, "samples", check) as readers:
+        pass
+    yield context.rows({peer.name: partial(run, peer) for peer in context.peers if peer.name in readers}, 1)
+
+
+@contextmanager
+def iterate_lazy(context: Context) -> Iterator[Rows]:
+    """Measure every sample in order, its structure and small values decoded, no tensor used."""
+
+    def run(reader: Reader) -> int:
+        return _count(islice(reader.samples(), context.workload.timed))
+
+    with _readers(context, "samples", _check_in_order) as readers:
+        yield _rows(context, readers, run)
+
+
+@contextmanager
+def iterate_touch(context: Context) -> Iterator[Rows]:
+    """Measure every sample in order, one byte used of each page of its tensors."""
+    order = range(context.workload.timed)
+
+    def run(reader: Reader) -> int:
+        return _count(map(reader.touch or context.workload.touch, islice(reader.samples(), len(order))))
+
+    # one slot: each row drops a sample before it reads the next one
+    with (
+        context.ceilings({CEILING: Ranges.read}, 1, order) as ceilings,
+        _readers(context, "samples", _check_in_order) as readers,
+    ):
+        yield _rows(context, readers, run, ceilings)
+
+
+@contextmanager
+def random_get(context: Context) -> Iterator[Rows]:
+    """Measure samples by index in random order, one byte used of each page of their tensors."""
+    order = context.order
+
+    def check(context: Context, name: str, reader: Reader) -> None:
+        context.check(name, map(reader.get, order), order)
+
+    def run(reader: Reader) -> int:
+        return _count(map(reader.touch or context.workload.touch, map(reader.get, order)))
+
+    with context.ceilings({CEILING: Ranges.read}, 1) as ceilings, _readers(context, "get", check) as readers:
+        yield _rows(context, readers, run, ceilings)
+
+
+@contextmanager
+def batch_random(context: Context) -> Iterator[Rows]:
+    """Measure batches in random order, from the page cache. Streams shuffle as their users do."""
+    reads = {CEILING: Ranges.read, MAP_CEILINGS[0]: Ranges.copy, MAP_CEILINGS[1]: partial(Ranges.copy, threads=2)}
+    batches = context.batches
+    with (
+        context.ceilings(reads, context.workload.batch_size) as ceilings,
+        _readers(context, "batches", _check_batches) as readers,
+    ):
+        yield _rows(context, readers, lambda reader: _count_batches(reader.batches(batches)), ceilings)
+
+
+@contextmanager
+def batch_cold(context: Context) -> Iterator[Rows]:
+    """Measure the same batches, with files dropped from the page cache and stores opened again before each pass."""
+    count, batches = context.workload.timed, context.batches
+    with _readers(context, "batches", _check_batches) as readers:
+        pass
+    reopened: list[Reader] = []
+
+    def prepare(peer: Peer) -> None:
+        context.drop(context.store(peer))
+        reopened.append(peer.open(context.store(peer), context.workload))
+        reopened[0].rewind()
+
+    def run() -> int:
+        return _count_batches(reopened[0].batches(batches))
+
+    def measure(peer: Peer) -> dict[str, float]:
+        try:
+            return Timed(run, count, partial(prepare, peer))()
+        finally:
+            while reopened:
+                reopened.pop().close()  # mapped files cannot be dropped, by the next row or in another process
+
+    reads = dict(zip(COLD_CEILINGS, (Ranges.read_by_threads, Ranges.read_ahead), strict=True))
+    with context.ceilings(reads, context.workload.batch_size) as ceilings:
+        rows: Rows = {name: Timed(read, count, partial(context.drop, context.ours)) for name, read in ceilings.items()}
+        peers = [peer for peer in context.peers if peer.name in readers]
+        readers.clear()  # what they have mapped could not be dropped
+        yield rows | {peer.name: partial(measure, peer) for peer in peers}
+
+
+@contextmanager
+def one_tensor(context: Context) -> Iterator[Rows]:
+    """Measure batches of one tensor of each sample. Peers without this operation read whole samples."""
+    short, path = context.workload.one
+    batches, count, size = context.batches, context.workload.timed, context.workload.batch_size
+
+    def check(context: Context, name: str, reader: Reader) -> None:
+        indices: Any = torch.arange(count).split(size) if reader.is_stream else batches
+        for batch, chosen in zip(reader.ones(batches), indices, strict=True):
+            for tensor, index in zip(batch, chosen, strict=True):
+                if not torch.equal(tensor, context.workload.split(context.samples[int(index)])[0][short]):
+                    raise AssertionError(f"{name}: what was read is not what was written")
+
+    with (
+        context.ceilings({CEILING: Ranges.read}, size, tensor=path) as ceilings,
+        _readers(context, "ones", check) as readers,
+    ):
+        yield _rows(context, readers, lambda reader: sum(map(len, reader.ones(batches))), ceilings)
+
+
+@contextmanager
+def loader(context: Context) -> Iterator[Rows]:
+    """Measure whole epochs in random order, in stacked batches, from what users train from.
+
+    Workers stay between rounds, and small values are not used.
+    """
+    workload = context.workload
+    if workload.ragged:
+        raise Skipped("no loader stacks samples of different shapes without padding")
+
+    def run(epoch: Callable[[], Iterable[Tensors]]) -> int:
+        return sum(len(batch[workload.one[0]]) for batch in epoch())
+
+    rows: Rows = {}
+    with context.readers("loaders") as readers:
+        for peer, reader in readers.items():
+            with context.attempt(peer):
+                for ending, epoch in reader.loaders().items():
+                    _check_epoch(context, peer + ending, epoch())
+                    run_epoch = partial(run, epoch)
+                    row = context.rows({peer: run_epoch}, run_epoch())[peer]
+                    rows[peer + ending] = row
+        yield rows
+
+
+def _rows(
+    context: Context,
+    readers: dict[str, Reader],
+    run: Callable[[Reader], int],
+    ceilings: dict[str, Callable[[], int]] | None = None,
+) -> Rows:
+    runs = {name: partial(run, reader) for name, reader in readers.items()}
+    return context.rows({**(ceilings or {}), **runs}, rewinds={name: reader.rewind for name, reader in readers.items()})
+
+
+@contextmanager
+def _readers(
+    context: Context, ability: str, check: Callable[[Context, str, Reader], None]
+) -> Iterator[dict[str, Reader]]:
+    """Open the peers that have an operation and read the values that were written."""
+    with context.readers(ability) as readers:
+        checked = {}
+        for name, reader in readers.items():
+            with context.attempt(name):
+                reader.rewind()
+                check(context, name, reader)
+                checked[name] = reader
+        yield checked
+
+
+def _check_in_order(context: Context, name: str, reader: Reader) -> None:
+    context.check(name, map(reader.decode, reader.samples()), range(context.workload.timed))
+
+
+def _check_batches(context: Context, name: str, reader: Reader) -> None:
+    samples = (sample for batch in reader.batches(context.batches) for sample in batch.samples())
+    if reader.is_stream:
+        context.check_shuffled(name, samples)
+    else:
+        context.check(name, samples, context.order)
+
+
+def _check_epoch(context: Context, name: str, batches: Iterable[Tensors]) -> None:
+    """Raise AssertionError unless an epoch has nearly every sample, none twice, with the tensors as written."""
+    workload = context.workload
+    written = {_digests(workload.split(sample)[0], workload.dtypes) for sample in context.samples}
+    read: list[Any] = []
+    for batch in batches:
+        rows = len(batch[workload.one[0]])
+        read += [_digests({key: batch[key][row] for key in workload.dtypes}, workload.dtypes) for row in range(rows)]
+    if not written.issuperset(read) or len(set(read)) != len(read) or len(read) < len(written) - workload.batch_size:
+        raise AssertionError(f"{name}: what was read is not what was written")
+
+
+def _digests(tensors: Tensors, dtypes: dict[str, torch.dtype]) -> tuple[int, ...]:
+    return tuple(
+        xxhash.xxh3_64_intdigest(torch.as_tensor(tensors[name]).to(dtype).contiguous().view(torch.uint8).numpy())
+        for name, dtype in dtypes.items()
+    )
+
+
+def _count(samples: Iterable[Any]) -> int:
+    last = deque(enumerate(samples, 1), maxlen=1)
+    return last[0][0] if last else 0
+
+
+def _count_batches(batches: Iterable[Batch]) -> int:
+    return sum(batch.count for batch in batches)
