@@ -233,10 +233,10 @@ def test_damage_anywhere() -> None:
 VALUE = {"x": [torch.randn(4, 6).t()[1:], torch.zeros(0)], "text": "a", "array": np.arange(3)}
 
 
-@pytest.mark.parametrize("most", [1 << 28, 0], ids=["at once", "by storage"])
+@pytest.mark.parametrize("most", [1 << 28, 0], ids=["read", "mapped"])
 def test_files(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of one storage are one memory, wherever the storages begin in the file."""
-    monkeypatch.setattr(safe_files, "_VIEWED", most)
+    monkeypatch.setattr(safe_files, "_MAPPED", most)
     (tmp_path / "in").mkdir()
     contents = {"a.pt": saved(VALUE), "b.pth": gzip.compress(saved(VALUE)), "c.pt": pickle.dumps(VALUE)}
     for name, content in contents.items():
