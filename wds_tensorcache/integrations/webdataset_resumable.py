@@ -62,8 +62,8 @@ class ResumablePipeline(IterableDataset[Any]):
     `StatefulDataLoader` collects these states, and resumes with the same number of workers.
 
     Args:
-        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote text is a
-            manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards; in an
+        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote text is
+            a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards; in an
             object store, a text without a dot in its last part is a folder, too. Any other remote text is a shard, unlike in
             `tc.open`. A text of another kind, and each text of a list, is passed to webdataset's `gopen`, which runs a command
             if it starts with `pipe:`. A `PathLike`, the name of a file, and any name found through a folder, manifest, wildcard
