@@ -63,11 +63,11 @@ class ResumablePipeline(IterableDataset[Any]):
 
     Args:
         urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote text is
-            a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards; in an
-            object store, a text without a dot in its last part is a folder, too. Any other remote text is a shard, unlike in
-            `tc.open`. A text of another kind, and each text of a list, is passed to webdataset's `gopen`, which runs a command
-            if it starts with `pipe:`. A `PathLike`, the name of a file, and any name found through a folder, manifest, wildcard
-            or brace is always opened as a path.
+            a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards; in
+            an object store, a text without a dot in its last part is a folder, too. Any other remote text is a shard, unlike
+            in `tc.open`. A text of another kind, and each text of a list, is passed to webdataset's `gopen`, which runs a
+            command if it starts with `pipe:`. A `PathLike`, the name of a file, and any name found through a folder, manifest,
+            wildcard or brace is always opened as a path.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
