@@ -132,15 +132,6 @@ def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
         assert sorted(i for item in [*whole[: at + 1], *map(number, again)] for i in item) == list(range(COUNT))
 
 
-def test_a_truncated_shard(urls: list[str], tmp_path: Path) -> None:
-    cut = tmp_path / "cut.tar"
-    cut.write_bytes(Path(urls[2]).read_bytes()[:5000])
-    with pytest.raises(tc.FormatError, match=r"cut\.tar: byte \d+"):
-        list(tc.ResumablePipeline([str(cut), urls[0]], tc.decode(), shuffle=False))
-    stream = tc.ResumablePipeline([str(cut), urls[0]], tc.decode(), shuffle=False, handler=wds.ignore_and_continue)
-    assert [number(item) for item in stream][-5:] == [[i] for i in range(5)]
-
-
 def test_refused_arguments_and_states(urls: list[str]) -> None:
     with pytest.raises(ValueError, match="no shards"):
         tc.ResumablePipeline([])

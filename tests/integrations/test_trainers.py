@@ -225,6 +225,8 @@ def test_torch_collates_batches(cache: Any) -> None:
     assert collated["x"].tolist() == [[[2.0 * i + j] * 4 for j in range(2)] for i in range(3)]
     assert collated["name"] == default_collate([["n0", "n1"], ["n2", "n3"], ["n4", "n5"]])
     assert collated["ordered"]["n"][1].tolist() == [1, 3, 5]
+    with pytest.raises(RuntimeError, match=r"cannot stack LazyTensor\('1', shape=\[2, 3\]"):
+        default_collate(tc.decode_sample(*tc.encode_sample([torch.ones(3), torch.zeros(2, 3)])))
 
 
 # --- BatchInfo ---
