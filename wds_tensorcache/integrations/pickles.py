@@ -204,7 +204,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         """Return the object, which has no parts of tensors in it, and does not nest too deeply."""
         result = self.load()
         for part, depth in walk(result):
-            if part.__class__ in (_Storage, Builder, type):
+            if part.__class__ in (_Storage, Builder):
                 raise UnsafeSkeletonError(
                     "the object contains a storage or a class itself, expected tensors and arrays"
                 )
@@ -324,7 +324,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return np.dtype(text, False, True)
 
     def build_array(self, cls: Any, *rest: Any) -> np.ndarray[Any, Any]:
-        if cls is not np.ndarray:
+        if cls is not _NDARRAY:
             raise UnsafeSkeletonError(f"an array has the class {shown(cls)}, expected numpy.ndarray")
         return np.empty(0, np.int8)
 
@@ -412,6 +412,11 @@ def _set_byte_order(
     dtype.__setstate__((3, order, None, None, None, *sizes, 0))  # type: ignore[attr-defined]
 
 
+def _refuse(args: tuple[Any, ...]) -> Any:
+    raise TypeError("numpy.ndarray itself is called")
+
+
+_NDARRAY = Builder(_refuse)  # not the class, which a trusted class could be given
 _is_plain_dtype = re.compile(r"[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,9}", re.ASCII).fullmatch
 _STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Long": torch.int64,
@@ -422,7 +427,7 @@ _STORAGES = {
 _REFUSED = {("builtins", "bytearray"), ("collections", "deque"), ("numpy", "dtype"), ("uuid", "UUID")}
 _PLAIN: dict[tuple[str, str], object] = {
     **{key: builder for key, builder in BUILDERS.items() if key not in _REFUSED},
-    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "ndarray"): _NDARRAY,
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
 }
