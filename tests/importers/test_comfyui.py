@@ -164,6 +164,8 @@ def test_old_pickles_and_damaged_shards(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert [each.name for each in report.skipped] == [f"shard_{number:04d}.pkl" for number in range(2, 7)]
     assert_same({"latents": LATENTS[1], "conditioning": CONDITIONING[1]}, found["shard_0001/000001"])
+    _, trusted = imported(tmp_path / "in", tmp_path / "trusted", on_error="skip", trust=True)
+    assert len(trusted.skipped) == 5
 
 
 def test_the_draft_layout(tmp_path: Path) -> None:

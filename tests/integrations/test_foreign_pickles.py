@@ -173,6 +173,8 @@ BAD = {
     "objects": array_of(raw=[1.0, 2.0]),
     "few bytes": array_of(raw=b"short"),
     "41 dimensions": array_of(shape=(1,) * 40 + (2,)),
+    "a dtype with fields": Reduced(np.dtype, ("f8", False, True), (3, "<", None, ("a",), {"a": 1}, -1, -1, 0)),
+    "a parameter of a list": Reduced(torch._utils._rebuild_parameter, ([1], True, collections.OrderedDict())),
     "elements without bytes": array_of(dtype=np.dtype("S0"), raw=b""),
 }
 
@@ -200,6 +202,7 @@ def test_bad_states(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         b"](K\x01K\x02u.",
         b"](K\x01\x90.",
         b"]]b.",
+        b"N)}\x92.",
         b"I1\n.",
         b"i__main__\nA\n.",
         b"X\xff\xff\xff\x7f.",
