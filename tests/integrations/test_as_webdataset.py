@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import struct
-import subprocess
 import tarfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,26 +117,3 @@ def test_bad_samples_are_left_out() -> None:
         assert [sample[0] for sample in found] == [("__key__", "a"), ("__key__", "c")]
         assert len(assert_as_webdataset(tar(*order))) == 0
     assert len(assert_as_webdataset(tar("a.txt", "0.__bad__", "0.txt"))) == 2  # empty: not true
-
-
-@pytest.mark.parametrize("options", [["gnu"], ["pax", "0.0"], ["pax", "0.1"], ["pax", "1.0"]], ids=str)
-def test_sparse_members_are_refused(tmp_path: Path, gnu_tar: str, options: list[str]) -> None:
-    for name, count in (("a.bin", 3), ("b.bin", 30), ("l" * 90 + "/" + "o" * 90 + ".bin", 5)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        with open(tmp_path / name, "wb") as file:
-            for i in range(count):
-                file.seek(i * 70_000)
-                file.write(struct.pack("<Q", i) * 600)
-            file.truncate(count * 70_000 + 12_345)
-    (tmp_path / "c.txt").write_text("text")
-    names = sorted(os.path.relpath(path, tmp_path) for path in tmp_path.rglob("*.*"))
-    version = [f"--sparse-version={options[1]}"] if len(options) > 1 else []
-    command = [gnu_tar, "-c", "-S", f"--format={options[0]}", *version, "-f", "x.tar", *names]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    content = (tmp_path / "x.tar").read_bytes()
-    assert b"GNU.sparse" in content or content[156:157] == b"S"
-    with pytest.raises(tc.TarFormatError, match="sparse") as caught:
-        list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(content)}]))
-    assert caught.value.kind == "sparse"
-    with pytest.raises(tc.TarFormatError, match="sparse"):
-        tc.open(tmp_path / "x.tar")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 from typing import Any, NamedTuple
 
 import pytest
@@ -42,15 +40,6 @@ def test_persistent_workers() -> None:
     epochs = SharedEpochs()
     for turn in range(1, 3000):  # more epochs than the cells can hold
         assert {epochs.begin(worker(1, number), turn) for number in (0, 1)} == {turn - 1}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda epochs: pickle.loads(pickle.dumps(epochs))])
-def test_copies_are_independent(copied: Any) -> None:
-    epochs = SharedEpochs()
-    epochs.put(3)
-    other = copied(epochs)
-    epochs.put(8)
-    assert other.begin(worker(1, 0), 1) == 4
 
 
 @pytest.fixture(scope="module")

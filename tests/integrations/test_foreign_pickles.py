@@ -8,7 +8,6 @@ import gzip
 import io
 import os
 import pickle
-import random
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +173,8 @@ BAD = {
     "objects": array_of(raw=[1.0, 2.0]),
     "few bytes": array_of(raw=b"short"),
     "41 dimensions": array_of(shape=(1,) * 40 + (2,)),
+    "a dtype with fields": Reduced(np.dtype, ("f8", False, True), (3, "<", None, ("a",), {"a": 1}, -1, -1, 0)),
+    "a parameter of a list": Reduced(torch._utils._rebuild_parameter, ([1], True, collections.OrderedDict())),
     "elements without bytes": array_of(dtype=np.dtype("S0"), raw=b""),
 }
 
@@ -201,6 +202,7 @@ def test_bad_states(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         b"](K\x01K\x02u.",
         b"](K\x01\x90.",
         b"]]b.",
+        b"N)}\x92.",
         b"I1\n.",
         b"i__main__\nA\n.",
         b"X\xff\xff\xff\x7f.",
@@ -212,31 +214,13 @@ def test_bad_opcodes(opcodes: bytes) -> None:
         decode(b"\x80\x02" + opcodes)
 
 
-def test_damage_anywhere() -> None:
-    draw = random.Random(0)
-    values = [list(ARRAYS.values()), list(TENSORS.values()), {"x": np.float32(1), "y": np.dtype("U4")}]
-    pickles = [pickle.dumps(value, protocol) for value in values for protocol in PROTOCOLS]
-    num_bad = 0
-    for _ in range(2000):
-        raw = bytearray(draw.choice(pickles))
-        for _ in range(draw.choice((1, 1, 2, 5))):
-            raw[draw.randrange(len(raw))] = draw.randrange(256)
-        if draw.random() < 0.1:
-            del raw[draw.randrange(len(raw)) :]
-        try:
-            decode(bytes(raw))
-        except tc.FormatError:
-            num_bad += 1
-    assert num_bad > 300
-
-
 VALUE = {"x": [torch.randn(4, 6).t()[1:], torch.zeros(0)], "text": "a", "array": np.arange(3)}
 
 
-@pytest.mark.parametrize("most", [1 << 28, 0], ids=["at once", "by storage"])
+@pytest.mark.parametrize("most", [1 << 28, 0], ids=["read", "mapped"])
 def test_files(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of one storage are one memory, wherever the storages begin in the file."""
-    monkeypatch.setattr(safe_files, "_VIEWED", most)
+    monkeypatch.setattr(safe_files, "_MAPPED", most)
     (tmp_path / "in").mkdir()
     contents = {"a.pt": saved(VALUE), "b.pth": gzip.compress(saved(VALUE)), "c.pt": pickle.dumps(VALUE)}
     for name, content in contents.items():

@@ -115,18 +115,6 @@ def test_ranks_and_workers_share_an_epoch(urls: list[str], world_size: int, num_
     assert sorted(seen) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_continue_with_the_next_epoch(urls: list[str], persistent: bool) -> None:
-    expected = [
-        take(tc.ResumablePipeline(urls, tc.decode()), 3 * COUNT)[at : at + COUNT] for at in range(0, 3 * COUNT, COUNT)
-    ]
-    stream = tc.ResumablePipeline(urls, tc.decode())
-    made = DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=persistent)
-    assert [list(map(number, made)) for _ in range(3)] == expected
-    stream.set_epoch(1)
-    assert list(map(number, made)) == expected[1]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
     def begun() -> Any:
@@ -142,15 +130,6 @@ def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
         again = begun()
         again.load_state_dict(state)
         assert sorted(i for item in [*whole[: at + 1], *map(number, again)] for i in item) == list(range(COUNT))
-
-
-def test_a_truncated_shard(urls: list[str], tmp_path: Path) -> None:
-    cut = tmp_path / "cut.tar"
-    cut.write_bytes(Path(urls[2]).read_bytes()[:5000])
-    with pytest.raises(tc.FormatError, match=r"cut\.tar: byte \d+"):
-        list(tc.ResumablePipeline([str(cut), urls[0]], tc.decode(), shuffle=False))
-    stream = tc.ResumablePipeline([str(cut), urls[0]], tc.decode(), shuffle=False, handler=wds.ignore_and_continue)
-    assert [number(item) for item in stream][-5:] == [[i] for i in range(5)]
 
 
 def test_refused_arguments_and_states(urls: list[str]) -> None:
@@ -239,17 +218,6 @@ def test_a_state_at_the_end_of_an_epoch(urls: list[str]) -> None:
     assert epochs(second, 0, 2) == orders[:2]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stateful_loader_at_the_end_of_an_epoch(urls: list[str], num_workers: int) -> None:
-    def begun() -> Any:
-        return StatefulDataLoader(tc.ResumablePipeline(urls, tc.decode()), batch_size=None, num_workers=num_workers)
-
-    first, second = begun(), begun()
-    list(first)
-    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
-    assert [list(map(number, second)) for _ in range(2)] == [list(map(number, first)) for _ in range(2)]
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_stateful_epochs(urls: list[str], persistent: bool) -> None:
     def begun() -> Any:
@@ -310,7 +278,7 @@ def test_a_state_of_changed_shards_is_refused(urls: list[str], tmp_path: Path) -
         {"done": {"0": [[["a", "b"]], None]}},
         {"done": {"0": [[[0, 5]], 3]}},
         {"done": {"0": [[[0, 1], [1, 2]], None]}},
-        {"version": 0},
+        {"version": 1},  # divided the shards differently
         {"of": None},
     ],
     ids=str,
@@ -319,7 +287,7 @@ def test_damaged_states(urls: list[str], changed: dict[str, Any]) -> None:
     stream = tc.ResumablePipeline(urls, tc.decode())
     before = stream.state_dict()
     for wrong in (before | changed, {key: value for key, value in before.items() if key not in changed}, None):
-        with pytest.raises(ValueError, match=r"the state (is damaged|belongs|has version 0)"):
+        with pytest.raises(ValueError, match=r"the state (is damaged|belongs|has version)"):
             stream.load_state_dict(wrong)
     assert stream.state_dict() == before
 

@@ -11,7 +11,6 @@ import os
 import pickle
 import tarfile
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -77,33 +76,13 @@ def test_compressed(shards: list[Path], tmp_path: Path, compress: Any) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(tc.FormatError, match=r"c\.tar: .*byte \d+"):
             read(path)
-
-
-def test_odd_tars(tmp_path: Path) -> None:
-    path = tmp_path / "odd.tar"
-    for kind in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT):
-        with tarfile.open(path, "w", format=kind) as tar:
-            for name in (
-                "é" * 30 + "/0.JPG",
-                "long/" * 18 + "a.b.c",
-                "__meta__/x.txt",
-                "__x__",
-                "no-suffix",
-                ".hidden",
-                "0.txt",
-            ):
-                info = tarfile.TarInfo(name)
-                info.size = len(name)
-                tar.addfile(info, io.BytesIO(name.encode()[: len(name)]))
-            for name, type_ in (
-                ("link.txt", tarfile.SYMTYPE),
-                ("folder.x", tarfile.DIRTYPE),
-                ("device.x", tarfile.CHRTYPE),
-            ):
-                info = tarfile.TarInfo(name)
-                info.type, info.linkname = type_, "0.txt"
-                tar.addfile(info)
-        assert read(path) == stock(path)
+    if compress is not gzip.compress:
+        return  # the others ignore garbage after the end
+    path.write_bytes(content + b"garbage")
+    samples = tc.tarfile_to_samples()([{"url": str(path)}])
+    assert [next(samples)["__key__"] for _ in range(3)] == ["000", "001", "002"]
+    with pytest.raises(tc.FormatError):
+        next(samples)
 
 
 def of(sample: dict[str, Any]) -> set[str]:
@@ -165,24 +144,6 @@ def test_webdatasets_own_stage_mixes(shards: list[Path], tmp_path: Path) -> None
     assert (first["__url__"], json.loads(first["json"]), first["txt"]) == (str(cut), {"of": "a"}, b"b")
 
 
-def test_errors_and_handlers(shards: list[Path], tmp_path: Path) -> None:
-    missing = tmp_path / "missing.tar"
-    with pytest.raises(FileNotFoundError):
-        read(missing, shards[0])
-    assert len(read(missing, shards[0], handler=wds.ignore_and_continue)) == 3
-    twice = tmp_path / "twice.tar"
-    with tarfile.open(twice, "w") as tar:
-        for name in ("0.txt", "1.txt", "1.TXT", "2.txt"):
-            tar.addfile(tarfile.TarInfo(name))
-    with pytest.raises(tc.FormatError, match=r"twice\.tar: sample '1' has two members 'txt'"):
-        read(twice)
-    with pytest.raises(ValueError, match="of the user"):
-        read(shards[0], select_files=lambda name: exec('raise ValueError("of the user")'))
-    zeros = tmp_path / "zeros.tar"
-    zeros.write_bytes(bytes(1024))
-    assert read(zeros) == []
-
-
 def test_files_are_closed(shards: list[Path]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     stage = tc.tarfile_to_samples()
@@ -191,18 +152,6 @@ def test_files_are_closed(shards: list[Path]) -> None:
     assert len(os.listdir("/proc/self/fd")) == before + 1
     begun.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_wrong_sizes_allocate_no_memory(tmp_path: Path) -> None:
-    info = tarfile.TarInfo("0.bin")
-    for size in (1 << 40, 1 << 62, (1 << 63) - 1):
-        info.size = size
-        head = info.tobuf(tarfile.GNU_FORMAT)
-        tracemalloc.start()
-        with pytest.raises(tc.FormatError, match=r"byte \d+"):
-            [one() for _, one in TarStream(io.BytesIO(head + b"x"))]
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-        tracemalloc.stop()
 
 
 class Dribble(io.RawIOBase):
@@ -245,15 +194,12 @@ def test_handlers_of_members(tmp_path: Path) -> None:
     assert [sample["__key__"] for sample in found] == ["a", "b", "d"]
     with pytest.raises(KeyError):
         read(paths[1], rename_files=lambda name: {}[name])
-
-
-def test_garbage_after_a_compressed_shard(shards: list[Path], tmp_path: Path) -> None:
-    path = tmp_path / "g.tar"
-    path.write_bytes(gzip.compress(shards[0].read_bytes()) + b"garbage")
-    samples = tc.tarfile_to_samples()([{"url": str(path)}])
-    assert [next(samples)["__key__"] for _ in range(3)] == ["000", "001", "002"]
-    with pytest.raises(tc.FormatError, match="Not a gzipped file"):
-        next(samples)
+    with pytest.raises(tc.FormatError, match=r"0\.tar: sample 'a' has two members 'x'"):
+        read(paths[0])
+    missing = tmp_path / "missing.tar"
+    with pytest.raises(FileNotFoundError):
+        read(missing)
+    assert len(read(missing, paths[1], handler=wds.ignore_and_continue)) == 1
 
 
 def test_abandoned_pipes_are_killed(shards: list[Path]) -> None:

@@ -32,6 +32,13 @@ from wds_tensorcache.integrations.lightning import ResumeLoaders  # noqa: E402
 # their warnings: about workers, devices and deprecations
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = 11
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
 MOVERS = {"lightning": move_data_to_device, "accelerate": send_to_device}
 
 
@@ -218,6 +225,8 @@ def test_torch_collates_batches(cache: Any) -> None:
     assert collated["x"].tolist() == [[[2.0 * i + j] * 4 for j in range(2)] for i in range(3)]
     assert collated["name"] == default_collate([["n0", "n1"], ["n2", "n3"], ["n4", "n5"]])
     assert collated["ordered"]["n"][1].tolist() == [1, 3, 5]
+    with pytest.raises(RuntimeError, match=r"cannot stack LazyTensor\('1', shape=\[2, 3\]"):
+        default_collate(tc.decode_sample(*tc.encode_sample([torch.ones(3), torch.zeros(2, 3)])))
 
 
 # --- BatchInfo ---
@@ -303,15 +312,7 @@ def loader_of(kind: str, cache: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer(cache: Any, plain: Any, kind: str) -> None:
     cache = plain if kind.endswith("workers") else cache
-    trainer = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = pl.Trainer(max_epochs=2, enable_checkpointing=False, **QUIET)
     model = Model()
     trainer.fit(model, loader_of(kind, cache), loader_of(kind, cache))
     assert len(trainer.predict(model, loader_of(kind, cache))) == 2
@@ -362,8 +363,7 @@ def test_a_trainer_ignores_padding(plain: Any, kind: str) -> None:
             return (losses * is_real).sum() / is_real.sum().clamp(min=1)
 
     model = Masked()
-    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    pl.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(model, made)
+    pl.Trainer(max_epochs=1, enable_checkpointing=False, **QUIET).fit(model, made)
     assert sorted(model.seen["fit"]) == list(plain.keys())
     assert made.count_rows().num_padding == 1
 
@@ -395,14 +395,7 @@ def test_a_trainer_resumes_in_the_middle_of_an_epoch(
         )
         model = Stopping()
         saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="last", every_n_train_steps=1, save_top_k=-1)
-        trainer = pl.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            callbacks=[saving],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = pl.Trainer(max_epochs=2, callbacks=[saving], **QUIET)
         if kind == before:
             with pytest.raises(Stopped):
                 trainer.fit(model, made)
@@ -444,16 +437,7 @@ def test_a_trainer_resumes_with_steps_of_any_size(
     def fit(batch_size: int, callback: Any, **options: Any) -> list[Any]:
         model = Saving()
         model.seen["rows"] = []
-        trainer = pl.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            callbacks=[callback],
-            enable_checkpointing=not options,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
+        trainer = pl.Trainer(max_epochs=2, callbacks=[callback], enable_checkpointing=not options, **QUIET)
         made = {"Loader": tc.Loader, "torch_loader": tc.torch_loader}[kind]
         by = {"shuffle": True, "bucket_by": lambda entry: int(entry.key) % 2, "transform": add_rows}
         trainer.fit(model, made(plain, batch_size, **by), loader_of(kind, plain), **options)

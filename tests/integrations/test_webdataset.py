@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,6 @@ def write_members(path: Path, members: list[tuple[str, bytes]]) -> str:
             member.size = len(raw)
             tar.addfile(member, io.BytesIO(raw))
     return str(path)
-
-
-def test_members_of_a_sample(shard: str) -> None:
-    with tarfile.open(shard) as tar:
-        assert tar.getnames()[:3] == ["000.json", "000.safetensors", "000.skel.pyd"]
 
 
 def test_round_trip(shard: str) -> None:
@@ -199,17 +193,9 @@ def test_workers(shard: str, context: str) -> None:
     ("key", "message"),
     [
         ("a.b", "dot in its last part"),
-        ("a b", "white space"),
-        ("a\tb", "white space"),
-        ("a\x00", "control characters"),
-        ("__a__", "begins with '__'"),
-        ("", "non-empty"),
         (7, "expected a non-empty str"),
-        ("/a", "plain relative path"),
+        (None, "__key__ is None"),
         ("../a", "plain relative path"),
-        ("a//b", "plain relative path"),
-        ("k" * 92, "has 101 bytes"),
-        ("é", "not ASCII.*DALI"),
     ],
 )
 def test_bad_keys(write_shard: Any, key: Any, message: str) -> None:
@@ -217,21 +203,10 @@ def test_bad_keys(write_shard: Any, key: Any, message: str) -> None:
         write_shard([{"__key__": key, "tensorcache": 0}])
 
 
-def test_missing_key(write_shard: Any) -> None:
-    with pytest.raises(tc.InvalidKeyError, match="__key__ is None"):
-        write_shard([{"tensorcache": 0}])
-
-
 @pytest.mark.parametrize("name", ["Text", "_a", "a.b", "skel", "pyd", "safetensors", "ü", ""])
 def test_bad_cache_names(write_shard: Any, name: str) -> None:
     with pytest.raises(tc.InvalidKeyError, match="cache name"):
         write_shard([{"__key__": "a", f"{name}.tensorcache": 0}])
-
-
-def test_good_keys(write_shard: Any) -> None:
-    keys = ["k" * 88, "a.b/c", "dir/000", "a_b-c+(1)"]
-    path = write_shard([{"__key__": key, "tensorcache": key} for key in keys])
-    assert [(sample["__key__"], sample["tensorcache"]) for sample in read(path)] == [(key, key) for key in keys]
 
 
 def test_errors_when_writing_name_sample_and_field(write_shard: Any) -> None:
@@ -250,8 +225,3 @@ def test_base_encoder(write_shard: Any) -> None:
     assert read(path)[0]["x.blob"] == b"\x05"
     with pytest.raises(ValueError, match="no handler found"):
         write_shard([{"__key__": "a", "tensorcache": 0, "blob": 5}])
-
-
-def test_json_stays_json(shard: str) -> None:
-    (first, *_) = list(wds.DataPipeline(wds.SimpleShardList(shard), wds.tarfile_to_samples()))
-    assert json.loads(first["json"]) == {"label": 0}

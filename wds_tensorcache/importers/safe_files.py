@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
+import mmap
 import os
 import pickle
 import struct
 import sys
+import zipfile
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,16 +23,16 @@ import torch
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Layout, StoredTensor, parse_header
 from wds_tensorcache.codec.tree import rebuild
-from wds_tensorcache.codec.views import check_tensor, view_tensor
+from wds_tensorcache.codec.views import check_tensor, view_bytes, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.importers.source_folder import POOL, SourceFolder
-from wds_tensorcache.integrations.arrays import ZIP, gunzip, list_zip, parse_npy, parse_npz
+from wds_tensorcache.integrations import arrays
+from wds_tensorcache.integrations.arrays import ZIP, check_content, gunzip, parse_npy, parse_npz, view_content
 from wds_tensorcache.integrations.pickles import OLD_TORCH, decode_pickle, load_pth
 from wds_tensorcache.shards.expansion import max_expanded
 
 _GZIP, _PICKLE = b"\x1f\x8b", b"\x80"
-_ALIGNMENT = 16  # in bytes, enough for every dtype
-_VIEWED = 1 << 28  # of longer files of torch, only the storages that tensors need are read
+_MAPPED = 1 << 28  # longer files of torch are mapped
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
 _MAX_SMALL_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
@@ -56,10 +59,10 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
             file may expand, and contain objects, which are unpickled.
     """
     with naming(name), folder.open(name) as file:
-        files = list_zip(file)
+        files = arrays.list_zip(file)
         raw = folder.view_open(file, name, find_data=_find_first_array)
-        arrays = parse_npz(raw, files, _find_limit(len(raw), folder.trust), REMEDY, folder.trust)
-        return {key: as_tensor(array) for key, array in arrays.items()}
+        parsed = parse_npz(raw, files, _find_limit(len(raw), folder.trust), REMEDY, folder.trust)
+        return {key: as_tensor(array) for key, array in parsed.items()}
 
 
 def list_npz(folder: SourceFolder, name: str) -> list[str]:
@@ -68,8 +71,33 @@ def list_npz(folder: SourceFolder, name: str) -> list[str]:
     Raises:
         FormatError: The list at the end of the file is damaged.
     """
+    return [file.filename.removesuffix(".npy") for file in list_zip(folder, name)]
+
+
+def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
+    """Return the files in a zip, whose list is at its end.
+
+    Raises:
+        FormatError: The list is damaged, or two files have the same name.
+    """
     with naming(name), folder.open(name) as file:
-        return [member.removesuffix(".npy") for member in list_zip(file)]
+        return list(arrays.list_zip(file).values())
+
+
+def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> memoryview:
+    """Return the content of a stored file in a zip, after a check of its CRC; nothing else of the zip is read.
+
+    Memory: recycled when the last reference to the view is gone.
+
+    Raises:
+        FormatError: The file is compressed, encrypted, cut short or damaged.
+    """
+    with naming(name), naming(f"{file.filename!r:.200}"):
+        if file.compress_type != zipfile.ZIP_STORED:
+            raise FormatError("is compressed, expected a stored file")
+        content: memoryview = view_content(partial(folder.view, name), file)
+        check_content(content, file)
+        return content
 
 
 def load_npy(folder: SourceFolder, name: str) -> Any:
@@ -82,58 +110,57 @@ def load_npy(folder: SourceFolder, name: str) -> Any:
         return as_tensor(parse_npy(folder.view(name), folder.trust))
 
 
-def load_torch(folder: SourceFolder, name: str) -> Any:
-    """Return the object in a file of `torch.save`, as `parse_torch` does. Of a large file, only tensors are read.
+def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
+    """Return the object in a file of `torch.save`, as `parse_torch` does.
+
+    Memory: tensors alias the content. It is read when they are used, if `is_mapped` or the file is long; never write to them.
 
     Raises:
         UnsafeSkeletonError, FormatError: As `parse_torch`.
     """
     with naming(name), folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
-        if not folder.trust and os.pread(file.fileno(), 4, 0) == ZIP:
-            if nbytes > _VIEWED:
-                return load_pth(file, partial(folder.view_open, file, name), max_expanded(nbytes), REMEDY)
+        if nbytes and (is_mapped or nbytes > _MAPPED):
+            # not writable, because the system limits the total length of writable maps
+            raw = view_bytes(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).data
+        else:
             raw = folder.view_open(file, name)
-            return load_pth(file, partial(_slice, raw), max_expanded(nbytes), REMEDY)
-        return parse_torch(file.readall(), folder.trust)
+        return parse_torch(raw, folder.trust, file)
 
 
-def _slice(raw: memoryview, begin: int, end: int) -> Any:
-    return raw[begin:end] if begin % _ALIGNMENT == 0 else bytearray(raw[begin:end])
-
-
-def parse_torch(raw: bytes, trust: bool) -> Any:
+def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
     """Return the object in the content of a file of `torch.save`, with tensors on the CPU; numpy's arrays stay arrays.
 
     Args:
         raw: Content of the file, which may be compressed by gzip; or a pickle.
         trust: Read other classes and older formats with `torch.load` or `pickle.loads`, which may run code. Modules become
             their state dicts.
+        file: The file itself, if there is one.
 
     Raises:
         UnsafeSkeletonError: The content names other classes than those of tensors, arrays and plain values.
         FormatError: The content is damaged, has another format, or expands too much.
     """
     limit = _find_limit(len(raw), trust)
-    if raw.startswith(_GZIP):
+    if raw[:2] == _GZIP:
         try:
-            raw = gunzip(raw, limit, REMEDY)
+            raw, file = gunzip(raw, limit, REMEDY), None
         except (EOFError, OSError, zlib.error) as exc:
             raise FormatError(f"the gzip file is damaged or cut short: {exc}") from exc
         limit = _find_limit(len(raw), trust)
-    if not raw:
-        raise FormatError("the file is empty")
+    is_old = raw[: len(OLD_TORCH)] == OLD_TORCH
+    stream = io.BytesIO(raw) if file is None else file
     try:
-        if raw.startswith(_PICKLE) and not raw.startswith(OLD_TORCH):
-            return decode_pickle(raw, limit, REMEDY)
-        view = memoryview(raw)
-        return load_pth(io.BytesIO(raw), lambda begin, end: bytearray(view[begin:end]), limit, REMEDY)
+        if raw[:1] == _PICKLE and not is_old:
+            return decode_pickle(bytes(raw), limit, REMEDY)
+        return load_pth(stream, raw, limit, REMEDY)
     except FormatError:
         if not trust:
             raise
     try:
-        if raw.startswith((ZIP, OLD_TORCH)):
-            value = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+        if is_old or raw[:4] == ZIP:
+            stream.seek(0)
+            value = torch.load(stream, map_location="cpu", weights_only=False)
             return rebuild(value, lambda module: module.state_dict(), torch.nn.Module)
         return pickle.loads(raw)  # noqa: S301 (the user trusts the file)
     except Exception as exc:  # whatever a trusted pickle raises
@@ -186,13 +213,13 @@ _parse_small_header = lru_cache(64)(_parse_header)  # files whose tensors have e
 
 
 def _view_stored(raw: memoryview, address: int, tensor: StoredTensor) -> torch.Tensor:
-    dtype = dtype_of(tensor)
+    dtype = _dtype_of(tensor)
     if (address + tensor.begin) % dtype.itemsize:
         return check_tensor(view_tensor(bytearray(raw[tensor.begin : tensor.end]), dtype, tensor.shape))
     return check_tensor(view_tensor(raw, dtype, tensor.shape, tensor.begin))
 
 
-def dtype_of(tensor: StoredTensor) -> torch.dtype:
+def _dtype_of(tensor: StoredTensor) -> torch.dtype:
     """Return the dtype of a tensor in a `.safetensors` file; raise FormatError if the installed torch does not have it."""
     dtype = getattr(torch, STORED[tensor.dtype][1], None)
     if dtype is None:
@@ -201,11 +228,7 @@ def dtype_of(tensor: StoredTensor) -> torch.dtype:
 
 
 def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the tensors in a `.safetensors` file, in the order of their bytes, and its metadata.
-
-    Raises:
-        FormatError: The header is damaged.
-    """
+    """Return the names of the tensors in a `.safetensors` file, in the order of their bytes, and its metadata."""
     tensors, metadata = read_safetensors_tensors(folder, name)
     return list(tensors), metadata
 
@@ -223,6 +246,19 @@ def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str,
         layout, metadata = _parse_header(begin, nbytes)
         "".join(metadata.values()).encode()  # raises if a value has a surrogate, from an escape in the JSON
         return layout.tensors, metadata
+
+
+def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) -> torch.Tensor:
+    """Return `tensor[row]` of a `.safetensors` file; only its bytes are read.
+
+    Raises:
+        FormatError: The file was cut short, or the tensor has an unknown dtype or an invalid bool.
+    """
+    shape = tensor.shape[1:]
+    nbytes = math.prod(shape) * STORED[tensor.dtype][0]
+    begin = tensor.begin + row * nbytes
+    with naming(name):
+        return check_tensor(view_tensor(folder.view(name, begin, begin + nbytes), _dtype_of(tensor), shape))
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Any:

@@ -8,6 +8,7 @@ import math
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, BinaryIO
 
@@ -80,18 +81,20 @@ def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
     return listed
 
 
-def find_content(head: Any, file: zipfile.ZipInfo) -> int:
-    """Return the offset in a zip of the content of a file, from the first 30 bytes of the file's header.
+def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
+    """Return the content of a file in a zip, which may be compressed; `view` returns the bytes of a range of the zip.
 
     Raises:
         FormatError: The file is damaged, encrypted, or compressed by anything but deflate.
     """
+    head = view(file.header_offset, file.header_offset + 30)
     # other methods may allocate gigabytes before the first byte, for example LZMA for its dictionary
     is_known = file.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
     if len(head) < 30 or head[:4] != ZIP or file.flag_bits & _IS_ENCRYPTED or not is_known:
         raise FormatError("is damaged, encrypted, or compressed, but not by deflate")
     name_nbytes, extra_nbytes = struct.unpack_from("<HH", head, 26)
-    return file.header_offset + 30 + int(name_nbytes) + int(extra_nbytes)
+    begin = file.header_offset + 30 + name_nbytes + extra_nbytes
+    return view(begin, begin + file.compress_size)
 
 
 def check_content(content: Any, file: zipfile.ZipInfo) -> None:
@@ -124,8 +127,7 @@ def parse_npz(
         try:
             if not name.endswith(".npy"):
                 raise FormatError("is not an array")
-            begin = find_content(content[file.header_offset : file.header_offset + 30], file)
-            raw = content[begin : begin + file.compress_size]
+            raw = view_content(lambda begin, end: content[begin:end], file)
             if file.compress_type == zipfile.ZIP_DEFLATED:
                 raw = memoryview(zlib.decompressobj(-15).decompress(raw, file.file_size + 1))
             check_content(raw, file)

@@ -150,8 +150,7 @@ class _Export:
         self._having = cache._having()
         self._values = "values.json" if "json" in self._having else "json"
         self._own = {"pt": ["pt"], "webdataset": ["pth"]}.get(kind, [self._values, kind])
-        self._files: set[str] = set()  # names that are in use, as file systems compare them
-        self._folders: set[str] = set()
+        self._is_file: dict[str, bool] = {}  # names of files and folders, as file systems compare them
         self._keys = list(cache.keys())
         self._names = [self._name(i, key) for i, key in enumerate(self._keys)]
         if isinstance(cache, TensorCache):
@@ -213,13 +212,11 @@ class _Export:
     def _claim(self, name: str, suffixes: Iterable[str]) -> bool:
         """Claim the names of a sample's files, unless one of them is in use, also as a folder."""
         folded = name if self._kind == "webdataset" else _fold(name)
-        parts = folded.split("/")
-        files = {f"{folded}.{suffix}" for suffix in suffixes}
-        folders = {"/".join(parts[:end]) for end in range(1, len(parts))}
-        if files & self._files or files & self._folders or folders & self._files:
+        files = [f"{folded}.{suffix}" for suffix in suffixes]
+        folders = [folded[:end] for end, character in enumerate(folded) if character == "/"]
+        if any(file in self._is_file for file in files) or any(map(self._is_file.get, folders)):
             return False
-        self._files |= files
-        self._folders |= folders
+        self._is_file |= dict.fromkeys(folders, False) | dict.fromkeys(files, True)
         return True
 
     def _contents(self, i: int) -> dict[str, bytes]:

@@ -71,8 +71,7 @@ def _unpickle(kind: str, content: bytes, limit: int, allow: Allowed) -> Any:
     remedy = f"; if you trust the shard, use tc.decode(wds.handle_extension({kind!r}, …)) or tc.decode(max_expanded_nbytes=…)"
     if kind != "pth":
         return decode_pickle(content, limit, remedy, allow)
-    view = memoryview(content)
-    return load_pth(io.BytesIO(content), lambda begin, end: bytearray(view[begin:end]), limit, remedy, allow)
+    return load_pth(io.BytesIO(content), content, limit, remedy, allow)
 
 
 def _is_stock(handler: Any) -> bool:

@@ -62,13 +62,12 @@ class ResumablePipeline(IterableDataset[Any]):
     `StatefulDataLoader` collects these states, and resumes with the same number of workers.
 
     Args:
-        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A `PathLike`,
-            and any name found through a folder, manifest, wildcard or brace, is opened as a path. A text that names a file is
-            opened as that file. A remote text is a manifest if it ends with `.json`, a folder if it ends with `/`, and a
-            pattern if its last part has wildcards. In an object store, a text without a dot in its last part is a folder, too.
-            Any other remote text is a shard, unlike in `tc.open`, where also `https://host/cache` is a folder. A text of
-            another kind, and in a list each text, is passed to webdataset's `gopen`, which runs a command if the text starts
-            with `pipe:`.
+        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote text is
+            a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards; in
+            an object store, a text without a dot in its last part is a folder, too. Any other remote text is a shard, unlike
+            in `tc.open`. A text of another kind, and each text of a list, is passed to webdataset's `gopen`, which runs a
+            command if it starts with `pipe:`. A `PathLike`, the name of a file, and any name found through a folder, manifest,
+            wildcard or brace is always opened as a path.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -265,23 +264,19 @@ class ResumablePipeline(IterableDataset[Any]):
             ValueError: The state is damaged, is of another version, or belongs to other shards, another order, or another
                 number of ranks or workers.
         """
-        mine = self._identity(self._enter())
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if type(version) is int and version != VERSION:
+        identity = self._identity(self._enter())
+        fields = state if isinstance(state, Mapping) else {}
+        version, epoch, is_over = map(fields.get, ("version", "epoch", "over"))
+        if version != VERSION:
             raise ValueError(
-                f"the state has version {version}, expected {VERSION}: this release divides the shards among ranks and "
-                f"workers differently, so the state cannot resume; without it, set_epoch({state.get('epoch')!r:.20}) starts "
-                "the state's epoch again"
+                f"the state has version {version!r:.20}, expected {VERSION}: another release divides the shards among ranks "
+                f"and workers differently; without the state, set_epoch({epoch!r:.20}) starts its epoch again"
             )
-        if not isinstance(state, Mapping) or state.get("version") != VERSION or state.get("of") != mine:
-            of = state.get("of") if isinstance(state, Mapping) else state
-            raise ValueError(f"the state belongs to a different stream: {of!r:.500}; this stream is {mine}")
-        epoch, is_over = state.get("epoch"), state.get("over")
+        if fields.get("of") != identity:
+            raise ValueError(f"the state belongs to a different stream: {fields.get('of')!r:.500}; this is {identity}")
         if type(epoch) is not int or not 0 <= epoch < _MAX_EPOCH or type(is_over) is not bool:
-            raise ValueError(
-                f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}; expected int and bool"
-            )
-        self._move(epoch, _parse_done(state.get("done"), state.get("starts", {}), len(self._urls)), is_over=is_over)
+            raise ValueError(f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}")
+        self._move(epoch, _parse_done(fields.get("done"), fields.get("starts", {}), len(self._urls)), is_over=is_over)
 
     def _identity(self, info: Any) -> dict[str, Any]:
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -420,18 +415,13 @@ def _parse_done(samples: Any, starts: Any, num_shards: int) -> dict[int, _Done]:
             if not 0 <= shard < num_shards or len(one.edges) % 2 or not is_ascending or not _are_counts(*numbers):
                 raise ValueError(f"shard {shard} of {num_shards} has {numbers!r:.100}, expected ascending ranges")
         for shard, (number, begin, nbytes, tag) in starts.items():
-            if (
-                not _are_counts(number, begin, nbytes)
-                or not 0 < begin < nbytes
-                or begin % BLOCK
-                or type(tag) is not str
-            ):
+            is_start = _are_counts(number, begin, nbytes) and 0 < begin < nbytes and begin % BLOCK == 0
+            if not is_start or type(tag) is not str:
                 raise ValueError(f"shard {shard} starts at {[number, begin, nbytes, tag]!r:.200}")
-            one = done[int(shard)]
-            one.starts, one.info = {number: begin}, ObjectInfo(nbytes, tag)
+            done[int(shard)].starts = {number: begin}
+            done[int(shard)].info = ObjectInfo(nbytes, tag)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
-        problem = f"{exc}; expected samples and starts by shard, got {samples!r:.200} and {starts!r:.200}"
-        raise ValueError(f"the state is damaged: {problem}") from exc
+        raise ValueError(f"the state is damaged: {exc}; it lists {samples!r:.200} and {starts!r:.200}") from exc
     return done
 
 
@@ -471,16 +461,14 @@ def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
         names = [reveal(url) for url in urls]
-    # loads determine which worker reads which shard; a cache may be rebuilt with the same names
-    parts = [*names, repr(loads)]
     entries = [None if shard is None else shard.entry for shard in listed]
-    # lengths of local shards are among the loads
-    numbers = [
+    # lengths of local shards are among the loads, which determine who reads which shard
+    counts = [
         None if entry is None else (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
         for url, entry in zip(urls, entries, strict=True)
     ]
-    if any(number is not None and any(number) for number in numbers):
-        parts.append(repr(numbers))
+    has_counts = any(count is not None and any(count) for count in counts)
+    parts = [*names, repr(loads), *([repr(counts)] if has_counts else [])]
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
 
 

@@ -12,7 +12,7 @@ Each sample is a latent and its conditioning, as ComfyUI's nodes pass them:
 
 So the tensors are `latents.samples`, `conditioning.0.0` and `conditioning.0.1.pooled_output`, and the node Load Tensor Cache in
 `examples/comfyui_nodes` returns what was saved. The name of a sample is the path of its shard without suffix, and its number
-there: `shard_0000/000017`. Tensors are read one by one, so a shard may be larger than memory. A shard with objects of ComfyUI,
+there: `shard_0000/000017`. Shards are mapped, so a shard may be larger than memory. A shard with objects of ComfyUI,
 such as hooks, needs `--trust` and an installed ComfyUI, and is read as a whole.
 
 If `metadata.json` lists another number of samples, it is reported. The node leaves the shards of an earlier, larger set in the
@@ -32,7 +32,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.file_parts import index_torch, read_parts
 from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
@@ -75,13 +74,8 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _read_shard(folder: SourceFolder, name: str) -> list[tuple[Any, Any]]:
-    """Return latent and conditioning of each sample, with parts of the file in place of tensors."""
-    try:
-        content = index_torch(folder, name)
-    except FormatError:
-        if not folder.trust:
-            raise
-        content = load_torch(folder, name)
+    """Return latent and conditioning of each sample, whose tensors are read when they are used."""
+    content = load_torch(folder, name, is_mapped=True)
     latents, conditioning = map(content.get, ("latents", "conditioning")) if isinstance(content, dict) else (None, None)
     if not isinstance(latents, list) or not isinstance(conditioning, list):
         raise FormatError("expected a dict of two lists, 'latents' and 'conditioning'").at(name)
@@ -92,7 +86,7 @@ def _read_shard(folder: SourceFolder, name: str) -> list[tuple[Any, Any]]:
 
 def _load(folder: SourceFolder, shards: _Shards, name: str, number: int) -> Loaded:
     latents, conditioning = shards(name)[number]
-    return Loaded(read_parts(folder, name, {"latents": latents, "conditioning": conditioning}))
+    return Loaded({"latents": latents, "conditioning": conditioning})
 
 
 def _check_count(folder: SourceFolder, name: str, count: int) -> dict[str, str]:

@@ -33,8 +33,7 @@ from typing import Any
 import torch
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
-from wds_tensorcache.importers.file_parts import list_zip, view_zip_file
-from wds_tensorcache.importers.safe_files import as_tensor
+from wds_tensorcache.importers.safe_files import as_tensor, list_zip, view_zip_file
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.arrays import parse_npy

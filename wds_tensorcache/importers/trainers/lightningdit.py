@@ -30,8 +30,7 @@ import torch
 
 from wds_tensorcache.codec.header import StoredTensor
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.file_parts import read_row
-from wds_tensorcache.importers.safe_files import load_torch, read_safetensors_tensors
+from wds_tensorcache.importers.safe_files import load_torch, read_row, read_safetensors_tensors
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
