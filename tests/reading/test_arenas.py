@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,33 +20,6 @@ def no_garbage_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def test_arenas_come_back_after_errors(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(tmp_path, [torch.full((500_000,), float(i)) for i in range(12)], max_samples=12)
-    path, preadv = Path(f"{folder}/000.tar"), os.preadv
-    content = path.read_bytes()
-    for threads, io in ((1, "auto"), (4, "auto"), (4, "pread")):
-        with tc.open(folder, num_threads=threads, io=io) as cache:
-            cache.read_batch(range(12))
-
-            def cut(*args: Any) -> int:  # while a thread reads
-                os.truncate(path, 1_000_000)
-                return preadv(*args)
-
-            with monkeypatch.context() as patch:
-                if io == "pread":
-                    patch.setattr(os, "preadv", cut)
-                else:
-                    os.truncate(path, 1_000_000)
-                message = ""
-                try:  # pytest.raises keeps frames
-                    cache.read_batch(range(12))
-                except tc.FormatError as exc:
-                    message = str(exc)
-                assert "cut short" in message
-            assert not cache._store.pool._leases
-        path.write_bytes(content)
 
 
 def test_arenas_come_back_after_batch_errors(tmp_path: Any) -> None:

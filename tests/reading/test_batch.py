@@ -153,29 +153,6 @@ def test_any_structure(samples: list[Any], io: str, data: st.DataObject) -> None
 # --- reads ---
 
 
-@pytest.mark.parametrize("gap", [16, 1 << 14, (1 << 14) + 64, 100_000])
-def test_gaps_that_select_leaves(tmp_path: Path, gap: int) -> None:
-    samples = [
-        {"a": torch.full((64,), i), "gap": torch.zeros(gap // 8, dtype=torch.int64), "b": torch.full((64,), -i)}
-        for i in range(7)
-    ]
-    for threads in (1, 3):
-        with tc.open(write(tmp_path / str(threads), samples, max_samples=3), num_threads=threads, io="pread") as cache:
-            batch = cache.select(["a", "b"]).read_batch([6, 0, 5, 5])
-            assert list(batch) == ["a", "b"]
-            assert batch["a"].tolist() == [[i] * 64 for i in (6, 0, 5, 5)]
-            assert batch["b"].tolist() == [[-i] * 64 for i in (6, 0, 5, 5)]
-
-
-@pytest.mark.parametrize("io", ["pread", "auto"])
-def test_more_tensors_than_one_call_takes(tmp_path: Path, io: str) -> None:
-    samples = [[torch.full((1 + number % 3,), number + i) for number in range(2500)] for i in range(3)]
-    with tc.open(write(tmp_path, samples), io=io) as cache:
-        assert_batch([samples[2], samples[0]], cache.read_batch([2, 0]))
-        every_other = cache.select([f"{number}" for number in range(0, 2500, 2)])
-        assert every_other.read_batch([1, 2], collate="list")[2498][1].tolist() == samples[2][2498].tolist()
-
-
 def test_many_shards_small_and_large_together(tmp_path: Path) -> None:
     samples = [{"x": torch.full((4 if i % 3 else 20_000,), float(i))} for i in range(30)]
     with tc.open(write(tmp_path, samples, max_samples=2), num_threads=3, max_open_files=4) as cache:

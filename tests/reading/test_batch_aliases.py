@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +17,6 @@ import wds_tensorcache as tc
 from tests.reading.batches import write
 from tests.same import assert_same
 from tests.strategies import samples as any_samples
-
-
-class Pair(NamedTuple):
-    one: Any
-    other: Any
-
-
-@dataclass
-class Record:
-    one: Any
-    other: Any
-
 
 SHARED: list[Any] = [
     [1, "a"],
@@ -72,19 +59,6 @@ def test_functions_get_one_object_for_one(tmp_path: Path) -> None:
         assert_same([sample, sample], [found["left"], found["left"]])
         assert_same(sample, found["right"])
         assert_same(sample, cache.select(["*"]).read_batch([0], collate=kept)[0])
-
-
-def test_functions_get_one_object_within_objects(tmp_path: Path) -> None:
-    one: list[Any] = [torch.ones(2), {1}]
-    plain = [1]
-    sample = {"x": one, "p": Pair(one, plain), "r": Record(plain, one), "again": plain}
-    with tc.open(write(tmp_path, [sample], allow=[Pair, Record]), allow=[Pair, Record]) as cache:
-        lazy = cache[0]
-        assert lazy["x"] is lazy["p"].one is lazy["r"].other
-        (found,) = cache.read_batch([0], collate=kept)
-    assert found["x"] is found["p"].one is found["r"].other
-    assert found["again"] is found["p"].other is found["r"].one
-    assert type(found["r"].other[0]) is torch.Tensor
 
 
 @settings(max_examples=60)
@@ -153,26 +127,6 @@ def rows_of(value: Any, count: int) -> list[Any]:
         parts = {key: rows_of(part, count) for key, part in value.items()}
         return [type(value)((key, part[i]) for key, part in parts.items()) for i in range(count)]
     return list(value)
-
-
-@pytest.mark.parametrize("collate", ["stack", "list", "pad"])
-def test_one_tensor_in_containers_that_are_one_or_two(tmp_path: Path, collate: str) -> None:
-    def sample(i: int, *, is_one: bool) -> dict[str, Any]:
-        x = torch.tensor([i])
-        one = [x, i]
-        return {"a": one, "b": one if is_one else [x, i + 10]}
-
-    samples = [sample(0, is_one=True), sample(1, is_one=False), sample(2, is_one=True)]
-    with tc.open(write(tmp_path, samples)) as cache:
-        for unlike in ([0, 1], [1, 0]):
-            with pytest.raises(tc.BatchError, match="their structures differ|has no tensor 'b.0'"):
-                cache.read_batch(unlike, collate=collate)
-        for numbers, shared in (([0, 2], True), ([1], False)):
-            batch = cache.read_batch(numbers, collate=collate)
-            assert batch["a"][1] == numbers
-            assert batch["b"][1] == [i + 10 * (i == 1) for i in numbers]
-            assert (batch["a"] is batch["b"]) is shared
-            assert list(batch["a"][0]) == list(batch["b"][0])
 
 
 @pytest.mark.parametrize("with_tensor", [True, False])

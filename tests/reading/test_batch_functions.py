@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.reading.batches import assert_all_same, write
@@ -44,25 +42,6 @@ def test_samples_that_differ(tmp_path: Path, samples: list[Any]) -> None:
             tensors = [sample.get("x") for sample in read if isinstance(sample, dict)]
             assert not any(x.data_ptr() % x.itemsize for x in tensors if isinstance(x, torch.Tensor))
         assert cache.read_batch([0, 1], collate=len) == 2
-
-
-def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:
-    @dataclass
-    class Point:
-        x: int = 1
-
-    Point.__qualname__ = "Point"
-    kinds = [torch.ones(3, dtype=torch.complex128), torch.ones(3, 2, dtype=torch.float64)]
-    path = str(tmp_path / "0.tar")
-    with wds.TarWriter(path, encoder=tc.encoder(allow=[Point])) as sink:
-        for i, x in enumerate([kinds[0], kinds[1], kinds[0]]):
-            sink.write({"__key__": str(i), "tensorcache": {"x": x, "o": Point(i)}})
-    with tc.open(path, allow=[Point]) as cache:
-        assert cache.read_batch([0, 2])["x"].dtype == torch.complex128
-        for numbers in ([0, 1], [1, 0], [1, 2]):
-            with pytest.raises(tc.BatchError, match="tensor 'x' (is|differs)"):
-                cache.read_batch(numbers)
-        assert cache.read_batch([1])["x"].shape == (1, 3, 2)
 
 
 def test_a_defaultdict_makes_nothing_up(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import pickle
 import re
 import tarfile
 from collections import OrderedDict, defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -106,38 +105,7 @@ def test_samples_of_equal_tensors_and_other_keys(tmp_path: Path) -> None:
                 cache.read_batch([0, 1])["even"].tolist()
 
 
-def test_after_close(tmp_path: Path) -> None:
-    cache = tc.open(write(tmp_path, [{"i": i, "x": torch.tensor(i)} for i in range(3)]))
-    seen, unseen = cache.read_batch([0, 1]), cache.read_batch([1, 2])
-    assert seen["i"] == [0, 1]
-    cache.close()
-    assert seen["i"] == [0, 1]
-    with pytest.raises(ValueError, match="the cache is closed"):
-        unseen["i"].tolist()
-
-
 # --- structures ---
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_ragged_values_are_leaves(tmp_path: Path, count: int) -> None:
-    samples = [{"x": torch.tensor(i), "ids": list(range(i)), "pair": (i,) * i, "d": {"n": i}} for i in range(count)]
-    with tc.open(write(tmp_path, samples)) as cache:
-        for _ in range(2):
-            batch = cache.read_batch(range(count))
-            assert batch["ids"] == [sample["ids"] for sample in samples]
-            assert batch["pair"] == [sample["pair"] for sample in samples]
-            assert batch["d"]["n"] == list(range(count))
-
-
-def test_samples_without_containers_or_tensors(tmp_path: Path) -> None:
-    for name, samples in (("plain", [1, "x", None]), ("lists", [[1], [], [[2]]]), ("tensors", list(torch.eye(3)))):
-        with tc.open(write(tmp_path / name, samples)) as cache:
-            batch = cache.read_batch([2, 0, 1])
-            if name == "tensors":
-                assert torch.equal(batch, torch.eye(3)[[2, 0, 1]])
-            else:
-                assert batch == [samples[2], samples[0], samples[1]]
 
 
 def test_containers_are_kept(tmp_path: Path) -> None:
@@ -256,21 +224,6 @@ def many(count: int = 150) -> list[dict[str, Any]]:
         }
         for i in range(count)
     ]
-
-
-@pytest.mark.parametrize("io", ["auto", "pread"])
-def test_batches_of_many(tmp_path: Path, io: Any) -> None:
-    samples = many()
-    with tc.open(write(tmp_path, samples, max_samples=60), io=io) as cache, ThreadPoolExecutor(4) as executor:
-        for indices in (range(150), [149, 3, 3, *range(0, 150, 2), 77], range(60, 85), [1, 140]):
-            for _ in range(3):
-                batch = cache.read_batch(indices)
-                assert batch.pop("many").flatten().tolist() == list(indices)
-                # the first use reads all of them, in any thread
-                for name, values in zip(batch, executor.map(list, batch.values()), strict=True):
-                    wanted = [samples[i][name] for i in indices]
-                    assert values == wanted
-                    assert list(map(type, values)) == list(map(type, wanted))
 
 
 @pytest.mark.parametrize("where", ["preamble", "text"])

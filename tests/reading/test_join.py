@@ -197,13 +197,6 @@ def test_inner_keeps_what_all_have(folders: tuple[Path, Path], tmp_path: Path) -
         assert len(cache) == COUNT
 
 
-def test_a_key_that_is_twice_in_another_cache(folders: tuple[Path, Path]) -> None:
-    twice = tc.open([folders[1], folders[1]])
-    for how in ("exact", "inner"):
-        with pytest.raises(KeyError, match="occurs twice"):
-            tc.join([folders[0], twice], how=how)  # type: ignore[arg-type]
-
-
 # --- keys= ---
 
 
@@ -234,12 +227,6 @@ def test_samples_without_a_caption(folders: tuple[Path, Path], tmp_path: Path) -
             assert [sample["text"]["caption"] for sample in cache] == [0, 1]
 
 
-@pytest.mark.parametrize("keys", [{"other": {}}, {"image": {}}, {0: {}}, {2: {}}])
-def test_keys_for_caches_that_are_not_there(folders: tuple[Path, Path], keys: Any) -> None:
-    with pytest.raises(ValueError, match="keys has .*, expected names of caches after the first: 'text'"):
-        tc.join({"image": folders[0], "text": folders[1]}, keys=keys)
-
-
 # --- what cannot be ---
 
 
@@ -266,14 +253,6 @@ def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> No
     ):
         with pytest.raises(error, match=message):
             tc.join(wrong, **options)  # type: ignore[arg-type]
-
-
-def test_close(folders: tuple[Path, Path]) -> None:
-    with tc.join(list(folders)) as cache:
-        pooled = cache[0]["pooled"]
-    for use in (lambda: cache[0], lambda: cache.read_batch([0]), pooled.load):
-        with pytest.raises(ValueError, match="the cache is closed"):
-            use()
 
 
 def test_names_of_caches_are_parts_of_tensor_names(tmp_path: Path) -> None:

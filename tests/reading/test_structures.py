@@ -40,16 +40,6 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("samples", ALIKE, ids=str)
-def test_samples_that_are_alike(tmp_path: Path, samples: list[Any]) -> None:
-    with tc.open(write(tmp_path, samples * 3)) as cache:
-        for collate in ("stack", "list", "pad"):
-            batch = cache.read_batch([0, 1, 3], collate=collate)
-            for key in samples[0] if isinstance(samples[0], dict) else range(2):
-                for at, i in enumerate((0, 1, 1)):
-                    assert torch.equal(batch[key][at], samples[i][key])
-
-
 @pytest.mark.parametrize("samples", UNLIKE.values(), ids=UNLIKE)
 def test_tensors_in_other_places(tmp_path: Path, samples: list[Any]) -> None:
     with tc.open(write(tmp_path, samples * 3)) as cache:
@@ -126,12 +116,3 @@ def test_select_changes_no_place(tmp_path_factory: pytest.TempPathFactory, names
                 assert value == whole[path] or (value == [None] * 3 and ".".join(map(str, path)) not in names)
             lost = {".".join(map(str, path)) for path in whole.keys() - found.keys()}
             assert lost == ({"x", "only.1.y"} - names)  # the tensors in dicts
-
-
-def test_shared_datasets_select_alike(tmp_path: Path) -> None:
-    with tc.SharedDataset(SELECTED, f"selected-{tmp_path.name}", directory=tmp_path) as shared:
-        whole = _places(shared.read_batch([2, 0, 1]))
-        found = _places(shared.select(["only.1.y"]).read_batch([2, 0, 1]))
-    assert found["cond", 0, 1, "prompt"] == whole["cond", 0, 1, "prompt"] == ["p2", "p0", "p1"]
-    assert found["only", 1, "y"] == whole["only", 1, "y"]
-    assert found["cond", 0, 0] == [None] * 3
