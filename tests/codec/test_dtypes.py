@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
@@ -47,15 +46,6 @@ def test_torch_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert tensor_bytes(loaded) == tensor_bytes(tensor)
 
 
-@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-def test_stock_safetensors_loads_it(dtype: torch.dtype) -> None:
-    if "fnuz" in str(dtype) and safetensors.__version__ < "0.8":
-        pytest.skip(f"safetensors {safetensors.__version__} has no FNUZ dtypes: pip install 'safetensors>=0.8'")
-    tensor = make_tensor(dtype, 2, 3)
-    stored = safetensors.torch.load(tc.encode_sample({"x": tensor})[1])["x"]
-    assert tensor_bytes(stored) == tensor_bytes(tensor)
-
-
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES, ids=str)
 def test_numpy_dtype(dtype: np.dtype[Any]) -> None:
     array = np.arange(6).astype("S1").astype(dtype).reshape(2, 3) if dtype.kind in "SU" else np.arange(6).astype(dtype)
@@ -87,16 +77,6 @@ def test_values_of_unusual_tensors(tensor: torch.Tensor) -> None:
     assert not loaded.requires_grad
     assert loaded.is_contiguous()
     assert torch.equal(loaded, tensor.detach())
-
-
-def test_a_view_of_a_big_storage_stores_only_itself() -> None:
-    assert len(tc.encode_sample(torch.zeros(1_000_000)[:2])[1]) < 500
-
-
-def test_memory_maps_are_stored_by_value(tmp_path: Any) -> None:
-    np.save(tmp_path / "a.npy", np.arange(5))
-    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
-    assert type(round_trip(mapped).load()) is np.ndarray
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
