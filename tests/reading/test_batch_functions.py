@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.reading.batches import assert_all_same, write
@@ -57,3 +59,23 @@ def test_a_fake_tensor_mode_leaves_nothing_behind(tmp_path: Path) -> None:
         with torch._subclasses.FakeTensorMode(), pytest.raises(Exception, match="Fake|aten"):
             cache.read_batch([1, 2])["x"].tolist()
         assert cache.read_batch([1, 2])["x"].tolist() == [[1] * 5, [2] * 5]
+
+
+def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:
+    @dataclass
+    class Point:
+        x: int = 1
+
+    Point.__qualname__ = "Point"
+    kinds = [torch.ones(3, dtype=torch.complex128), torch.ones(3, 2, dtype=torch.float64)]
+    path = str(tmp_path / "0.tar")
+    with wds.TarWriter(path, encoder=tc.encoder(allow=[Point])) as sink:
+        for i, x in enumerate([kinds[0], kinds[1], kinds[0]]):
+            sink.write({"__key__": str(i), "tensorcache": {"x": x, "o": Point(i)}})
+    with tc.open(path, allow=[Point]) as cache:
+        assert cache.read_batch([0, 2])["x"].dtype == torch.complex128
+        for numbers in ([0, 1], [1, 0], [1, 2]):
+            with pytest.raises(tc.BatchError, match="tensor 'x' (is|differs)"):
+                cache.read_batch(numbers)
+        assert cache.read_batch([1])["x"].shape == (1, 3, 2)
+        assert list(cache.schema) == ["x"]

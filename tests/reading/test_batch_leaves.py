@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-import tarfile
 from collections import OrderedDict, defaultdict, deque
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import wds_tensorcache as tc
 from tests.reading.batches import damage, member_of, write
 
 ABC = ["a", "b", "c"]
-PREAMBLE_NBYTES = 42  # FORMAT.md 2.1
 
 
 @pytest.fixture
@@ -239,23 +236,3 @@ def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
         batch = cache.read_batch(range(150))
         with pytest.raises(tc.FormatError, match="070"):
             batch["name"].tolist()
-
-
-@pytest.mark.parametrize("every", [1, 7])
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_skeletons_of_stock_pickle(tmp_path: Path, every: int, protocol: int) -> None:
-    """Their bodies start at byte 2. Some names are too long for the tar header."""
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        for i in range(20):
-            skeleton, tensors = tc.encode_sample({"stock": torch.tensor([i]), "name": "n" * (i % 60), "i": i})
-            if i % every == 0:
-                skeleton = bytes((0x80, protocol)) + skeleton[PREAMBLE_NBYTES:]
-            for suffix, content in ((".skel.pyd", skeleton), (".safetensors", tensors)):
-                info = tarfile.TarInfo(f"{i:03}" + "k" * (100 if i % 5 == 2 else 0) + suffix)
-                info.size = len(content)
-                tar.addfile(info, BytesIO(content))
-    with tc.open(tmp_path) as cache:
-        for _ in range(3):
-            batch = cache.read_batch(range(20))
-            assert batch["name"] == ["n" * (i % 60) for i in range(20)]
-            assert batch["i"] == list(range(20))

@@ -90,6 +90,8 @@ def test_every_kind_of_cache(cache: Any) -> None:
     assert [text[0, 0].item() for text in batch["text"]] == [500, 1111, 303]
     assert "captions" not in batch
     assert info.choices.chosen("text") == ["captions.0", "captions.11", "captions.3"]
+    assert len(info.choices) == 2
+    assert repr(info.choices).startswith("Choices({'latent': ['latent_flipped', 'latent', 'latent_flipped'], 'text': [")
     again = cache.read_batch([5, 11, 3], collate={"text": "list"}, choose=CHOOSE, choices=info.choices)
     assert again["text"][1][0, 0] == 1111
     first = cache.read_batch([5, 11, 3], collate={"text": "list"}, choose=CHOOSE)
@@ -331,6 +333,8 @@ def test_other_tensors_may_be_lacking(masked: Any, rows: list[int], joins: bool)
             assert each.choices.chosen("caption") == [f"captions.{number}" for number in captions]
     names = cache.read_batch(rows, **options | {"collate": lambda samples: [list(sample) for sample in samples]})
     assert {*map(tuple, names)} == {("mask", "more", "image", "caption")}
+    with pytest.raises(tc.BatchError, match="sample '001' has none of the alternatives of 'm': 'mask'; it has"):
+        cache.read_batch([4, 1], choose={"m": ["mask"]}, collate="list")
 
 
 def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
@@ -416,6 +420,8 @@ def test_tensors_and_values_that_are_chosen_together(paired: Any) -> None:
         assert [sample["text"].tolist() for sample in samples] == [[1, 2], [2, 3]]
     with pytest.raises(tc.BatchError, match="sample '000' has 2 of 'x', 2 of 'text'|'001' has 2 of 'x', 3 of 'text'"):
         paired.read_batch([1], choose={("text", "x"): ("texts.*", "more.*")})["x"].tolist()
+    with pytest.raises(tc.BatchError, match="3 of 'x', 2 of 'y'"):
+        paired.read_batch([1], choose={("x", "y"): [("texts.*", "texts.0"), ("texts.2", "texts.1")]})
 
 
 def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwarn: pytest.WarningsRecorder) -> None:

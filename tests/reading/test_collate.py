@@ -185,25 +185,6 @@ def test_ways_that_are_none(cache: Any, collate: Any, error: type[Exception], me
             tc.Loader(cache, 2, collate=collate)
 
 
-def test_joined_caches(cache: Any, tmp_path: Path) -> None:
-    texts = write(tmp_path / "texts", [{"state": torch.full((1 + i % 2, 2), i)} for i in range(COUNT)])
-    ways = {"odd": "list", "cond.*": tc.pad(to=4), "state": tc.pad(to=3, value=-1)}
-    batch = tc.join([cache, texts]).read_batch([0, 1], collate=ways)
-    assert batch["state"].tolist() == [[[0, 0], [-1, -1], [-1, -1]], [[1, 1], [1, 1], [-1, -1]]]
-    assert batch["cond"]["text"].shape == (2, 4, 4)
-    named = tc.join({"a": cache, "b": tc.join({"c": texts})})
-    batch, info = named.read_batch_with_info(
-        [0, 1], collate={"a.*": "list", "b.c.state": "pad"}, pad_value={"b.c.state": 9}
-    )
-    assert isinstance(batch["a"]["latent"], list)
-    assert batch["b"]["c"]["state"][0].tolist() == [[0, 0], [9, 9]]
-    assert info.shapes["b.c.state"].tolist() == [[1, 2], [2, 2]]
-    with pytest.raises(tc.BatchError, match=r"collate has an unknown tensor 'state'"):
-        named.read_batch([0], collate={"state": "pad"})
-    with pytest.raises(tc.BatchError, match=r"pad_value has an unknown tensor 'state'"):
-        named.read_batch([0], collate="pad", pad_value={"state": 1})
-
-
 @pytest.mark.parametrize("collate", ["stack", "list", "pad", EACH, list, len], ids=str)
 def test_info(cache: Any, collate: Any) -> None:
     view, numbers = cache[1:].select(["latent", "cond.*"]), [0, 3] if collate == "stack" else [2, 0]
@@ -242,3 +223,22 @@ def test_masks(cache: Any, way: Any, length: int) -> None:
     assert cache.read_batch_with_info(range(4), "meta", collate=ways)[1].mask("cond.text").is_meta
     for loader in loaders:
         loader.close()
+
+
+def test_masks_by_name(cache: Any) -> None:
+    _, info = tc.join({"a": cache}).read_batch_with_info([0], collate={"a.odd": "list", "a.cond.*": tc.pad(to=4)})
+    assert info.mask("a.cond.text").tolist() == [[True, False, False, False]]
+    assert cache.read_batch_with_info([0, 3], collate=list)[1].mask("cond.text").shape == (2, 1)
+    with pytest.raises(KeyError, match="no tensor 'text' .*; there are .*'a.cond.text'"):
+        info.mask("text")
+
+
+def test_info_of_samples_that_differ(tmp_path: Path) -> None:
+    samples = [
+        {"x": torch.zeros(2), "y": torch.zeros(1)},
+        {"x": torch.zeros(1, 3), "z": torch.zeros(2), "y": torch.ones(4)},
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        found, info = cache.read_batch_with_info(["001", "000"], collate=list)
+        assert [list(each) for each in found] == [["x", "z", "y"], ["x", "y"]]
+        assert {name: shape.tolist() for name, shape in info.shapes.items()} == {"y": [[4], [1]], "z": [[2], [0]]}

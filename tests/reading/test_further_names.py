@@ -143,24 +143,6 @@ def test_a_dropped_text_keeps_its_other_name(tmp_path: Path) -> None:
             assert torch.cat([batch["text_ref"] for batch in batches]).tolist() == expected
 
 
-def test_another_tensor_is_picked(tmp_path: Path) -> None:
-    def picked(i: int) -> dict[str, Any]:
-        x, y = np.array([i]), np.array([-i])
-        return {"x": x, "y": y, "pick": (x, y, None)[i % 3]}
-
-    with tc.open(write(tmp_path, [picked(i) for i in range(6)])) as cache:
-        for numbers in permutations([0, 1, 3]):
-            batch = cache.read_batch(numbers)
-            assert batch["pick"].ravel().tolist() == [-i if i % 3 else i for i in numbers]
-        for numbers in permutations([0, 1, 2]):
-            batch = cache.read_batch(numbers, collate={"pick": "list"})
-            assert [None if row is None else row.item() for row in batch["pick"]] == [
-                (i, -i, None)[i % 3] for i in numbers
-            ]
-            with pytest.raises(tc.BatchError, match="sample '002' has no tensor 'pick'"):
-                cache.read_batch(numbers)
-
-
 # --- indexes of old writers, which do not list further names, and indexes that give wrong ones ---
 
 
@@ -221,3 +203,14 @@ def test_forged_further_names(tmp_path: Path) -> None:
             with pytest.raises(tc.FormatError, match="differ from the index"):
                 cache.read_batch([0, 1])
             assert cache[0]["pick"].load().tolist() == [1, 1]
+
+
+def test_old_indexes_of_samples_that_all_share(tmp_path: Path) -> None:
+    x = [torch.full((3,), float(i)) for i in range(4)]
+    folder = write_old(tmp_path / "c", [{"a": x[i], "b": {"c": x[i]}} for i in range(4)])
+    for _ in range(2):
+        with tc.open(folder) as cache:
+            assert cache.select("b.c").read_batch([3, 1])["b"]["c"].tolist() == [[3] * 3, [1] * 3]
+            assert list(cache.schema) == ["a", "b.c"]
+        with tc.open(folder) as cache, pytest.raises(KeyError, match="unknown tensor"):
+            cache.select("b.d")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
 from tests.same import assert_same
@@ -131,19 +130,6 @@ def test_batches(joined: Any, named: Any) -> None:
         ):
             with pytest.raises(error, match=message):
                 cache.read_batch(numbers, collate=collate)
-
-
-def test_pickle_and_workers(joined: Any, named: Any) -> None:
-    for cache, view in ((joined, joined[2:9:3]), (named, named[2:9:3])):
-        with pickle.loads(pickle.dumps(view)) as copied:
-            assert list(copied.keys()) == ["k2", "k5", "k8"]
-            for i in range(3):
-                assert_same(tc.realize(view[i]), copied[i])
-            assert copied.schema == view.schema
-        loader = DataLoader(cache, batch_size=4, num_workers=1, collate_fn=list)
-        read = [sample for batch in loader for sample in batch]
-        for expected, sample in zip(cache, read, strict=True):
-            assert_same(tc.realize(expected), sample)
 
 
 def test_caches_that_are_open_and_joins_of_joins(folders: tuple[Path, Path], tmp_path: Path) -> None:

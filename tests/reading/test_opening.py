@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,20 +68,6 @@ def test_a_folder_without_a_manifest(folder: Path) -> None:
     (folder / "notes.txt").write_text("")
     (folder / ".train-000009.tar").write_text("not finished")
     check(folder)
-
-
-def test_patterns_in_folders_that_look_like_patterns(folder: Path, tmp_path: Path) -> None:
-    odd = tmp_path / "run[1]"
-    shutil.copytree(folder, odd / "shards")
-    check(odd / "shards" / "train-*.tar")
-    check(odd / "shards" / "train-{000000..000002}.tar")
-    check(odd / "shards")
-    check(odd / "sha*")
-    check(odd / "*" / "manifest.json")
-    shutil.copy(folder / "train-000000.tar", folder / "x{1..2}.tar")
-    check(folder / "x{1..2}.tar", range(5))
-    shutil.copy(folder / "train-000000.tar", folder / "x{.tar")
-    check(folder / "*{.tar", range(5))
 
 
 # --- errors ---

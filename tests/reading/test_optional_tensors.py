@@ -226,3 +226,18 @@ def test_a_batch_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:
             tc.Loader(cache, 2, collate={"mask": "pad"})
         _, info = next(iter(tc.Loader(cache[:2], 2, collate={"mask": tc.pad(to=3)}).with_info()))
         assert info.mask("mask").tolist() == [[False] * 3] * 2
+
+
+def test_lists_of_other_tensors_differ_in_length(tmp_path: Path) -> None:
+    """Samples with 1 to 4 captions do not disturb a batch that does not select the captions."""
+    samples = [
+        {"x": torch.tensor([i]), "captions": [torch.tensor([k]) for k in range(1 + i % 4)], "n": i} for i in range(8)
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        view = cache.select("x")
+        for numbers in ([0, 1, 2, 3], [3, 2, 1, 0], [5, 7]):
+            loader = DataLoader(numbers, 4, collate_fn=view.read_batch, num_workers=1)  # type: ignore[arg-type]
+            for batch in (view.read_batch(numbers), *loader):
+                assert batch["x"].tolist() == [[i] for i in numbers]
+                assert batch["n"].tolist() == numbers
+                assert all(list(one) == [None] * len(numbers) for one in batch["captions"])

@@ -94,3 +94,13 @@ def test_little_is_read_of_a_large_cache(tmp_path: Path) -> None:
         assert "(tensors of the first 1,000 samples)" in repr(cache)
         loaded = [shard for shard in cache._store.shards if "index" in vars(shard)]
         assert len(loaded) <= 2
+
+
+def test_closed_and_missing(tmp_path: Path) -> None:
+    folder = Path(write(tmp_path, [{"x": torch.tensor(0)}]))
+    cache = tc.open(folder)
+    cache.close()
+    assert repr(cache).startswith("TensorCache: 1 sample in 1 shard of ")
+    cache = tc.open(folder)
+    (folder / "000.tar").unlink()
+    assert repr(cache).splitlines()[0] == "TensorCache: 1 sample in 1 shard"

@@ -97,21 +97,6 @@ def test_not_an_index(cache: tc.TensorCache, index: Any) -> None:
         cache[index]
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(-COUNT, COUNT - 1), max_size=9))
-def test_many_at_once(folder: str, numbers: list[int]) -> None:
-    with tc.open(folder) as cache:
-        expected = [WRITTEN[i] for i in numbers]
-        for indices in (numbers, np.array(numbers, np.int16), torch.tensor(numbers, dtype=torch.int64), iter(numbers)):
-            assert_all_same(expected, cache.__getitems__(indices))
-        for indices in (numbers, np.array(numbers, np.int16), [KEYS[i] for i in numbers]):
-            view = cache[indices]
-            assert isinstance(view, tc.TensorCache)
-            assert_all_same(expected, list(view))
-            assert_all_same(expected[::-1], list(view[list(range(len(numbers)))[::-1]]))
-        assert len(cache[2:9].__getitems__([-1, "005", 0])) == 3
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -282,6 +267,7 @@ def test_use_after_close(folder: str) -> None:
         lambda: cache.read_batch([0]),
         lambda: sample["latent"]["samples"].load(),
         lambda: pickle.dumps(sample),
+        lambda: batch["cond"][0][1]["prompt"].tolist(),
     ):
         with pytest.raises(ValueError, match="the cache is closed"):
             use()

@@ -173,3 +173,15 @@ def test_index_writes_nothing_through_a_link(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in private.iterdir()} == before
     with tc.open(stranger) as cache:
         assert len(cache) == 20
+
+
+def test_index_of_shards_adds_them(a: Path) -> None:
+    first, *others = sorted(a.glob("b-*.tar"))
+    assert len(tc.write_index(first).keys) == 20
+    result = run_any("index", *others)
+    lines = [f"{path}: 20 samples, added to {a}/manifest.json" for path in others]
+    assert (result.returncode, result.stdout.splitlines()) == (0, lines)
+    with tc.open(a) as cache:
+        assert len(cache) == 160
+    assert tc.verify(a).ok
+    assert run_any("index", a / "b-000000.tar").stdout == f"{a}/b-000000.tar: 20 samples\n"

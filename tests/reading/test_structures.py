@@ -17,15 +17,6 @@ from tests.reading.batches import write
 
 A, B = torch.zeros(2), torch.ones(2)
 
-ALIKE: list[Any] = [
-    [{"x": A, "y": B, "pick": A}, {"x": A + 2, "y": B, "pick": A + 2}],
-    [{(64, 64): A, (32, 32): B}, {(64, 64): A + 2, (32, 32): B + 2}],
-    [{1: A, "1": B}, {1: A + 2, "1": B + 2}],
-    [[A] * 2, [B] * 2],
-]
-for same in ALIKE[0]:
-    same["pick"] = same["x"]  # one object
-
 UNLIKE = {
     "keys in another order": [{(64, 64): A, (32, 32): B}, {(32, 32): B, (64, 64): A}],
     "other keys": [{(1, 2): A}, {(3, 4): B}],

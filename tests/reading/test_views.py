@@ -163,18 +163,6 @@ def test_little_memory_for_a_range(cache: Any, use: Callable[[Any], Any], nbytes
         tracemalloc.stop()
 
 
-def test_a_join_of_other_shards_with_the_same_keys_holds_no_keys(cache: Any, many: str) -> None:
-    with tc.open(many) as other:
-        assert other.members == {}
-        join = tc.join  # imports its module
-        tracemalloc.start()
-        try:
-            join({"a": cache, "b": other})
-            assert tracemalloc.get_traced_memory()[1] < 4 * COUNT
-        finally:
-            tracemalloc.stop()
-
-
 def test_a_slice_of_slices_is_pickled_as_a_range(cache: Any) -> None:
     view = cache[::-2][10:][:-5:3]
     assert len(pickle.dumps(view)) < len(pickle.dumps(cache)) + 200
