@@ -79,17 +79,6 @@ def test_values_of_unusual_tensors(tensor: torch.Tensor) -> None:
     assert torch.equal(loaded, tensor.detach())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_quantized_tensors_are_refused() -> None:
-    try:
-        tensor = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8)
-    except (AttributeError, RuntimeError):
-        pytest.skip(f"torch {torch.__version__} has no quantized tensors any more")
-    with pytest.raises(tc.EncodeError, match="quantized tensor cannot be stored"):
-        tc.encode_sample(tensor)
-
-
 def test_tensors_inside_torch_func_are_refused() -> None:
     with pytest.raises(tc.EncodeError, match="cannot be read"):
         torch.func.vmap(lambda x: tc.encode_sample(x) and x)(torch.zeros(2))

@@ -304,25 +304,6 @@ def test_realize() -> None:
     assert tc.realize(7) == 7
 
 
-def test_the_default_device_is_not_where_bytes_are_read() -> None:
-    members = tc.encode_sample({"x": T, "h": torch.zeros(2, dtype=torch.complex64), "e": torch.zeros(0)})
-    with torch.device("meta"):
-        sample = tc.decode_sample(*members)
-        loaded = [
-            sample["x"].load(),
-            sample["x"][1:],
-            tc.decode_sample(*members, lazy=False)["x"],
-            default_collate([sample["x"]]),
-        ]
-        assert sample["e"].load().device.type == "cpu"
-    assert [tensor.device.type for tensor in loaded] == ["cpu"] * 4
-    assert torch.equal(loaded[0], T)
-    with torch._subclasses.FakeTensorMode():
-        fake = sample["x"].load()
-    assert isinstance(fake, torch._subclasses.FakeTensor)
-    assert (fake.shape, fake.dtype) == (T.shape, T.dtype)
-
-
 def test_what_is_too_much_to_store() -> None:
     for value in (torch.zeros([1] * 65), torch.zeros([1] * 64, dtype=torch.complex128)):
         with pytest.raises(tc.EncodeError, match="its stored form has 65 dimensions; the limit is 64"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import struct
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 import wds_tensorcache as tc
 from tests.codec import second_implementation as second
@@ -22,8 +21,6 @@ from tests.codec import second_shards
 from tests.interop.other_python import read_folder
 from tests.same import assert_same
 from tests.strategies import samples
-
-OPCODES = b"()]}\x85\x86\x87t\x8c\x94hjR\x93.N0ueasK\x81b\x8f\x90\x911\x95"
 
 
 def outcomes(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, Any]:
@@ -77,27 +74,6 @@ SETS: dict[str, Any] = {
 @pytest.mark.parametrize("case", SETS)
 def test_sets_are_sorted_alike(case: str) -> None:
     assert second.encode(SETS[case]) == tc.encode_sample(SETS[case])
-
-
-def mutate(raw: bytes, begin: int, choose: random.Random) -> bytes:
-    changed = bytearray(raw)
-    at = choose.randrange(begin if choose.random() < 0.7 and begin < len(raw) else 0, len(raw))
-    new = choose.choice(OPCODES) if choose.random() < 0.5 else choose.randrange(256)
-    kind = choose.randrange(4)
-    changed[at : at + (kind != 1)] = bytes(
-        [changed[at] ^ 1 << choose.randrange(8)] if kind == 0 else [new] * (kind != 2)
-    )
-    return bytes(changed)
-
-
-@settings(max_examples=30)
-@given(samples(), st.integers(0, 1 << 30))
-def test_mutated_members_are_refused_or_read_alike(sample: Any, seed: int) -> None:
-    choose = random.Random(seed)
-    skeleton, tensors = tc.encode_sample(sample)
-    for _ in range(20):
-        decode_both(mutate(skeleton, 42, choose), tensors)
-        decode_both(skeleton, mutate(tensors, 58, choose))
 
 
 @pytest.mark.parametrize("name", MEMBERS := read_folder(Path(__file__).parent.parent / "golden" / "v1"))
@@ -205,15 +181,10 @@ MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
     ),
     "suffixes in capitals": (True, dict(zip(["k.SKEL.pyd", "k.SafeTensors", "k.TXT"], (*BOUND, b""), strict=True))),
     "suffixes beyond ASCII": (True, dict.fromkeys(["k.Ä.TXT", "k.\u0130", "k.t\udcffXT", "k.\udcc3", "j.Σ"], b"")),
-    "a suffix twice, beyond ASCII": (False, {"k.Ä": b"", "k.ä": b""}),
-    "one suffix twice": (False, {"k.TXT": b"", "k.txt": b""}),
     "a key apart": (False, {"a.x": b"", "b.x": b"", "a.y": b""}),
-    "no tensors": (False, {"k.skel.pyd": BOUND[0]}),
-    "no skeleton": (False, {"k.safetensors": BOUND[1]}),
     "no skeleton, of another origin": (True, {"k.safetensors": ONE, "k.a.safetensors": ONE}),
     "tensors first": (True, {"k.a.safetensors": BOUND[1], "k.txt": b"", "k.a.skel.pyd": BOUND[0]}),
     "names that no cache has": (True, {"k.a.b.skel.pyd": BOUND[0], "k._a.skel.pyd": BOUND[0], "k.pyd.skel.pyd": b""}),
-    "halves of two samples": (False, {"k.skel.pyd": BOUND[0], "k.safetensors": tc.encode_sample(torch.ones(3))[1]}),
     "a damaged body": (True, {"k.skel.pyd": BOUND[0][:-1] + b"0", "k.safetensors": BOUND[1]}),
     "by hand": (True, {"k.skel.pyd": b"\x80\x04" + reference("tensor:a") + b".", "k.safetensors": ONE}),
     "by hand, without its tensors": (True, {"k.skel.pyd": b"\x80\x04N.", "k.safetensors": ONE}),
@@ -334,29 +305,6 @@ def test_a_manifest_that_is_changed(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == lines
 
 
-PLACES = [  # data_offsets, length of the data, whether it is accepted
-    ([], 0, True),
-    ([(0, 0), (0, 8), (8, 8), (8, 12), (12, 12), (12, 12)], 12, True),
-    ([(8, 12), (12, 12), (0, 8), (8, 8)], 12, True),
-    ([(0, 4), (6, 6), (8, 12)], 12, False),
-    ([(0, 8), (2, 2)], 8, False),
-    ([(0, 8), (9, 9)], 8, False),
-    ([(1, 1)], 0, False),
-]
-
-
-@pytest.mark.parametrize(("places", "nbytes", "is_accepted"), PLACES)
-def test_where_tensors_are(places: list[tuple[int, int]], nbytes: int, is_accepted: bool) -> None:
-    entries = {
-        str(i): {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-        for i, (begin, end) in enumerate(places)
-    }
-    header = json.dumps(entries).encode()
-    body = b"](" + b"".join(reference(f"tensor:{i}") for i in range(len(places))) + b"e."
-    read = decode_both(b"\x80\x05" + body, struct.pack("<Q", len(header)) + header + bytes(nbytes))
-    assert (read is not None) == is_accepted
-
-
 def test_an_index_beside_a_shard_is_equal(tmp_path: Path) -> None:
     write_ours(tmp_path, {"a.tar": shard_samples(5)}, footer=False, manifest=False)
     tc.write_index(tmp_path / "a.tar")
@@ -407,3 +355,10 @@ def test_indexes(change: Callable[[Any, Any], Any], tmp_path: Path) -> None:
     else:
         with pytest.raises(tc.FormatError):
             opened(tmp_path / "a.tar")
+
+
+def test_a_defaultdict_without_a_factory() -> None:
+    sample = defaultdict(None, a=1)
+    members = tc.encode_sample(sample)
+    assert second.encode(sample) == members
+    assert decode_both(*members).default_factory is None

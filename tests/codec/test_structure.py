@@ -222,9 +222,7 @@ def a_function() -> None: ...
 
 REFUSED = [
     (lambda: a_function, "its name"),
-    (lambda: int, "its name"),
     (lambda: (i for i in range(3)), r"list\(x\)"),
-    (lambda: {}.keys(), r"list\(x\)"),
     (lambda: open(__file__), "its path"),
     (lambda: Path("a"), "PurePosixPath"),
     (lambda: memoryview(b"a"), r"bytes\(x\)"),
@@ -245,8 +243,6 @@ REFUSED = [
     (lambda: torch.empty(4, dtype=torch.uint8).view(torch.bits8), r"bits8.*view\(torch.uint8\)"),
     (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked.*mask"),
     (lambda: np.array([object()]), "array of object .*tolist"),
-    (lambda: np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]), "array of .*tolist"),
-    (lambda: np.matrix([[1]]), "subclass matrix.*asarray"),
     (lambda: np.zeros(2, np.longdouble), "astype"),
     (lambda: np.zeros(2, "M8"), "astype"),
     (lambda: torch.empty((0, 1 << 59), dtype=torch.uint8), "multiply to"),
@@ -290,21 +286,6 @@ def test_equal_samples_give_equal_bytes_whatever_the_hash_seed() -> None:
         assert done.stdout.split() == [here["digest"]]
 
 
-def test_an_empty_tuple_counts_wherever_it_occurs() -> None:
-    def nested(depth: int) -> Any:
-        value: Any = ()
-        for _ in range(depth - 1):
-            value = [value]
-        return [(), value]
-
-    assert tc.decode_sample(*tc.encode_sample(nested(199))) == nested(199)
-    with pytest.raises(tc.EncodeError, match="nest more than 200 deep"):
-        tc.encode_sample(nested(200))
-    skeleton = b"\x80\x04](" + b")" + b"]" * 199 + b")" + b"a" * 199 + b"e."
-    with pytest.raises(tc.FormatError, match="nest more than 200 deep"):
-        tc.decode_sample(skeleton, tc.encode_sample(0)[1])
-
-
 class Node:
     def __init__(self) -> None:
         self.peers = {self}
@@ -313,3 +294,12 @@ class Node:
 def test_a_set_whose_element_holds_it_is_refused() -> None:
     with pytest.raises(tc.EncodeError, match="a set is contained in one of its elements"):
         tc.encode_sample(Node(), allow=[Node])
+
+
+def test_what_could_not_be_read_back_is_not_written() -> None:
+    two = torch.tensor([2, 0], dtype=torch.uint8)
+    for value in (two.view(torch.bool), two.numpy().view(bool)):
+        with pytest.raises(tc.EncodeError, match="value at 'x': a bool array holds bytes other than 0 and 1"):
+            tc.encode_sample({"x": value})
+    with pytest.raises(tc.EncodeError, match="text beyond|code points beyond Unicode"):
+        tc.encode_sample(np.array([0x110000], "u4").view("U1"))

@@ -250,6 +250,3 @@ def test_keys_that_equal_an_earlier_value(inner: Callable[[str], Any]) -> None:
     for key in ("first", "other", "third", "last"):
         sample = {name: torch.ones(1), "value": key, "inner": inner(key)}
         assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
-
-
-COUNTS = (100, 1_000, 10_000)
