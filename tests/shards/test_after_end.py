@@ -13,7 +13,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import contents_of, erase, faults, members, write
-from tests.shards.tars import BLOCK, build, by_tarfile, by_tarfile_in
+from tests.shards.tars import BLOCK, FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
 
 
 def assert_refused(path: Path, call: Callable[[], object] | None = None) -> tc.FormatError:
@@ -120,3 +120,16 @@ def test_what_is_no_member_is_not_searched_twice(tmp_path: Path, behind: bytes) 
     assert [what[:44] for _, what in faults(path)] == ["the bytes after the end-of-archive marker ar"]
     tc.repair(path, tmp_path / "out", drop=False)
     assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json"]
+
+
+@pytest.mark.parametrize("format", ["gnu", "pax"])
+def test_an_extended_header_is_lost(tmp_path: Path, format: str) -> None:
+    """The member after it has another name then: it is lost, too."""
+    long = "d" * 60 + "/" + "é" * 60 + ".json"
+    content = build_with_tarfile([("a.json", b"1"), (long, b"2"), ("c.json", b"3")], FORMATS[format])
+    path = tmp_path / "x.tar"
+    path.write_bytes(content)
+    assert content[1024 + 156 : 1024 + 157] in (b"x", b"L")
+    erase(path, 1024, 1536)
+    tc.repair(path, tmp_path / "out")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json", "c.json"]
