@@ -358,6 +358,7 @@ def test_batches_stay_the_same_ones(
         ),
         (Numbers(), {"fingerprint": {"a": float("nan")}}, ValueError, r"fingerprint\['a'\]"),
         (Numbers(), {"keys": ["a"]}, ValueError, "1 keys for 23 items"),
+        (Numbers(), {"keys": ["a"] * COUNT}, ValueError, "two items have the key 'a'"),
         (Numbers(), {"keys": lambda item: "a"}, ValueError, "two items have the key 'a'"),
         (Numbers(), {"batch_size": 0}, ValueError, "batch_size=0"),
         (Numbers(), {"num_workers": -1}, ValueError, "num_workers=-1"),
