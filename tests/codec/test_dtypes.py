@@ -98,3 +98,14 @@ def test_text_beyond_unicode_is_an_error() -> None:
     skeleton, tensors = tc.encode_sample(np.array(["a"]))
     with pytest.raises(tc.FormatError, match="Unicode"):
         tc.decode_sample(skeleton, tensors[:-1] + b"\x01").load()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_tensors_are_refused() -> None:
+    try:
+        tensor = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8)
+    except (AttributeError, RuntimeError):
+        pytest.skip(f"torch {torch.__version__} has no quantized tensors any more")
+    with pytest.raises(tc.EncodeError, match="quantized tensor cannot be stored"):
+        tc.encode_sample(tensor)

@@ -109,6 +109,7 @@ BODIES: dict[str, tuple[bytes, bool, bytes]] = {
     "a path of 256 parts": (name("pathlib", "PurePosixPath") + b"(" + text("a") * 256 + b"tR.", False, NONE),
     "pathlib._local": (name("pathlib._local", "PurePosixPath") + text("a") + b"\x85R.", True, NONE),
     "deque((), None)": (name("collections", "deque") + b")N\x86R.", False, NONE),
+    "deque(())": (name("collections", "deque") + b")\x85R.", False, NONE),
     "deque((), -1)": (name("collections", "deque") + b")J\xff\xff\xff\xff\x86R.", False, NONE),
     "a timedelta of 86,400 seconds": (name("datetime", "timedelta") + b"K\0J\x80\x51\x01\0K\0\x87R.", False, NONE),
     "numpy.bool_": (name("numpy", "bool_") + b"\x88\x85R.", True, NONE),

@@ -243,6 +243,7 @@ REFUSED = [
     (lambda: torch.empty(4, dtype=torch.uint8).view(torch.bits8), r"bits8.*view\(torch.uint8\)"),
     (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked.*mask"),
     (lambda: np.array([object()]), "array of object .*tolist"),
+    (lambda: np.matrix([[1]]), "subclass matrix.*asarray"),
     (lambda: np.zeros(2, np.longdouble), "astype"),
     (lambda: np.zeros(2, "M8"), "astype"),
     (lambda: torch.empty((0, 1 << 59), dtype=torch.uint8), "multiply to"),

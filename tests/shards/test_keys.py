@@ -59,3 +59,28 @@ def test_keys_are_found_as_in_a_dictionary(shards: list[list[str]], rng: random.
                 with pytest.raises(KeyError, match="no sample|in several shards"):
                     cache[key]
             assert (key in view) == any(place in chosen for place in found)
+
+
+@given(
+    shards_of_keys.map(lambda shards: list(dict.fromkeys(chain(*shards)))),
+    st.randoms(use_true_random=False),
+    st.integers(0, 3),
+)
+@example(["a"], random.Random(0), 3)
+def test_joined_samples_have_equal_keys(names: list[str], rng: random.Random, change: int) -> None:
+    others = rng.sample(names, len(names))
+    if change == 1 and others:
+        others[-1] += "?"
+    if change == 2 and others:
+        others.append("?")
+    shards, other_shards = [names[: len(names) // 3], names[len(names) // 3 :]], [others, []]
+    if change == 3 and others:
+        other_shards[1] = [others[0]]
+    with TemporaryDirectory() as folder:
+        parts = {"a": write_cache(Path(folder) / "a", shards), "b": write_cache(Path(folder) / "b", other_shards)}
+        if change and others:
+            with pytest.raises(KeyError, match="lacks|occurs twice"):
+                tc.join(parts)
+        else:
+            with tc.join(parts) as joined:
+                assert list(joined) == [{"a": place, "b": others.index(name)} for place, name in enumerate(names)]
