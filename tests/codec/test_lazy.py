@@ -10,7 +10,6 @@ import multiprocessing
 import operator
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,17 +156,11 @@ FUNCTIONS: list[Any] = [
     lambda x: torch.cat((x, T)),
     lambda x: x + 1,
     lambda x: 1 - x,
-    lambda x: T * x,
     lambda x: x @ x.mT,
-    lambda x: -x,
-    lambda x: x > 3,
     lambda x: x == T,
     lambda x: F.linear(x, torch.ones(5, 3)),
-    lambda x: F.linear(torch.ones(1, 3), x[0]),
     lambda x: x.to(torch.float64),
     lambda x: x.mean(dim=0),
-    lambda x: x.T if x.ndim == 2 else x.mT,
-    lambda x: x.float().half(),
     lambda x: torch.where(x > 2, x, torch.zeros(())),
     lambda x: torch.as_tensor(x),
     lambda x: torch.from_numpy(np.asarray(x)),
@@ -176,7 +169,6 @@ FUNCTIONS: list[Any] = [
     lambda x: torch.add(T, x, out=torch.empty_like(T)),
     lambda x: T.clone().add_(x),
     lambda x: torch.tensor([float(v) for v in x[0, 0]]),
-    lambda x: torch.tensor(x.tolist()),
     lambda x: next(iter(x)),
     lambda x: torch.utils.data.default_collate([x, x]),
 ]
@@ -237,9 +229,6 @@ WRITES: list[Any] = [
     lambda x: operator.iadd(x, 1),
     lambda x: operator.setitem(x, 0, 1),
     lambda x: x.requires_grad_(),
-    lambda x: torch.Tensor.add_(x, 1),
-    lambda x: torch.nn.init.uniform_(x),
-    lambda x: torch.nn.init.constant_(x, 0.5),
     lambda x: torch.relu_(input=x),
     lambda x: torch._foreach_add_(self=[x], scalar=1),
     lambda x: F.batch_norm(T, x[0, 0], x, training=True),
@@ -303,11 +292,6 @@ def test_it_pickles_with_its_own_bytes_only() -> None:
     assert np.array_equal(pickle.loads(pickle.dumps(lazy_of(np.arange(3)))), np.arange(3))
 
 
-def test_compiled_functions_take_what_it_loads() -> None:
-    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(lazy_of(T).load()), T * 2 + 1)
-
-
 def test_realize() -> None:
     sample = tc.decode_sample(*tc.encode_sample({"a": [T, T], "b": (1, "x"), "n": np.arange(2)}))
     real = tc.realize(sample)
@@ -318,32 +302,6 @@ def test_realize() -> None:
     assert isinstance(sample["a"][0], tc.LazyTensor)
     assert torch.equal(tc.realize(lazy_of(T), device="cpu"), T)
     assert tc.realize(7) == 7
-
-
-def test_the_default_device_is_not_where_bytes_are_read() -> None:
-    members = tc.encode_sample({"x": T, "h": torch.zeros(2, dtype=torch.complex64), "e": torch.zeros(0)})
-    with torch.device("meta"):
-        sample = tc.decode_sample(*members)
-        loaded = [
-            sample["x"].load(),
-            sample["x"][1:],
-            tc.decode_sample(*members, lazy=False)["x"],
-            default_collate([sample["x"]]),
-        ]
-        assert sample["e"].load().device.type == "cpu"
-    assert [tensor.device.type for tensor in loaded] == ["cpu"] * 4
-    assert torch.equal(loaded[0], T)
-    with torch._subclasses.FakeTensorMode():
-        fake = sample["x"].load()
-    assert isinstance(fake, torch._subclasses.FakeTensor)
-    assert (fake.shape, fake.dtype) == (T.shape, T.dtype)
-
-
-def test_as_many_dimensions_as_torch_has() -> None:
-    for ndim in (31, 32, 33, 64):
-        sample = tc.decode_sample(*tc.encode_sample([torch.arange(6.0).view(2, *[1] * (ndim - 2), 3)]))
-        assert sample[0].load().shape == (2, *[1] * (ndim - 2), 3)
-        assert sample[0].load().flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_is_too_much_to_store() -> None:
@@ -393,15 +351,6 @@ def test_torch_load_takes_what_torch_save_wrote(protocol: int, zipped: bool, wei
     assert loaded["again"] is loaded["half"]
 
 
-def test_alone_and_of_a_file(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar") as writer:
-        writer.write("0", SAMPLE)
-    with tc.open(tmp_path) as cache:
-        saved = save(cache[0]["half"])
-    (tmp_path / "a.tar").unlink()
-    assert torch.equal(torch.load(saved), SAMPLE["half"])
-
-
 def test_arrays_fail_when_they_are_saved() -> None:
     lazy = tc.decode_sample(*tc.encode_sample({"x": np.arange(3)}))
     for value in (lazy["x"], lazy):
@@ -414,13 +363,3 @@ def test_arrays_fail_when_they_are_saved() -> None:
 def test_other_processes() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert torch.equal(pool.map(tc.realize, [lazy_of(SAMPLE)])[0]["half"], SAMPLE["half"])
-
-
-def test_numpy_saves_their_values(tmp_path: Path) -> None:
-    lazy = tc.decode_sample(*tc.encode_sample({"x": np.arange(3), "t": torch.arange(2)}))
-    np.savez(tmp_path / "a.npz", **lazy)
-    np.save(tmp_path / "a.npy", lazy["x"])
-    with np.load(tmp_path / "a.npz") as found:
-        assert found["x"].tolist() == [0, 1, 2]
-        assert found["t"].tolist() == [0, 1]
-    assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2]

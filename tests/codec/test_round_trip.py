@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import webdataset as wds
-from hypothesis import given, settings
+from hypothesis import given
 
 import wds_tensorcache as tc
 from tests.same import assert_same
@@ -41,23 +40,6 @@ def test_members_may_be_any_bytes() -> None:
     for wrong in ("text", None, [1]):
         with pytest.raises(TypeError, match="a member must be bytes, bytearray or memoryview, got"):
             tc.decode_sample(skeleton, wrong)  # type: ignore[arg-type]
-
-
-@settings(max_examples=50)
-@given(samples())
-def test_shards_hold_the_sample(sample: Any) -> None:
-    stream = io.BytesIO()
-    with wds.TarWriter(stream, encoder=tc.encoder(), mtime=0) as sink:
-        sink.write({"__key__": "a", "tensorcache": sample, "text.tensorcache": [sample], "txt": "plain"})
-    stream.seek(0)
-    (decoded,) = wds.DataPipeline(lambda: [{"url": "memory", "stream": stream}], _expand, tc.decode(verify=True))
-    assert decoded["txt"] == "plain"
-    assert_same(sample, decoded["tensorcache"])
-    assert_same([sample], decoded["text.tensorcache"])
-
-
-def _expand(sources: Any) -> Any:
-    return wds.tariterators.group_by_keys(wds.tariterators.tar_file_expander(sources))
 
 
 @given(samples())

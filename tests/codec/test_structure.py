@@ -222,9 +222,7 @@ def a_function() -> None: ...
 
 REFUSED = [
     (lambda: a_function, "its name"),
-    (lambda: int, "its name"),
     (lambda: (i for i in range(3)), r"list\(x\)"),
-    (lambda: {}.keys(), r"list\(x\)"),
     (lambda: open(__file__), "its path"),
     (lambda: Path("a"), "PurePosixPath"),
     (lambda: memoryview(b"a"), r"bytes\(x\)"),
@@ -245,7 +243,6 @@ REFUSED = [
     (lambda: torch.empty(4, dtype=torch.uint8).view(torch.bits8), r"bits8.*view\(torch.uint8\)"),
     (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked.*mask"),
     (lambda: np.array([object()]), "array of object .*tolist"),
-    (lambda: np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]), "array of .*tolist"),
     (lambda: np.matrix([[1]]), "subclass matrix.*asarray"),
     (lambda: np.zeros(2, np.longdouble), "astype"),
     (lambda: np.zeros(2, "M8"), "astype"),
@@ -290,28 +287,6 @@ def test_equal_samples_give_equal_bytes_whatever_the_hash_seed() -> None:
         assert done.stdout.split() == [here["digest"]]
 
 
-def test_an_empty_tuple_counts_wherever_it_occurs() -> None:
-    def nested(depth: int) -> Any:
-        value: Any = ()
-        for _ in range(depth - 1):
-            value = [value]
-        return [(), value]
-
-    assert tc.decode_sample(*tc.encode_sample(nested(199))) == nested(199)
-    with pytest.raises(tc.EncodeError, match="nest more than 200 deep"):
-        tc.encode_sample(nested(200))
-    skeleton = b"\x80\x04](" + b")" + b"]" * 199 + b")" + b"a" * 199 + b"e."
-    with pytest.raises(tc.FormatError, match="nest more than 200 deep"):
-        tc.decode_sample(skeleton, tc.encode_sample(0)[1])
-
-
-def test_nested_sets_are_written_in_time() -> None:
-    value: Any = frozenset()
-    for _ in range(40):
-        value = frozenset([value])
-    assert tc.decode_sample(*tc.encode_sample(value)) == value
-
-
 class Node:
     def __init__(self) -> None:
         self.peers = {self}
@@ -320,13 +295,6 @@ class Node:
 def test_a_set_whose_element_holds_it_is_refused() -> None:
     with pytest.raises(tc.EncodeError, match="a set is contained in one of its elements"):
         tc.encode_sample(Node(), allow=[Node])
-
-
-def test_many_keys_and_long_ones() -> None:
-    sample = {(i, 0): i for i in range(2000)} | {10**150: T, -(1 << 64): T.clone()}
-    decoded = tc.decode_sample(*tc.encode_sample(sample))
-    assert list(decoded) == list(sample)
-    assert decoded[10**150].name == "@2000"
 
 
 def test_what_could_not_be_read_back_is_not_written() -> None:

@@ -120,19 +120,3 @@ def test_nothing_is_refused_that_was_not_changed(tmp_path: Path) -> None:
         assert all(is_right(sample, i) and bool((batch["x"] == i).all()) for i, (_, sample, batch) in enumerate(found))
         streamed = by_stream(path, verify=True, only="none")
         assert [is_right(one["tensorcache"], i) for i, one in enumerate(streamed)] == [True] * COUNT
-
-
-def test_flipped_bytes_of_a_shard(tmp_path: Path) -> None:
-    """Not in a tensor's bytes or a skeleton's body: right, or an error, through the footer and through a scan."""
-    path = tmp_path / "x.tar"
-    for at in range(0, len(SHARD), 97):
-        if any(begin <= at < end for begin, end in UNVERIFIED):
-            continue
-        shard = bytearray(SHARD)
-        shard[at] ^= 0x41
-        for content in (shard, shard[: END + 1024]):
-            path.write_bytes(content)
-            with suppress(tc.TensorCacheError, KeyError):
-                for key, sample, batch in read_all(path):
-                    assert is_right(sample, int(key[1:])), at
-                    assert bool((batch["x"] == int(key[1:])).all()), at

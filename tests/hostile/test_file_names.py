@@ -139,17 +139,6 @@ def test_pipes_and_devices_that_a_listing_gives_are_refused(here: Path, source: 
         streamed(source)
 
 
-@pytest.mark.parametrize("read", READERS)
-def test_a_manifest_that_lists_one_file_twice(here: Path, read: Any) -> None:
-    fill(["a.tar"])
-    os.symlink("a.tar", "b.tar")
-    for urls in (["a.tar", "./a.tar"], ["a.tar", "b.tar"]):
-        list_in_manifest("manifest.json", urls)
-        with pytest.raises(tc.FormatError, match="is the same file as"):
-            read(".")
-        assert any("lists it twice" in fault.what for fault in tc.verify(".").faults)
-
-
 def test_what_the_caller_types_is_opened_by_webdataset(here: Path) -> None:
     fill(["0.tar", "1.tar"])
     both = hexed(["0.tar", "1.tar"])

@@ -8,7 +8,6 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -66,14 +65,10 @@ def test_arguments_of_listed_types(name: str) -> None:
 ANNOUNCED = {
     "BINUNICODE": b"X\xff\xff\xff\x7f",
     "BINUNICODE8": b"\x8d" + b"\xff" * 8,
-    "BINBYTES8": b"\x8e" + b"\xff" * 7 + b"\x00",
     "BYTEARRAY8": b"\x96\x00\x00\x00\x00\x01\x00\x00\x00",
     "LONG4": b"\x8b\xff\xff\xff\x7f",
-    "LONG1": b"\x8a\xff",
     "SHORT_BINBYTES": b"C\xff",
-    "SHORT_BINUNICODE": b"\x8c\xff",
     "FRAME": b"\x95" + b"\xff" * 8 + b"N",
-    "LONG_BINGET": b"j\xff\xff\xff\x7f",
     "LONG_BINPUT": b"Nr\xff\xff\xff\x00",  # for which pickle's unpickler takes 256 MB
 }
 
@@ -129,20 +124,6 @@ def test_one_text_copied_by_many_calls(module: str, name: str, argument: bytes) 
     body = argument + b"\x940" + fetch(module, name) + b"\x940(" + b"h\x01h\x00\x85R" * 28_000 + b"t"
     with little_memory(100 * len(body)):
         refused(body, "copy too much")
-
-
-SHARED: dict[str, Any] = {
-    "numpy.str_": list(np.full(900, "x" * 1000)),
-    "Decimal": [Decimal("1." + "3" * 300) for _ in range(3000)],
-    "paths": [PurePosixPath("/data/" + "x" * 50) for _ in range(20_000)],
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_equal_texts_of_many_values_are_written_once(name: str) -> None:
-    written = tc.encode_sample({"a": SHARED[name]})
-    assert len(written[0]) < 1000 + 20 * len(SHARED[name])
-    assert tc.decode_sample(*written) == {"a": SHARED[name]}
 
 
 def test_values_that_a_reader_would_not_build_are_refused() -> None:
@@ -207,13 +188,9 @@ def test_names_of_many_slashes() -> None:
 SMALL = {
     "empty sets": b"\x8f",
     "empty dicts": b"}",
-    "empty lists": b"]",
     "empty frozensets": b"(\x91",
-    "tuples": b"N\x85",
     "marks": b"(N1",
-    "lists of one": b"]Na",
     "dicts of one": b"}C\x00Ns",
-    "sets of one": b"\x8f(C\x00\x90",
     "sets of five": b"\x8f(C\x00\x8c\x00C\x01aC\x01bC\x01c\x90",
     "OrderedDicts": b"h\x00)R",
     "empty bytearrays": b"\x96" + bytes(8),

@@ -153,38 +153,6 @@ def test_any_structure(samples: list[Any], io: str, data: st.DataObject) -> None
 # --- reads ---
 
 
-@pytest.mark.parametrize("gap", [16, 1 << 14, (1 << 14) + 64, 100_000])
-def test_gaps_that_select_leaves(tmp_path: Path, gap: int) -> None:
-    samples = [
-        {"a": torch.full((64,), i), "gap": torch.zeros(gap // 8, dtype=torch.int64), "b": torch.full((64,), -i)}
-        for i in range(7)
-    ]
-    for threads in (1, 3):
-        with tc.open(write(tmp_path / str(threads), samples, max_samples=3), num_threads=threads, io="pread") as cache:
-            batch = cache.select(["a", "b"]).read_batch([6, 0, 5, 5])
-            assert list(batch) == ["a", "b"]
-            assert batch["a"].tolist() == [[i] * 64 for i in (6, 0, 5, 5)]
-            assert batch["b"].tolist() == [[-i] * 64 for i in (6, 0, 5, 5)]
-
-
-@pytest.mark.parametrize("io", ["pread", "auto"])
-def test_more_tensors_than_one_call_takes(tmp_path: Path, io: str) -> None:
-    samples = [[torch.full((1 + number % 3,), number + i) for number in range(2500)] for i in range(3)]
-    with tc.open(write(tmp_path, samples), io=io) as cache:
-        assert_batch([samples[2], samples[0]], cache.read_batch([2, 0]))
-        every_other = cache.select([f"{number}" for number in range(0, 2500, 2)])
-        assert every_other.read_batch([1, 2], collate="list")[2498][1].tolist() == samples[2][2498].tolist()
-
-
-def test_many_shards_small_and_large_together(tmp_path: Path) -> None:
-    samples = [{"x": torch.full((4 if i % 3 else 20_000,), float(i))} for i in range(30)]
-    with tc.open(write(tmp_path, samples, max_samples=2), num_threads=3, max_open_files=4) as cache:
-        numbers = np.random.default_rng(0).permutation(30).tolist()
-        for _ in range(3):
-            batch = cache.read_batch(numbers, collate="list")
-            assert [(float(x[-1]), len(x)) for x in batch["x"]] == [(i, len(samples[i]["x"])) for i in numbers]
-
-
 @pytest.mark.parametrize("io", ["auto", "pread"])
 def test_files_that_were_dropped_from_memory(small: str, large: str, io: str) -> None:
     for folder, samples in ((small, SMALL), (large, LARGE)):
@@ -219,17 +187,19 @@ def test_an_error_in_a_thread_is_raised_once_and_nothing_is_written_later(
             assert cache.read_batch(range(12)).sum(1).tolist() == [i * 5e5 for i in range(12)]
 
 
-def test_samples_whose_stored_bytes_look_alike(tmp_path: Path) -> None:
-    """Stored dtypes and shapes are the same; what they stand for is not."""
-    values = [torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.complex128), np.zeros((3, 2))]
-    for footer in (True, False):
-        with tc.ShardWriter(tmp_path / f"{footer}.tar", footer=footer, manifest=False) as sink:
-            for index, value in enumerate([*values, values[0] + 1]):
-                sink.write(str(index), {"x": value})
-        with tc.open(tmp_path / f"{footer}.tar") as cache:
-            assert cache.read_batch([0, 3])["x"].tolist() == [[[0.0, 0.0]] * 3, [[1.0, 1.0]] * 3]
-            for pair in ([0, 1], [1, 0], [0, 2], [2, 3]):
-                with pytest.raises(tc.BatchError, match=rf"sample '{pair[0]}', but .* in '{pair[1]}'"):
-                    cache.read_batch(pair)
-            assert cache.read_batch([1])["x"].dtype == torch.complex128
-            assert [entry.shapes["x"] for entry in cache._entries()] == [(3, 2), (3,), (3, 2), (3, 2)]
+def test_devices(small: str) -> None:
+    with tc.open(small) as cache:
+        expected = [SMALL[4], SMALL[2]]
+        assert_batch(expected, cache.read_batch([4, 2], device="cpu"))
+        with torch.device("meta"):
+            assert_batch(expected, cache.read_batch([4, 2]))
+            padded, info = cache.read_batch_with_info([4, 2], collate="pad")
+            assert_batch(expected, padded)
+            assert info.shapes["x"].device.type == info.is_padding.device.type == "cpu"
+        assert cache.read_batch([4, 2], device="meta")["x"].is_meta
+        assert cache.read_batch([4], device="meta", collate=list)[0]["x"].is_meta
+        if not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match="pin_memory=True requires"):
+                cache.read_batch([0], pin_memory=True)
+            with pytest.raises(RuntimeError, match="torch sees no GPU"):
+                cache.read_batch([0], device="cuda")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +17,6 @@ import wds_tensorcache as tc
 from tests.reading.batches import write
 from tests.same import assert_same
 from tests.strategies import samples as any_samples
-
-
-class Pair(NamedTuple):
-    one: Any
-    other: Any
-
-
-@dataclass
-class Record:
-    one: Any
-    other: Any
-
 
 SHARED: list[Any] = [
     [1, "a"],
@@ -74,19 +61,6 @@ def test_functions_get_one_object_for_one(tmp_path: Path) -> None:
         assert_same(sample, cache.select(["*"]).read_batch([0], collate=kept)[0])
 
 
-def test_functions_get_one_object_within_objects(tmp_path: Path) -> None:
-    one: list[Any] = [torch.ones(2), {1}]
-    plain = [1]
-    sample = {"x": one, "p": Pair(one, plain), "r": Record(plain, one), "again": plain}
-    with tc.open(write(tmp_path, [sample], allow=[Pair, Record]), allow=[Pair, Record]) as cache:
-        lazy = cache[0]
-        assert lazy["x"] is lazy["p"].one is lazy["r"].other
-        (found,) = cache.read_batch([0], collate=kept)
-    assert found["x"] is found["p"].one is found["r"].other
-    assert found["again"] is found["p"].other is found["r"].one
-    assert type(found["r"].other[0]) is torch.Tensor
-
-
 @settings(max_examples=60)
 @given(st.lists(any_samples(), min_size=1, max_size=3))
 def test_functions_get_any_samples(tmp_path_factory: pytest.TempPathFactory, samples: list[Any]) -> None:
@@ -97,82 +71,6 @@ def test_functions_get_any_samples(tmp_path_factory: pytest.TempPathFactory, sam
 
 
 # --- batches: one object in the first sample, two in another ---
-
-
-def both(i: int, *, is_one: bool, of: Any) -> dict[str, Any]:
-    one, other = of(i), of(i + 10)
-    return {"x": torch.tensor([i]), "a": one, "b": one if is_one else other}
-
-
-KINDS: dict[str, Any] = {
-    "dict": lambda i: {"n": i},
-    "ordered": lambda i: OrderedDict(n=i),
-    "list": lambda i: [i],
-    "set": lambda i: {i},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first_is_one", [True, False])
-def test_batches_of_samples_that_share_otherwise(tmp_path: Path, kind: str, first_is_one: bool) -> None:
-    """The right values, or an error that says that the structures differ; never another sample's or another place's."""
-    samples = [both(i, is_one=(i == 0) == first_is_one, of=KINDS[kind]) for i in range(3)]
-    with tc.open(write(tmp_path, samples)) as cache:
-        for numbers in ([0, 1, 2], [1, 0], [2, 1], [0]):
-            for collate in ("stack", "list", "pad"):
-                assert_rows(cache.read_batch(numbers, collate=collate), [samples[i] for i in numbers])
-        assert_rows(cache.nest([0, 1], cache.read_tensors([0, 1])), samples[:2])
-        for numbers in ([0, 1], [1, 0], [2, 1]):
-            chosen, stream = [samples[i] for i in numbers], [cache[i] for i in numbers]
-            if is_refused(chosen):
-                with pytest.raises(tc.BatchError, match="the structures of samples 0 and 1 of the batch diff.*at 'b'"):
-                    tc.nest(stream, {"x": torch.zeros(2, 1)})
-            else:
-                assert_rows(tc.nest(stream, {"x": torch.zeros(2, 1)}), chosen)
-
-
-def is_refused(samples: list[Any]) -> bool:
-    """Return whether the first sample has one container, in which the values of another sample's two have no places."""
-    shares = [sample["a"] is sample["b"] for sample in samples]
-    return shares[0] and not all(shares) and isinstance(samples[0]["a"], dict)
-
-
-def assert_rows(batch: Any, samples: list[Any]) -> None:
-    for name in ("a", "b"):
-        if is_refused(samples):
-            with pytest.raises(
-                tc.BatchError, match="its own .* at 'b', but '.*' has the .* at 'a': their structures d"
-            ):
-                rows_of(batch[name], len(samples))
-        else:
-            assert rows_of(batch[name], len(samples)) == [sample[name] for sample in samples]
-
-
-def rows_of(value: Any, count: int) -> list[Any]:
-    if isinstance(value, dict):
-        parts = {key: rows_of(part, count) for key, part in value.items()}
-        return [type(value)((key, part[i]) for key, part in parts.items()) for i in range(count)]
-    return list(value)
-
-
-@pytest.mark.parametrize("collate", ["stack", "list", "pad"])
-def test_one_tensor_in_containers_that_are_one_or_two(tmp_path: Path, collate: str) -> None:
-    def sample(i: int, *, is_one: bool) -> dict[str, Any]:
-        x = torch.tensor([i])
-        one = [x, i]
-        return {"a": one, "b": one if is_one else [x, i + 10]}
-
-    samples = [sample(0, is_one=True), sample(1, is_one=False), sample(2, is_one=True)]
-    with tc.open(write(tmp_path, samples)) as cache:
-        for unlike in ([0, 1], [1, 0]):
-            with pytest.raises(tc.BatchError, match="their structures differ|has no tensor 'b.0'"):
-                cache.read_batch(unlike, collate=collate)
-        for numbers, shared in (([0, 2], True), ([1], False)):
-            batch = cache.read_batch(numbers, collate=collate)
-            assert batch["a"][1] == numbers
-            assert batch["b"][1] == [i + 10 * (i == 1) for i in numbers]
-            assert (batch["a"] is batch["b"]) is shared
-            assert list(batch["a"][0]) == list(batch["b"][0])
 
 
 @pytest.mark.parametrize("with_tensor", [True, False])
@@ -202,3 +100,23 @@ def test_containers_that_are_shared_again_and_again(tmp_path: Path, with_tensor:
         filled = tc.nest([cache[2], cache[0]], {"x": torch.zeros(2, 1)})
         assert innermost(filled["v"])["n"] == [2, 0]
         assert tc.flatten(cache[0]).keys() == ({"x", "v" + ".a" * 60 + ".t"} if with_tensor else {"x"})
+
+
+@pytest.mark.parametrize("collate", ["stack", "list", "pad"])
+def test_one_tensor_in_containers_that_are_one_or_two(tmp_path: Path, collate: str) -> None:
+    def sample(i: int, *, is_one: bool) -> dict[str, Any]:
+        x = torch.tensor([i])
+        one = [x, i]
+        return {"a": one, "b": one if is_one else [x, i + 10]}
+
+    samples = [sample(0, is_one=True), sample(1, is_one=False), sample(2, is_one=True)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for unlike in ([0, 1], [1, 0]):
+            with pytest.raises(tc.BatchError, match="their structures differ|has no tensor 'b.0'"):
+                cache.read_batch(unlike, collate=collate)
+        for numbers, shared in (([0, 2], True), ([1], False)):
+            batch = cache.read_batch(numbers, collate=collate)
+            assert batch["a"][1] == numbers
+            assert batch["b"][1] == [i + 10 * (i == 1) for i in numbers]
+            assert (batch["a"] is batch["b"]) is shared
+            assert list(batch["a"][0]) == list(batch["b"][0])

@@ -46,6 +46,21 @@ def test_samples_that_differ(tmp_path: Path, samples: list[Any]) -> None:
         assert cache.read_batch([0, 1], collate=len) == 2
 
 
+def test_a_defaultdict_makes_nothing_up(tmp_path: Path) -> None:
+    samples = [{"x": torch.ones(2), "d": defaultdict(list, k=1)}, {"x": torch.ones(2), "d": defaultdict(list)}]
+    with tc.open(write(tmp_path, samples)) as cache:
+        batch = cache.read_batch([0, 1])
+        with pytest.raises(tc.BatchError, match="sample '001' has nothing at 'd.k'"):
+            list(batch["d"]["k"])
+
+
+def test_a_fake_tensor_mode_leaves_nothing_behind(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, [{"x": torch.full((5,), i)} for i in range(3)])) as cache:
+        with torch._subclasses.FakeTensorMode(), pytest.raises(Exception, match="Fake|aten"):
+            cache.read_batch([1, 2])["x"].tolist()
+        assert cache.read_batch([1, 2])["x"].tolist() == [[1] * 5, [2] * 5]
+
+
 def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:
     @dataclass
     class Point:
@@ -63,18 +78,4 @@ def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:
             with pytest.raises(tc.BatchError, match="tensor 'x' (is|differs)"):
                 cache.read_batch(numbers)
         assert cache.read_batch([1])["x"].shape == (1, 3, 2)
-
-
-def test_a_defaultdict_makes_nothing_up(tmp_path: Path) -> None:
-    samples = [{"x": torch.ones(2), "d": defaultdict(list, k=1)}, {"x": torch.ones(2), "d": defaultdict(list)}]
-    with tc.open(write(tmp_path, samples)) as cache:
-        batch = cache.read_batch([0, 1])
-        with pytest.raises(tc.BatchError, match="sample '001' has nothing at 'd.k'"):
-            list(batch["d"]["k"])
-
-
-def test_a_fake_tensor_mode_leaves_nothing_behind(tmp_path: Path) -> None:
-    with tc.open(write(tmp_path, [{"x": torch.full((5,), i)} for i in range(3)])) as cache:
-        with torch._subclasses.FakeTensorMode(), pytest.raises(Exception, match="Fake|aten"):
-            cache.read_batch([1, 2])["x"].tolist()
-        assert cache.read_batch([1, 2])["x"].tolist() == [[1] * 5, [2] * 5]
+        assert list(cache.schema) == ["x"]

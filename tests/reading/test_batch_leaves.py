@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-import tarfile
 from collections import OrderedDict, defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ import wds_tensorcache as tc
 from tests.reading.batches import damage, member_of, write
 
 ABC = ["a", "b", "c"]
-PREAMBLE_NBYTES = 42  # FORMAT.md 2.1
 
 
 @pytest.fixture
@@ -106,38 +102,7 @@ def test_samples_of_equal_tensors_and_other_keys(tmp_path: Path) -> None:
                 cache.read_batch([0, 1])["even"].tolist()
 
 
-def test_after_close(tmp_path: Path) -> None:
-    cache = tc.open(write(tmp_path, [{"i": i, "x": torch.tensor(i)} for i in range(3)]))
-    seen, unseen = cache.read_batch([0, 1]), cache.read_batch([1, 2])
-    assert seen["i"] == [0, 1]
-    cache.close()
-    assert seen["i"] == [0, 1]
-    with pytest.raises(ValueError, match="the cache is closed"):
-        unseen["i"].tolist()
-
-
 # --- structures ---
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_ragged_values_are_leaves(tmp_path: Path, count: int) -> None:
-    samples = [{"x": torch.tensor(i), "ids": list(range(i)), "pair": (i,) * i, "d": {"n": i}} for i in range(count)]
-    with tc.open(write(tmp_path, samples)) as cache:
-        for _ in range(2):
-            batch = cache.read_batch(range(count))
-            assert batch["ids"] == [sample["ids"] for sample in samples]
-            assert batch["pair"] == [sample["pair"] for sample in samples]
-            assert batch["d"]["n"] == list(range(count))
-
-
-def test_samples_without_containers_or_tensors(tmp_path: Path) -> None:
-    for name, samples in (("plain", [1, "x", None]), ("lists", [[1], [], [[2]]]), ("tensors", list(torch.eye(3)))):
-        with tc.open(write(tmp_path / name, samples)) as cache:
-            batch = cache.read_batch([2, 0, 1])
-            if name == "tensors":
-                assert torch.equal(batch, torch.eye(3)[[2, 0, 1]])
-            else:
-                assert batch == [samples[2], samples[0], samples[1]]
 
 
 def test_containers_are_kept(tmp_path: Path) -> None:
@@ -258,21 +223,6 @@ def many(count: int = 150) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("io", ["auto", "pread"])
-def test_batches_of_many(tmp_path: Path, io: Any) -> None:
-    samples = many()
-    with tc.open(write(tmp_path, samples, max_samples=60), io=io) as cache, ThreadPoolExecutor(4) as executor:
-        for indices in (range(150), [149, 3, 3, *range(0, 150, 2), 77], range(60, 85), [1, 140]):
-            for _ in range(3):
-                batch = cache.read_batch(indices)
-                assert batch.pop("many").flatten().tolist() == list(indices)
-                # the first use reads all of them, in any thread
-                for name, values in zip(batch, executor.map(list, batch.values()), strict=True):
-                    wanted = [samples[i][name] for i in indices]
-                    assert values == wanted
-                    assert list(map(type, values)) == list(map(type, wanted))
-
-
 @pytest.mark.parametrize("where", ["preamble", "text"])
 def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
     with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
@@ -286,23 +236,3 @@ def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
         batch = cache.read_batch(range(150))
         with pytest.raises(tc.FormatError, match="070"):
             batch["name"].tolist()
-
-
-@pytest.mark.parametrize("every", [1, 7])
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_skeletons_of_stock_pickle(tmp_path: Path, every: int, protocol: int) -> None:
-    """Their bodies start at byte 2. Some names are too long for the tar header."""
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        for i in range(20):
-            skeleton, tensors = tc.encode_sample({"stock": torch.tensor([i]), "name": "n" * (i % 60), "i": i})
-            if i % every == 0:
-                skeleton = bytes((0x80, protocol)) + skeleton[PREAMBLE_NBYTES:]
-            for suffix, content in ((".skel.pyd", skeleton), (".safetensors", tensors)):
-                info = tarfile.TarInfo(f"{i:03}" + "k" * (100 if i % 5 == 2 else 0) + suffix)
-                info.size = len(content)
-                tar.addfile(info, BytesIO(content))
-    with tc.open(tmp_path) as cache:
-        for _ in range(3):
-            batch = cache.read_batch(range(20))
-            assert batch["name"] == ["n" * (i % 60) for i in range(20)]
-            assert batch["i"] == list(range(20))

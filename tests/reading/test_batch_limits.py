@@ -47,26 +47,6 @@ def test_as_many_dimensions_as_there_can_be(tmp_path: Path, collate: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["tensor", "ndarray"])
-@pytest.mark.parametrize("at", [0, 63])
-def test_ragged_ones_of_64_dimensions(tmp_path: Path, kind: str, at: int) -> None:
-    """torch has tensors of 65 dimensions, numpy has not; and only the first dimension is padded."""
-    sizes = [[1] * at + [size] + [1] * (63 - at) for size in (1, 3)]
-    rows = [torch.full(size, 7) for size in sizes]
-    with tc.open(write(tmp_path, [{"x": row if kind == "tensor" else row.numpy()} for row in rows])) as cache:
-        if kind == "tensor" and at == 0:
-            batch, info = cache.read_batch_with_info([0, 1], collate="pad")
-            assert batch["x"].reshape(-1).tolist() == [7, 0, 0, 7, 7, 7]
-            assert info.shapes["x"].tolist() == sizes
-        else:
-            message = (
-                r"tensor 'x' of sample '000' cannot be stacked: .*64 dimensions|only the first dimension is padded"
-            )
-            with pytest.raises(tc.BatchError, match=message):
-                cache.read_batch([0, 1], collate="pad")
-        assert [row.shape for row in cache.read_batch([0, 1], collate="list")["x"]] == [tuple(size) for size in sizes]
-
-
-@pytest.mark.parametrize("kind", ["tensor", "ndarray"])
 def test_empty_ones_whose_other_sizes_are_huge(tmp_path: Path, kind: str) -> None:
     """Nothing is in them, but torch and numpy multiply the sizes for their strides."""
     row = torch.empty(1 << 29, 0, 1 << 29, dtype=torch.uint8)

@@ -147,22 +147,6 @@ def test_a_shared_dataset_loads_nothing(tmp_path: Path) -> None:
         assert shared.stats() == stats
 
 
-def test_a_million_samples_of_thousands_of_shapes(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path, max_samples=1000, fsync=False) as sink:
-        for i in range(3000):
-            sink.write(f"{i}", {"x": torch.zeros(i // 2, dtype=torch.uint8), "y": torch.zeros(1), "i": [i] * 100})
-    with tc.open(tmp_path) as cache:
-        described = cache.describe()
-        assert (described.tensors["x"].num_shapes, len(described.tensors["x"].shapes)) == (1500, 20)
-        assert list(described.tensors["x"].shapes.items())[:2] == [((0,), 2), ((1,), 2)]
-        assert described.tensors["y"].shapes == {(1,): 3000}
-        large = cache[np.arange(1_000_000) * 7 % 3000].describe()
-        assert large.num_samples == large.tensors["y"].shapes[1,] == 1_000_000
-        assert large.tensors["x"].num_shapes == 1500
-        assert (large.num_examined, large.values["i"].types) == (64, {"list of 100 int": 64})
-        assert len(repr(large)) < 1000
-
-
 def test_thousands_of_names(tmp_path: Path) -> None:
     """Also if they differ between samples."""
     samples: list[Any] = [

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
 from tests.same import assert_same
@@ -133,19 +132,6 @@ def test_batches(joined: Any, named: Any) -> None:
                 cache.read_batch(numbers, collate=collate)
 
 
-def test_pickle_and_workers(joined: Any, named: Any) -> None:
-    for cache, view in ((joined, joined[2:9:3]), (named, named[2:9:3])):
-        with pickle.loads(pickle.dumps(view)) as copied:
-            assert list(copied.keys()) == ["k2", "k5", "k8"]
-            for i in range(3):
-                assert_same(tc.realize(view[i]), copied[i])
-            assert copied.schema == view.schema
-        loader = DataLoader(cache, batch_size=4, num_workers=1, collate_fn=list)
-        read = [sample for batch in loader for sample in batch]
-        for expected, sample in zip(cache, read, strict=True):
-            assert_same(tc.realize(expected), sample)
-
-
 def test_caches_that_are_open_and_joins_of_joins(folders: tuple[Path, Path], tmp_path: Path) -> None:
     masks = write(tmp_path, lambda i: {"mask": torch.tensor(i > 5)}, NUMBERS)
     with tc.open(folders[0])[3:6] as latents, tc.open(folders[1]) as texts:
@@ -197,13 +183,6 @@ def test_inner_keeps_what_all_have(folders: tuple[Path, Path], tmp_path: Path) -
         assert len(cache) == COUNT
 
 
-def test_a_key_that_is_twice_in_another_cache(folders: tuple[Path, Path]) -> None:
-    twice = tc.open([folders[1], folders[1]])
-    for how in ("exact", "inner"):
-        with pytest.raises(KeyError, match="occurs twice"):
-            tc.join([folders[0], twice], how=how)  # type: ignore[arg-type]
-
-
 # --- keys= ---
 
 
@@ -234,12 +213,6 @@ def test_samples_without_a_caption(folders: tuple[Path, Path], tmp_path: Path) -
             assert [sample["text"]["caption"] for sample in cache] == [0, 1]
 
 
-@pytest.mark.parametrize("keys", [{"other": {}}, {"image": {}}, {0: {}}, {2: {}}])
-def test_keys_for_caches_that_are_not_there(folders: tuple[Path, Path], keys: Any) -> None:
-    with pytest.raises(ValueError, match="keys has .*, expected names of caches after the first: 'text'"):
-        tc.join({"image": folders[0], "text": folders[1]}, keys=keys)
-
-
 # --- what cannot be ---
 
 
@@ -266,14 +239,6 @@ def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> No
     ):
         with pytest.raises(error, match=message):
             tc.join(wrong, **options)  # type: ignore[arg-type]
-
-
-def test_close(folders: tuple[Path, Path]) -> None:
-    with tc.join(list(folders)) as cache:
-        pooled = cache[0]["pooled"]
-    for use in (lambda: cache[0], lambda: cache.read_batch([0]), pooled.load):
-        with pytest.raises(ValueError, match="the cache is closed"):
-            use()
 
 
 def test_names_of_caches_are_parts_of_tensor_names(tmp_path: Path) -> None:

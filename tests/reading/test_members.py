@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -89,19 +89,6 @@ def test_suffixes_of_other_writers(tmp_path: Path, raw: bytes, suffix: str, inde
     assert tc.verify(path).ok
 
 
-def test_samples_without_the_cache(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
-        for i in range(6):
-            members: dict[str, Any] = {"b.tensorcache" if i % 2 else "a.tensorcache": [torch.tensor(i)]}
-            sink.write(f"{i}", txt=f"number {i}", **members, **({"cls": i} if i > 2 else {}))
-    with tc.open(tmp_path, cache="b") as cache:
-        assert cache.members == {"txt": 3, "cls": 2}
-        assert cache.read_members([0, 1, 2], "txt") == [b"number 1", b"number 3", b"number 5"]
-        assert cache.read_members([1, 2], "cls") == [b"3", b"5"]
-        with pytest.raises(KeyError, match="sample '1' has no member 'cls'"):
-            cache.read_members([0], "cls")
-
-
 def test_joined(folder: Path, tmp_path: Path) -> None:
     """A member comes from the first cache that has it for the sample."""
     with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
@@ -128,6 +115,12 @@ def test_a_shard_that_changed(tmp_path: Path) -> None:
         sink.write("b", {"x": torch.tensor([1])}, txt="second")
     with tc.open(path) as cache:
         assert cache.read_members([0], "txt") == [b"first"]
+        lazy = pickle.loads(pickle.dumps(cache[0]["x"]))
         path.write_bytes(path.read_bytes().replace(b"second", b"2econd"))
         with pytest.raises(tc.FormatError, match="the shard was changed"):
+            cache.read_members([1], "txt")
+        with pytest.raises(tc.FormatError, match="the shard was changed since this lazy tensor was made"):
+            lazy.load()
+        os.truncate(path, 1000)
+        with pytest.raises(tc.FormatError, match=r"0\.tar: .*cut short"):
             cache.read_members([1], "txt")

@@ -33,16 +33,6 @@ def test_a_manifest_lists_it(tmp_path: Path, link: bool) -> None:
     assert list(tc.open(tmp_path / "out").keys()) == ["000", "001"]
 
 
-def test_a_folder_has_a_link_to_nothing(tmp_path: Path) -> None:
-    write(tmp_path, 2, manifest=False)
-    (tmp_path / "a.tar").symlink_to("nowhere")
-    for source in (tmp_path, tmp_path / "*.tar"):
-        with pytest.raises(FileNotFoundError, match=r"a\.tar"):
-            tc.open(source)
-    with pytest.raises(tc.MissingShardError, match=r"a\.tar: .* does not exist"):
-        tc.open(tmp_path)
-
-
 def test_it_went_since(tmp_path: Path) -> None:
     path = write(tmp_path, 2)
     cache = tc.open(tmp_path)

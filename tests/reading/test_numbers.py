@@ -80,24 +80,17 @@ def test_they_are_the_tensors_of_their_lists(batch: Any) -> None:
 
 FUNCTIONS: list[Callable[[Any, Any, Any], Any]] = [
     lambda weight, index, keep: LOSS * weight,
-    lambda weight, index, keep: weight * LOSS,
     lambda weight, index, keep: (LOSS - index) / weight,
-    lambda weight, index, keep: index % LOSS,
     lambda weight, index, keep: LOSS.clone().mul_(weight),
     lambda weight, index, keep: LOSS.half() * weight,
     lambda weight, index, keep: weight < LOSS,
     lambda weight, index, keep: index == LOSS,
-    lambda weight, index, keep: index != LOSS,
     lambda weight, index, keep: (LOSS * index).sum().item() * torch.clone(weight),
     lambda weight, index, keep: ROWS[index],
-    lambda weight, index, keep: ROWS[:, index],
     lambda weight, index, keep: LOSS[keep],
-    lambda weight, index, keep: LOSS.masked_fill(keep, 0),
     lambda weight, index, keep: functional.cross_entropy(ROWS[:COUNT], target=index),
     lambda weight, index, keep: torch.where(keep, LOSS, weight),
-    lambda weight, index, keep: torch.stack([index, index]),
     lambda weight, index, keep: torch.cat([weight, LOSS]),
-    lambda weight, index, keep: torch.einsum("b,b->", LOSS, weight),
     lambda weight, index, keep: torch.lerp(LOSS, LOSS, weight=weight).nan_to_num(),
 ]
 
@@ -193,15 +186,6 @@ def test_lists_of_which_the_first_is_empty(tmp_path: Path, lists: list[Any]) -> 
             sink.write(str(i), {"x": torch.ones(1), "ids": ids})
     with tc.open(tmp_path / "a.tar") as cache, pytest.raises(tc.BatchError, match="lists of different lengths"):
         torch.clone(cache.read_batch([0, 1])["ids"])
-
-
-def test_they_are_decoded_only_when_they_are_used(cache: Any) -> None:
-    batch = cache.read_batch(range(COUNT))
-    torch.utils._pytree.tree_map(lambda leaf: leaf, batch)
-    assert all(value._list is None for name, value in batch.items() if name != "x")
-    LOSS * batch["weight"]
-    assert batch["weight"]._list == WEIGHTS
-    assert batch["index"]._list is None
 
 
 def test_copies_and_files(cache: Any) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
@@ -70,33 +68,6 @@ def test_a_folder_without_a_manifest(folder: Path) -> None:
     (folder / "notes.txt").write_text("")
     (folder / ".train-000009.tar").write_text("not finished")
     check(folder)
-
-
-def test_shards_of_webdataset(folder: Path, tmp_path: Path) -> None:
-    pattern = str(tmp_path / "stock-%02d.tar")
-    with wds.ShardWriter(pattern, maxcount=5, encoder=tc.encoder(), verbose=False, mtime=0) as sink:
-        for i in range(COUNT):
-            sink.write({"__key__": f"{i:03d}", "tensorcache": diffusion_sample(i), "json": {"i": i}})
-    shards = str(tmp_path / "stock-{00..02}.tar")
-    check(shards)
-    for number in range(3):
-        tc.write_index(pattern % number)
-    check(shards)
-    check([folder / "train-000000.tar", pattern % 1, pattern % 2])
-
-
-def test_patterns_in_folders_that_look_like_patterns(folder: Path, tmp_path: Path) -> None:
-    odd = tmp_path / "run[1]"
-    shutil.copytree(folder, odd / "shards")
-    check(odd / "shards" / "train-*.tar")
-    check(odd / "shards" / "train-{000000..000002}.tar")
-    check(odd / "shards")
-    check(odd / "sha*")
-    check(odd / "*" / "manifest.json")
-    shutil.copy(folder / "train-000000.tar", folder / "x{1..2}.tar")
-    check(folder / "x{1..2}.tar", range(5))
-    shutil.copy(folder / "train-000000.tar", folder / "x{.tar")
-    check(folder / "*{.tar", range(5))
 
 
 # --- errors ---
@@ -199,12 +170,6 @@ def change(folder: Path, edit: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(document))
 
 
-def test_a_manifest_alone_says_what_is_finished(folder: Path) -> None:
-    change(folder, lambda document: document["shardlist"].pop())
-    with pytest.warns(UserWarning, match="manifest.json does not list 1 of the shards in the folder"):
-        check(folder, range(10))
-
-
 def test_shards_of_another_size(folder: Path) -> None:
     with open(folder / "train-000001.tar", "ab") as file:
         file.write(b"x")
@@ -240,16 +205,6 @@ def test_another_number_of_samples(folder: Path, count: int, table: str) -> None
             for use in (lambda c: c[5], lambda c: c["000"], lambda c: c.read_batch([5]), lambda c: c.schema):
                 with pytest.raises(tc.FormatError, match=message):
                     use(copy)
-
-
-def test_a_listed_shard_without_caches(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path, max_samples=1) as sink:
-        sink.write("a", {"x": torch.ones(2)})
-        sink.write("b", json={"only": "another member"})
-        sink.write("c", {"x": torch.zeros(2)})
-    with tc.open(tmp_path) as cache:
-        assert list(cache.keys()) == ["a", "c"]
-        assert cache.read_batch(["c", "a"])["x"].tolist() == [[0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize(

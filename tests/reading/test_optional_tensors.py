@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.reading.batches import damage, member_of, write
+from tests.reading.batches import write
 
 COUNT = 6
 LENGTHS = [2, None, 3, "no key", 1, None]  # of the mask
@@ -189,21 +189,6 @@ def test_nothing_is_lost_without_a_word(tmp_path: Path, samples: list[Any]) -> N
                     tc.nest([cache[i] for i in order], cache.read_tensors(order, collate="list"))
 
 
-def test_only_none_takes_its_place(tmp_path: Path) -> None:
-    """Samples that differ only in plain values are read alike, but a value in place of a tensor is always an error."""
-    masks = [torch.zeros(2), None, None, 5]
-    samples = [{"latent": torch.tensor([i]), "mask": mask, "pair": (i, [str(i)])} for i, mask in enumerate(masks)]
-    with tc.open(write(tmp_path, samples, max_samples=len(samples))) as cache:
-        for _ in range(3):  # later with known templates
-            for good in ([0, 1, 2], [1, 2, 0], [2, 0, 1, 1], [1, 2]):
-                batch = cache.read_batch(good, collate="list")
-                assert listed(batch)["mask"] == [None if i else [0, 0] for i in good]
-                assert batch["pair"] == [(i, [str(i)]) for i in good]
-            for bad in ([0, 1, 3], [1, 0, 3, 2], [3, 0, 1]):
-                with pytest.raises(tc.BatchError, match="their structures differ"):
-                    cache.read_batch(bad, collate="list")
-
-
 @pytest.mark.parametrize("chooses", [False, True])
 @pytest.mark.parametrize("joins", [False, True])
 def test_batches_from_shards_that_lack_it(tmp_path: Path, joins: bool, chooses: bool) -> None:
@@ -243,42 +228,6 @@ def test_a_batch_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:
         assert info.mask("mask").tolist() == [[False] * 3] * 2
 
 
-def test_a_tensor_of_another_dtype_outside_the_batch(tmp_path: Path) -> None:
-    """Only samples of the batch must have one dtype."""
-    samples = [{"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(2).half()}]
-    samples += [{"x": torch.ones(2), "y": torch.ones(2), "z": torch.ones(1)}]
-    with tc.open(write(tmp_path, samples, max_samples=3)) as cache:
-        for rows in ([0, 1], [1, 0]):
-            batch = cache.read_batch(rows, collate={"y": "pad"})
-            assert batch["y"].dtype == torch.float16
-            assert batch["y"].tolist() == [[1, 1] if i else [0, 0] for i in rows]
-        with pytest.raises(tc.BatchError, match=r"'y' is tensor of torch.float16 in sample '\d+1', but"):
-            cache.read_batch([0, 1, 2], collate={"y": "pad"})
-
-
-def test_damaged_samples_outside_the_batch_do_not_disturb_it(tmp_path: Path) -> None:
-    samples = [{"latent of the damaged": X, "mask": Y if i == 2 else None} for i in range(4)]
-    with tc.open(write(tmp_path, samples)) as cache:
-        (path,) = map(str, tmp_path.glob("*.tar"))
-        begin, skeleton = member_of(path, "002.skel.pyd")
-        damage(path, begin + len(skeleton) - 10, b"\xff" * 10)
-        assert cache.read_batch([0, 1], collate="list")["mask"] == [None, None]
-        for order in ([0, 2], [2, 0]):
-            with pytest.raises(tc.FormatError, match="sample '002'"):
-                cache.read_batch(order, collate="list")
-
-
-def test_masks_of_tensors_that_differ_or_are_lacking(tmp_path: Path) -> None:
-    samples = [{"x": torch.zeros((2,) * (1 + i % 2)), "y": torch.zeros(3) if i > 3 else None} for i in range(6)]
-    with tc.open(write(tmp_path, samples)) as cache:
-        _, info = cache.read_batch_with_info([0, 1], collate="list")
-        with pytest.raises(KeyError, match="no tensor 'x' of one number of dimensions"):
-            info.mask("x")
-        with pytest.raises(KeyError, match="no tensor 'z' of one number of dimensions"):
-            info.mask("z")
-        assert info.mask("y").shape == (2, 0)
-
-
 def test_lists_of_other_tensors_differ_in_length(tmp_path: Path) -> None:
     """Samples with 1 to 4 captions do not disturb a batch that does not select the captions."""
     samples = [
@@ -292,24 +241,3 @@ def test_lists_of_other_tensors_differ_in_length(tmp_path: Path) -> None:
                 assert batch["x"].tolist() == [[i] for i in numbers]
                 assert batch["n"].tolist() == numbers
                 assert all(list(one) == [None] * len(numbers) for one in batch["captions"])
-
-
-def test_samples_without_tensors(tmp_path: Path) -> None:
-    with tc.open(write(tmp_path, [{"n": 1}, {"n": 2}, {"n": 3, "x": torch.ones(2)}], max_samples=2)) as cache:
-        assert cache.read_batch([0, 1])["n"] == [1, 2]
-        assert cache.read_batch([1, 0], collate="pad")["x"].shape == (2, 0)
-
-
-def test_a_shorter_list(tmp_path: Path) -> None:
-    """The remedies that the error names work; `collate="list"` has no place for the tensor."""
-    x = torch.ones(2)
-    with tc.open(write(tmp_path, [{"x": [x, x]}, {"x": [x]}])) as cache:
-        with pytest.raises(
-            tc.BatchError, match="has no tensor 'x.1'.*use collate='list' or 'pad' for this tensor, or do not sel"
-        ):
-            cache.read_batch([0, 1])
-        with pytest.raises(tc.BatchError, match="structures differ; collate with a function, or use read_tensors"):
-            cache.read_batch([0, 1], collate="list")
-        assert cache.select("x.0").read_batch([0, 1])["x"][0].shape == (2, 2)
-        assert cache.read_tensors([0, 1], collate="list")["x.1"][1] is None
-        assert [len(sample["x"]) for sample in cache.read_batch([0, 1], collate=list)] == [2, 1]

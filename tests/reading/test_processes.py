@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -127,16 +126,6 @@ def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: s
         assert int(cache[0]["x"][0]) == cache[0]["i"] == 100
 
 
-def test_a_pickled_cache_of_shards_that_are_gone(tmp_path: Path) -> None:
-    write_numbers(tmp_path, 0, 12)
-    pickled = pickle.dumps(tc.open(tmp_path))
-    (tmp_path / "1.tar").unlink()
-    with pickle.loads(pickled) as copied:
-        assert int(copied[0]["x"][0]) == 0
-        with pytest.raises(FileNotFoundError, match=r"1\.tar"):
-            copied[5]
-
-
 # --- DataLoader ---
 
 
@@ -165,13 +154,6 @@ def test_data_loader(cache: tc.TensorCache, tmp_path: Path, method: str) -> None
 
 
 @FORK
-def test_fork_after_use(cache: tc.TensorCache) -> None:
-    check(cache, list(range(COUNT)))
-    assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
-    check(cache, list(range(COUNT)))
-
-
-@FORK
 def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
     stop = threading.Event()
 
@@ -191,26 +173,6 @@ def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
             stop.set()
         for future in futures:
             future.result()
-
-
-@FORK
-def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
-    with tc.ShardWriter(tmp_path / "%04d.tar", max_samples=1, fsync=False, dali_index=False) as writer:
-        for i in range(150):
-            writer.write(str(i), torch.tensor([i]))
-
-    def read() -> None:
-        torch.set_num_threads(1)  # as DataLoader does in its workers
-        os.closerange(3, 65536)  # what the tests before have left open, which the limit below does not expect
-        resource.setrlimit(resource.RLIMIT_NOFILE, (43, 43))
-        order = np.random.default_rng(0).permutation(150)
-        for io in ("auto", "pread"):
-            with tc.open(tmp_path, io=io) as cache:
-                assert cache.read_batch(order)[:, 0].tolist() == order.tolist()
-                assert [int(cache[str(i)]) for i in order] == order.tolist()
-
-    assert run_in_child(read, kill_after_s=20) == 0
 
 
 # --- threads ---

@@ -17,15 +17,6 @@ from tests.reading.batches import write
 
 A, B = torch.zeros(2), torch.ones(2)
 
-ALIKE: list[Any] = [
-    [{"x": A, "y": B, "pick": A}, {"x": A + 2, "y": B, "pick": A + 2}],
-    [{(64, 64): A, (32, 32): B}, {(64, 64): A + 2, (32, 32): B + 2}],
-    [{1: A, "1": B}, {1: A + 2, "1": B + 2}],
-    [[A] * 2, [B] * 2],
-]
-for same in ALIKE[0]:
-    same["pick"] = same["x"]  # one object
-
 UNLIKE = {
     "keys in another order": [{(64, 64): A, (32, 32): B}, {(32, 32): B, (64, 64): A}],
     "other keys": [{(1, 2): A}, {(3, 4): B}],
@@ -38,16 +29,6 @@ SMALL = {
     "a dict or a text": [{"t": A, "m": {0: "q"}}, {"t": A, "m": "hello"}],
     "inside of a list": [{"t": [A, {"a": 1}]}, {"t": [A, {"a": 1, "b": 2}]}],
 }
-
-
-@pytest.mark.parametrize("samples", ALIKE, ids=str)
-def test_samples_that_are_alike(tmp_path: Path, samples: list[Any]) -> None:
-    with tc.open(write(tmp_path, samples * 3)) as cache:
-        for collate in ("stack", "list", "pad"):
-            batch = cache.read_batch([0, 1, 3], collate=collate)
-            for key in samples[0] if isinstance(samples[0], dict) else range(2):
-                for at, i in enumerate((0, 1, 1)):
-                    assert torch.equal(batch[key][at], samples[i][key])
 
 
 @pytest.mark.parametrize("samples", UNLIKE.values(), ids=UNLIKE)
@@ -126,12 +107,3 @@ def test_select_changes_no_place(tmp_path_factory: pytest.TempPathFactory, names
                 assert value == whole[path] or (value == [None] * 3 and ".".join(map(str, path)) not in names)
             lost = {".".join(map(str, path)) for path in whole.keys() - found.keys()}
             assert lost == ({"x", "only.1.y"} - names)  # the tensors in dicts
-
-
-def test_shared_datasets_select_alike(tmp_path: Path) -> None:
-    with tc.SharedDataset(SELECTED, f"selected-{tmp_path.name}", directory=tmp_path) as shared:
-        whole = _places(shared.read_batch([2, 0, 1]))
-        found = _places(shared.select(["only.1.y"]).read_batch([2, 0, 1]))
-    assert found["cond", 0, 1, "prompt"] == whole["cond", 0, 1, "prompt"] == ["p2", "p0", "p1"]
-    assert found["only", 1, "y"] == whole["only", 1, "y"]
-    assert found["cond", 0, 0] == [None] * 3

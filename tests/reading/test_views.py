@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import random
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,16 +119,6 @@ def check(view: Any, expected: list[dict[str, Any]], model: list[dict[str, Any]]
             tc.join([view, view[:-1]])
 
 
-def test_keys_of_a_whole_shard_in_another_order(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar") as writer:
-        for number in range(4):
-            writer.write(f"k{number}", number)
-    with tc.open(tmp_path) as cache:
-        for order in itertools.permutations(range(4)):
-            assert list(cache[list(order)].keys()) == [f"k{number}" for number in order]
-        assert list(cache[[0, 1, 1, 3]].keys()) == ["k0", "k1", "k1", "k3"]
-
-
 # --- what it costs, at 40,000 samples in 40 shards ---
 
 NUM_SHARDS, PER_SHARD = 40, 1000
@@ -149,50 +137,6 @@ def cache(many: str) -> Iterator[Any]:
     with tc.open(many) as opened:
         assert len(opened.members) == 0  # the indexes are read
         yield opened
-
-
-class Counted(np.ndarray[Any, Any]):
-    """An array that counts the elements of arrays that are computed with, of itself and all that comes of it."""
-
-    touched = 0
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        return _counted(getattr(ufunc, method), inputs, options)
-
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _counted(function, args, kwargs)
-
-
-def _counted(function: Callable[..., Any], args: Any, options: Any) -> Any:
-    plain, options = _convert(args, np.ndarray), _convert(options, np.ndarray)
-    Counted.touched += max((value.size for value in plain if isinstance(value, np.ndarray)), default=0)
-    return _convert(function(*plain, **options), Counted)
-
-
-def _convert(value: Any, kind: type[np.ndarray[Any, Any]]) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_convert(item, kind) for item in value)
-    if isinstance(value, dict):
-        return {name: _convert(item, kind) for name, item in value.items()}
-    return value.view(kind) if isinstance(value, np.ndarray) else value
-
-
-@pytest.mark.parametrize(
-    ("use", "limit"),
-    [
-        (lambda view: view.schema, 24),
-        (lambda view: view.select("x"), 24),
-        (lambda view: view.members, 24),
-        (lambda view: tc.Loader(view, bucket_by="x", num_threads=0), 24),
-        (lambda view: [view[sparse.key_of(number)] for number in range(400)], 40),
-    ],
-    ids=["schema", "select", "members", "buckets", "keys"],
-)
-def test_samples_are_not_looked_at_once_for_each_shard_or_key(cache: Any, use: Any, limit: int) -> None:
-    view = tc.TensorCache(cache._store, np.random.default_rng(0).permutation(COUNT).view(Counted))
-    Counted.touched = 0
-    use(view)
-    assert Counted.touched <= limit * COUNT
 
 
 @pytest.mark.parametrize(
@@ -219,33 +163,9 @@ def test_little_memory_for_a_range(cache: Any, use: Callable[[Any], Any], nbytes
         tracemalloc.stop()
 
 
-def test_a_join_of_other_shards_with_the_same_keys_holds_no_keys(cache: Any, many: str) -> None:
-    with tc.open(many) as other:
-        assert other.members == {}
-        join = tc.join  # imports its module
-        tracemalloc.start()
-        try:
-            join({"a": cache, "b": other})
-            assert tracemalloc.get_traced_memory()[1] < 4 * COUNT
-        finally:
-            tracemalloc.stop()
-
-
 def test_a_slice_of_slices_is_pickled_as_a_range(cache: Any) -> None:
     view = cache[::-2][10:][:-5:3]
     assert len(pickle.dumps(view)) < len(pickle.dumps(cache)) + 200
     with pickle.loads(pickle.dumps(view)) as copied:
         assert len(copied) == len(view)
         assert list(copied.keys()[:50]) == list(view.keys()[:50])
-
-
-def test_shards_with_holes_are_shards(tmp_path: Path) -> None:
-    """Samples of shards that the benchmark makes are those that `ShardWriter` writes."""
-    sparse.write_shards(tmp_path / "cache", 3, 20)
-    assert sorted(sparse.numbers_read(60)) == list(range(60))
-    assert tc.verify(tmp_path / "cache").ok
-    with tc.ShardWriter(tmp_path / "%06d.tar", max_samples=20, fsync=False) as writer:
-        for number in range(60):
-            writer.write(sparse.key_of(number), sparse.sample_of(number))
-    for path in tmp_path.glob("*.tar"):
-        assert path.read_bytes() == (tmp_path / "cache" / path.name).read_bytes()

@@ -13,6 +13,8 @@ import safetensors.numpy
 import xxhash
 
 Arrays = dict[str, Any]
+Change = Callable[[Arrays], object]
+U8, U64 = np.uint8, np.uint64
 TRAILER_NBYTES = 40
 
 
@@ -37,7 +39,7 @@ def put_footer(path: Path, body: bytes, end: int | None = None) -> None:
     path.write_bytes(shard + body + numbers + struct.pack("<Q8s", digest, b"tcindex1"))
 
 
-def forge(path: Path, change: Callable[[Arrays], object]) -> None:
+def forge(path: Path, change: Change) -> None:
     """Change the arrays in the footer of a shard."""
     arrays = safetensors.numpy.load(body_of(path))
     change(arrays)
@@ -46,10 +48,30 @@ def forge(path: Path, change: Callable[[Arrays], object]) -> None:
 
 def forge_names(path: Path, **changes: Any) -> None:
     """Change entries of the JSON in the footer of a shard; None deletes one."""
+    forge(path, rename(**changes))
+
+
+def put(name: str, at: int, value: int) -> Change:
+    """Return a change of one number."""
+
+    def change(arrays: Arrays) -> None:
+        arrays[name] = arrays[name].astype(U64)
+        arrays[name][at] = value
+
+    return change
+
+
+def replace(**changes: Any) -> Change:
+    """Return a change of arrays by name, in which `__` stands for a dot."""
+    return lambda arrays: arrays.update({name.replace("__", "."): np.asarray(array) for name, array in changes.items()})
+
+
+def rename(**changes: Any) -> Change:
+    """Return a change of entries of the JSON in an index; None deletes one."""
 
     def change(arrays: Arrays) -> None:
         names = json.loads(arrays["names"].tobytes()) | changes
         text = json.dumps({name: value for name, value in names.items() if value is not None})
-        arrays["names"] = np.frombuffer(text.encode(), np.uint8)
+        arrays["names"] = np.frombuffer(text.encode(), U8)
 
-    forge(path, change)
+    return change

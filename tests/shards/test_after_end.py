@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import tarfile
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import wds_tensorcache as tc
-from tests.shards.damage import contents_of, erase, flip, members, write
-from tests.shards.tars import BLOCK, build, by_tarfile_in
+from tests.shards.damage import contents_of, erase, faults, members, write
+from tests.shards.tars import BLOCK, FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
 
 
 def assert_refused(path: Path, call: Callable[[], object] | None = None) -> tc.FormatError:
@@ -24,15 +25,6 @@ def assert_refused(path: Path, call: Callable[[], object] | None = None) -> tc.F
     assert caught.value.kind == "trailing"
     assert str(path) in str(caught.value)
     return caught.value
-
-
-def test_zeros_up_to_the_end(tmp_path: Path) -> None:
-    """Nothing but zeros is left: an index knows that there was more."""
-    path = write(tmp_path, 3, footer=False, dali_index=False, manifest=False)
-    tc.write_index(path, dali_index=False)
-    begin = members(path)["001.skel.pyd"][0] - BLOCK
-    erase(path, begin, path.stat().st_size)
-    assert assert_refused(path).offset == begin
 
 
 @pytest.mark.parametrize(
@@ -55,17 +47,6 @@ def test_zeros_are_accounted_for(tmp_path: Path, zeros: int) -> None:
         tc.write_index(path, dali_index=False)
         assert path.read_bytes() == before
         assert [fault.kind for fault in tc.verify(path).faults] == ["truncated"] * (not zeros)
-
-
-def test_an_index_that_is_damaged_or_stale_is_replaced(tmp_path: Path) -> None:
-    path = write(tmp_path, 3, dali_index=False, manifest=False)
-    whole = path.read_bytes()
-    end = tc.write_index(path, dali_index=False).end
-    flip(path, len(whole) - 100)
-    assert len(tc.write_index(path, dali_index=False).keys) == 3
-    more = build([("z.json", b"1")])
-    path.write_bytes(whole[:end] + more + whole[end + len(more) :])
-    assert len(tc.write_index(path, dali_index=False).keys) == 4
 
 
 @pytest.mark.parametrize("has_footer", [True, False])
@@ -106,3 +87,49 @@ def test_members_over_a_stale_index(tmp_path: Path) -> None:
         lost = archive.getmember("z05.json").offset
     erase(path, lost, lost + BLOCK)
     assert_refused(path)
+
+
+# --- what verify and repair do with it ---
+
+ZEROS = "zeros before the end of the archive; no member could be read from byte"
+BEHIND = "members from here on are after the end-of-archive marker"
+
+
+def test_members_behind_the_marker(tmp_path: Path) -> None:
+    one, other = build([("a.json", b"1"), ("b.json", b"2")]), build([("c.json", b"3")])
+    path = tmp_path / "x.tar"
+    path.write_bytes(one + other)
+    assert by_tarfile(io.BytesIO(one + other)) == by_tarfile(io.BytesIO(one))
+    found = faults(path)
+    assert found[0] == (None, f"{BEHIND} at byte 2048: readers do not see them")
+    with pytest.raises(tc.FormatError, match=f"drop=False .*; the first fault: .*{BEHIND}"):
+        tc.repair(path, tmp_path / "out", drop=False)
+    tc.repair(path, tmp_path / "out")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json", "b.json"]
+    path.write_bytes(one[:2560] + other)  # one block of zeros is not a marker
+    assert faults(path) == [(None, f"{ZEROS} 2048 to 2560")]
+    tc.repair(path, tmp_path / "again")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "again" / "x.tar")] == ["a.json", "b.json", "c.json"]
+
+
+@pytest.mark.parametrize("behind", [b"x" * 3000, bytes(600) + b"x" * 3000], ids=["garbage", "zeros and garbage"])
+def test_what_is_no_member_is_not_searched_twice(tmp_path: Path, behind: bytes) -> None:
+    path = tmp_path / "x.tar"
+    archive = build([("a.json", b"1")])
+    path.write_bytes(archive + behind)
+    assert [what[:44] for _, what in faults(path)] == ["the bytes after the end-of-archive marker ar"]
+    tc.repair(path, tmp_path / "out", drop=False)
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json"]
+
+
+@pytest.mark.parametrize("format", ["gnu", "pax"])
+def test_an_extended_header_is_lost(tmp_path: Path, format: str) -> None:
+    """The member after it has another name then: it is lost, too."""
+    long = "d" * 60 + "/" + "é" * 60 + ".json"
+    content = build_with_tarfile([("a.json", b"1"), (long, b"2"), ("c.json", b"3")], FORMATS[format])
+    path = tmp_path / "x.tar"
+    path.write_bytes(content)
+    assert content[1024 + 156 : 1024 + 157] in (b"x", b"L")
+    erase(path, 1024, 1536)
+    tc.repair(path, tmp_path / "out")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json", "c.json"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
 import shutil
 import subprocess
 import warnings
@@ -61,15 +58,6 @@ def test_readers_warn(shard: Path) -> None:
         with pytest.warns(UserWarning, match=r"c\.tar: " + HIDDEN.format(hidden(shard))):
             assert len(list(stream)) == 3
     assert [(fault.kind, fault.offset) for fault in tc.verify(shard).faults][:1] == [("trailing", hidden(shard))]
-
-
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
-@pytest.mark.parametrize("shard", [(False, False)], indirect=True, ids=["no footers"])
-def test_compressed_streams_warn(shard: Path, compress: Callable[[bytes], bytes]) -> None:
-    content, at = shard.read_bytes(), hidden(shard)
-    shard.write_bytes(compress(content[:at]) + compress(content[at:]))
-    with pytest.warns(UserWarning, match=HIDDEN.format(at)):
-        assert len(list(tc.ResumablePipeline([shard], tc.decode()))) == 3
 
 
 def copies(out: Path) -> dict[str, Callable[[Path], object]]:

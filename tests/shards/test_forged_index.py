@@ -12,8 +12,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run
-from tests.hostile.lies import U8, U64, Change, put, replace
-from tests.shards.footers import end_of, forge, forge_names
+from tests.shards.footers import U8, U64, Change, end_of, forge, forge_names, put, replace
 
 
 def write(path: Path) -> Path:
@@ -48,34 +47,24 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "tensors outside": (put("cache.0.tensors_begin", 3, 1 << 40), "outside the archive"),
     "tensors before the first header": (put("cache.0.tensors_begin", 0, 511), "outside the archive"),
     "a member that ends outside": (put("member.0.nbytes", 3, 5000), "beyond the archive"),
-    "a member outside": (put("member.0.nbytes", 3, 1 << 40), "outside the archive"),
     "no such layout": (put("cache.0.layout", 3, 99), "layout that does not exist"),
     "no such form": (replace(layouts__form=np.full(2, 7, U8)), "form that does not exist"),
     "more shapes": (replace(layouts__dims=np.ones(9, U8)), "dimensions do not match their forms"),
-    "more beginnings": (replace(layouts__data_begin=np.full(3, 512, np.uint16)), "dimensions do not match their forms"),
     "fewer digests": (replace(cache__0__digest=np.ones(2, U64)), "unequal lengths"),
     "rows that fall": (replace(cache__0__rows=np.array([0, 2, 1, 3], U8)), "impossible rows"),
-    "a row twice": (replace(cache__0__rows=np.array([0, 1, 1, 3], U8)), "impossible rows"),
     "a row outside": (replace(cache__0__rows=np.array([0, 1, 2, 4], U8)), "impossible rows"),
     "keys that end too soon": (replace(keys__text=np.full(9, 65, U8)), "keys that overlap"),
-    "keys outside": (replace(keys__ends=np.array([2, 4, 6, 99], U8)), "keys that overlap"),
     "empty keys": (replace(keys__ends=np.array([0, 2, 4, 8], U8)), "empty keys"),
     "an array is missing": (lambda arrays: arrays.pop("cache.0.digest"), "incomplete"),
-    "tensors that overflow": (put("cache.0.tensors_begin", 3, (1 << 64) - 1), "outside the archive"),
-    "a skeleton that overflows": (put("cache.0.skeleton_nbytes", 3, (1 << 64) - 600), "outside the archive"),
     "skeletons that overlap": (
         replace(cache__0__skeleton_nbytes=np.array([11000, 8000, 5000, 2000], np.uint16)),
         "members that overlap",
     ),
     "huge shapes": (replace(layouts__dims=np.full(4, (1 << 64) - 1, U64)), "impossible size"),
     "shapes that overflow": (replace(layouts__dims=np.full(4, 1 << 32, U64)), "impossible size"),
-    "huge shapes and a zero": (replace(layouts__dims=np.array([1 << 63, 0, 1, 1], U64)), "impossible size"),
     "a huge beginning": (replace(layouts__data_begin=np.full(2, (1 << 64) - 8, U64)), "impossible size"),
-    "keys that overlap": (replace(keys__ends=np.array([2, 6, 4, 8], U8)), "keys that overlap"),
-    "keys that wrap": (replace(keys__ends=np.array([2, (1 << 64) - 2, (1 << 64) - 1, 8], U64)), "keys that overlap"),
     "keys that are not bytes": (replace(keys__text=np.zeros(8, np.uint16)), "the dtype of keys.text"),
     "an array of floats": (replace(keys__ends=np.ones(4)), r"the array 'keys.ends': 'F64\[4\]"),
-    "an array of two dimensions": (replace(keys__ends=np.ones((2, 2), U8)), r"the array 'keys.ends': 'U8\[2, 2\]"),
 }
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ def write(folder: Path, name: str = "%d.tar", count: int = 4, **options: Any) ->
         for i in range(count):
             writer.write(f"{i}", {"x": i}, txt=f"photo {i}")
     return folder / "manifest.json"
-
-
-@pytest.mark.parametrize("name", ["é \udcff.tar", "a\\b.tar", "?*[x].tar", "'\"{}.tar"])
-def test_any_name_of_a_shard_is_read_back(tmp_path: Path, name: str) -> None:
-    write(tmp_path, name)
-    with tc.open(tmp_path) as cache:
-        assert [sample["x"] for sample in cache] == [0, 1, 2, 3]
-    assert tc.verify(tmp_path).ok
 
 
 def test_wids_manifests_of_others(tmp_path: Path) -> None:
@@ -66,9 +57,7 @@ INVALID = {
     "another version": (document(wids_version=2), "wids_version is 2, expected 1"),
     "no shardlist": (document(shardlist=None), "shardlist is None, expected a list"),
     "a bool": (shardlist(nsamples=True), r"shardlist\[1\]: nsamples is True, expected a non-negative integer"),
-    "a float": (shardlist(filesize=1.5), r"shardlist\[1\]: filesize is 1.5, expected a non-negative integer"),
     "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
-    "digest in capitals": (shardlist(index="ABCDEFABCDEFABCD"), r"shardlist\[1\]: index is 'ABCD.*', expected 16"),
     "absolute url": (shardlist(url="/y"), r"lists '/y', which is outside the manifest's folder; .*tc.open"),
     "empty": ("", f"{NOT_JSON}Expecting value"),
     "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),
@@ -77,22 +66,17 @@ INVALID = {
     "a list": ("[]", "the manifest is a list, expected an object"),
     "another kind": (document(__kind__="x"), "__kind__ is 'x', expected 'wids-shard-index-v1'"),
     "no version": ("{}", "wids_version is None, expected 1"),
-    "version is a bool": (document(wids_version=True), "wids_version is True, expected 1"),
     "base": (document(base="/d"), "base is '/d', expected no value: list all shards in shardlist"),
     "datasets": (document(datasets=[{"source_url": "x.json"}]), "datasets is a list, expected no value"),
-    "shardlist": (document(shardlist={"a": 1}), "shardlist is a dict, expected a list"),
     "extra": (document(tensorcache=[1]), "tensorcache is a list, expected an object"),
     "shard": (document(shardlist=["x.tar"]), r"shardlist\[0\] is 'x.tar', expected an object"),
     "url is a number": (shardlist(url=1), r"shardlist\[1\]: url is 1, expected a path or a url"),
-    "url is empty": (shardlist(url=""), r"shardlist\[1\]: url is '', expected a path or a url"),
     "url with NUL": (shardlist(url="a\0b"), r"shardlist\[1\]: url is 'a\\x00b', expected a path or a url"),
     "url with half a pair": (shardlist(url="\ud800"), r"shardlist\[1\]: url is '\\ud800', expected a path or a url"),
     "url twice": (shardlist(url="x.tar"), r"shardlist\[1\]: url 'x.tar' occurs twice"),
     "url goes up": (shardlist(url="../y"), r"lists '../y', which is outside the manifest's folder; .*tc.open"),
     "negative": (shardlist(nsamples=-1), r"shardlist\[1\]: nsamples is -1, expected a non-negative integer"),
     "more than 63 bits": (shardlist(filesize=1 << 63), r"shardlist\[1\]: filesize is 9223372036854775808, expected"),
-    "no number": (shardlist(filesize=None), r"shardlist\[1\]: filesize is None, expected a non-negative integer"),
-    "digest": (shardlist(index=1), r"shardlist\[1\]: index is 1, expected 16 hexadecimal digits"),
 }
 
 
@@ -175,17 +159,6 @@ def test_others_may_read_the_files(tmp_path: Path) -> None:
     (tmp_path / "usual").touch()
     write(tmp_path, "x.tar")
     assert len({(tmp_path / name).stat().st_mode for name in ("usual", "x.tar", "x.idx", "manifest.json")}) == 1
-
-
-def test_the_lines_of_an_idx(tmp_path: Path) -> None:
-    """Each sample has a line, with extension, offset, length and name of each member."""
-    write(tmp_path, "x.tar")
-    lines = dict[str, list[str]]()
-    with tarfile.open(tmp_path / "x.tar") as archive:
-        for member in archive:
-            key, _, suffix = member.name.partition(".")
-            lines.setdefault(key, []).append(f"{suffix} {member.offset_data} {member.size} {member.name}")
-    assert (tmp_path / "x.idx").read_text().splitlines() == ["v1.2 4", *map(" ".join, lines.values())]
 
 
 def test_white_space_beyond_ascii_is_part_of_a_name_in_an_idx(tmp_path: Path) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import gzip
 import io
-import lzma
-import os
 import re
-import subprocess
 import tarfile
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +26,6 @@ from tests.shards.tars import (
     raw_header,
     record,
     scan,
-    scan_file,
 )
 
 # --- refusals ---
@@ -66,7 +61,6 @@ def with_record(key: bytes, value: bytes) -> bytes:
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "byte 0: the file is empty, expected a tar"),
     "gzip": (gzip.compress(GOOD + LAST), "byte 0: gzip: a compressed tar cannot be indexed; decompress it, or read"),
-    "xz": (lzma.compress(os.urandom(2000)), "byte 0: xz: a compressed tar"),
     "text": (
         b"hello" * 200,
         r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'; the file is not a tar",
@@ -81,22 +75,17 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "ends after a member": (GOOD * 3, "byte 3072: truncated: the file ends at byte 3072, without an end"),
     "ends in padding": (GOOD * 3 + GOOD[:700], "byte 4096: truncated: the file ends at byte 3772"),
-    "ends in a header": (GOOD * 3 + GOOD[:100], "byte 3072: truncated: the file ends at byte 3172"),
-    "ends in zeros": (GOOD * 3 + bytes(511), "byte 3072: truncated: the file ends at byte 3583"),
     "ends in content": (
         GOOD + raw_header(b"b", b"0", b"1750") + bytes(999),
         "byte 1024: truncated, or a wrong size: b'b' has 1000 bytes from byte 1536 on, but the file has 2535",
     ),
     "negative size": (sized(b"-7"), "byte 0: the size is b'-7.*', expected a non-neg"),
-    "negative size, known owner": (GOOD + sized(b"-00000000001"), "byte 1024: the size is b'-00"),
     "negative base 256": (sized(b"\xff" * 11 + b"\xfe"), "byte 0: the size is b'.*, expected a non-neg"),
     "size is not a number": (sized(b"12x4"), "byte 0: the size is b'12x4.*', expected a non-neg"),
     "size of 2^88": (sized(b"\x80" + b"\xff" * 11), f"byte 0: .* b'a' has {2**88 - 1} bytes"),
     "sparse": (raw_header(b"a", b"S", b"0") + LAST, f"byte 0: b'a' is {IS_SPARSE}"),
     "sparse, pax": (GOOD + pax(SPARSE) + GOOD + LAST, f"byte 1536: {IS_SPARSE}"),
-    "sparse, global": (pax(SPARSE, kind=b"g") + GOOD + LAST, f"byte 512: {IS_SPARSE}"),
     "large records": (HUGE + LAST, IS_HUGE),
-    "large name": (LONG + GOOD + LAST, IS_HUGE),
     "long name without end": (pax(b"qqq", kind=b"L") + GOOD + LAST, "byte 512: the long name has 3 bytes, expected"),
     "records end the archive": (
         GOOD + pax(record(b"a", b"b")) + bytes(1024),
@@ -109,7 +98,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "pax size is negative": (with_record(b"size", b"-1"), "byte 512: the pax record of a size has .* b'-1'"),
     "pax size is long": (with_record(b"size", b"9" * 20), "byte 512: the pax record of a size has .* b'9+'"),
-    "pax size is empty": (with_record(b"size", b""), "byte 512: the pax record of a size has .* b''"),
     "pax size beyond": (with_record(b"size", b"99999"), "byte 1024: truncated, .* b'a' has 99999 bytes"),
     "pax path is empty": (with_record(b"path", b"/"), "byte 512: the pax record of a path has .* b'/'"),
     "second record": (pax(record(b"a", b"b"), b"9 a=b\n") + GOOD + LAST, "byte 518: malformed pax record b'9 a=b"),
@@ -127,16 +115,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 def test_refusals(archive: bytes, message: str) -> None:
     with pytest.raises(tc.FormatError, match=rf"x\.tar: {message}"):
         scan(archive)
-
-
-@pytest.mark.parametrize("options", [["--format=gnu"], ["--format=posix"], ["--format=posix", "--sparse-version=0.1"]])
-def test_sparse_files_by_gnu_tar(tmp_path: Path, gnu_tar: str, options: list[str]) -> None:
-    (tmp_path / "hole.bin").touch()
-    os.truncate(tmp_path / "hole.bin", 1 << 22)
-    path = tmp_path / "x.tar"
-    subprocess.run([gnu_tar, "-cSf", path, *options, "-C", tmp_path, "hole.bin"], check=True)
-    with pytest.raises(tc.FormatError, match=r"GNU sparse member, expected one without holes"):
-        scan_file(path)
 
 
 # --- mutations ---

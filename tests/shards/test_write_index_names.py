@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -75,19 +74,6 @@ def test_shards_in_the_way(path: Path, tmp_path: Path, shard: str, other: str) -
         tc.write_index(tmp_path / shard, dali_index=False)
         assert list(tc.open(tmp_path / shard).keys()) == KEYS
         assert contents_of(tmp_path).keys() == before.keys() | {f"{shard}.index"}
-
-
-@pytest.mark.parametrize("name", ["000000.tar.index", "000000.idx"])
-def test_versions_of_shards_of_such_names(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "x", per_shard=2, dali_index=False)
-    (tmp_path / "x" / "000001.tar").rename(tmp_path / "x" / name)
-    relist(tmp_path / "x", "000001.tar", name)
-    assert list(tc.open(tmp_path / "x").keys()) == KEYS
-    before = contents_of(tmp_path)
-    with pytest.raises(FileExistsError, match=rf"{name} is a tar.*rename"):
-        tc.drop(tmp_path / "x", tmp_path / "y", [KEYS[0]])
-    assert contents_of(tmp_path) == before
-    assert os.listdir(tmp_path) == ["x"]
 
 
 @pytest.mark.parametrize(("other", "overwrite"), [("a0.idx", False), ("a0.idx", True), ("a0.index", True)])

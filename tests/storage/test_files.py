@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
 from wds_tensorcache.storage import files as storage
 from wds_tensorcache.storage.files import ShardFile
 
@@ -266,41 +264,3 @@ def test_a_file_that_is_read_is_not_closed(tmp_path: Path, monkeypatch: pytest.M
     go_on.set()
     thread.join(10)
     assert int(found[0][1_999]) == 0
-
-
-def test_fork_while_threads_read(tmp_path: Path) -> None:
-    many_shards(tmp_path, 20)
-    cache = tc.open(tmp_path, max_open_files=3, num_threads=3)
-    stop = threading.Event()
-    wrong: list[Any] = []
-
-    def check(rng: random.Random) -> None:
-        order = [rng.randrange(40) for _ in range(8)]
-        batch = cache.read_batch(order)
-        if batch["x"][:, 0].tolist() != order or int(cache[order[0]]["large"].load()[7]) != order[0]:
-            wrong.append(order)
-
-    def check_five_times() -> None:
-        for _ in range(5):
-            check(random.Random(0))
-        assert not wrong
-
-    def loop(seed: int) -> None:
-        rng = random.Random(seed)
-        while not stop.is_set():
-            check(rng)
-
-    threads = [threading.Thread(target=loop, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, that threads are there
-            for _ in range(8):
-                assert run_in_child(check_five_times) == 0
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-        cache.close()
-    assert not wrong

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +14,6 @@ from tests.children import finish, start
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 
 pytestmark = pytest.mark.skipif(not CAN_LOCK_RANGES, reason="only Linux has locks that belong to open files")
-
-FAR = (1 << 62) + 5
 
 
 @pytest.fixture
@@ -72,36 +68,6 @@ def test_shared_locks_exclude_only_exclusive_ones(path: str) -> None:
     other.unlock(1)
     assert third.lock(1)
     assert not one.lock(1, shared=True)
-
-
-def test_a_length_of_0_means_all_bytes_from_there_on(path: str) -> None:
-    one, other = RangeLocks(path), RangeLocks(path)
-    assert one.lock(1)
-    assert one.lock(FAR, 0)
-    assert [other.lock(byte) for byte in (FAR - 1, FAR, (1 << 63) - 1)] == [True, False, False]
-    assert other.locked_by_others(0, FAR + 9) == [1, FAR]
-    one.unlock(2, 0)
-    assert other.lock(FAR)
-    assert not other.lock(1)
-
-
-def test_waiting_ends_with_the_lock_of_another_object(path: str) -> None:
-    holder, waiter = RangeLocks(path), RangeLocks(path)
-    holder.lock(7)
-    order: list[str] = []
-
-    def wait() -> None:
-        with waiter.held(7):
-            order.append("taken")
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.1)
-    order.append("released")
-    holder.unlock(7)
-    thread.join(20)
-    assert order == ["released", "taken"]
-    assert holder.lock(7)  # the end of the `with` block has released it
 
 
 def test_a_killed_process_releases_its_locks(path: str) -> None:

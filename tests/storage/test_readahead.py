@@ -14,7 +14,7 @@ import xxhash
 
 from wds_tensorcache.storage import readahead as module
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
+from wds_tensorcache.storage.readahead import ReadAhead, Readers
 
 PIECE = 1000
 CONTENT = Random(0).randbytes(10 * PIECE + 123)
@@ -27,31 +27,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ShardFile:
     monkeypatch.setattr(module, "_HELD_NBYTES", 300)
     (tmp_path / "x").write_bytes(CONTENT)
     return ShardFile(str(tmp_path / "x"))
-
-
-@pytest.mark.parametrize("threads", [0, 3])
-@pytest.mark.parametrize("seed", range(5))
-def test_reads_and_digests_in_order_are_the_files(file: ShardFile, threads: int, seed: int) -> None:
-    random, at = Random(seed), 0
-    asked: list[tuple[Digest, int, int]] = []
-    with (
-        ThreadPoolExecutor(threads) if threads else nullcontext() as pool,
-        ReadAhead(file, Readers(pool, threads or 1)) as ahead,
-    ):
-        while at < len(CONTENT):
-            end = min(len(CONTENT), at + random.choice([0, 1, 10, 100, PIECE, PIECE + 1, 3 * PIECE]))
-            assert ahead.read(at, min(end, at + 50)) == CONTENT[at : min(end, at + 50)]
-            asked.append((ahead.digest(at, end), at, end))
-            done = [(digest, *place) for digest, *place in asked if place[1] <= ahead.done]
-            assert all(digest.value == xxhash.xxh3_64_intdigest(CONTENT[a:b]) for digest, a, b in done if a < b)
-            if random.random() < 0.1:
-                ahead.hash()
-            at = max(end, at + 1)
-        assert ahead.read(0, len(CONTENT)) == CONTENT  # the bytes before the current piece are read again
-        ahead.finish()
-    assert [digest.value for digest, a, b in asked if a < b] == [
-        xxhash.xxh3_64_intdigest(CONTENT[a:b]) for _, a, b in asked if a < b
-    ]
 
 
 @pytest.mark.parametrize("threads", [0, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,11 +87,6 @@ def steps_of(given: list[Any]) -> Iterator[list[tuple[int, Row]]]:
     while True:
         for step in zip(*(loader.with_info() for loader in given), strict=True):
             yield interleaved([[(info.epoch, row) for row in rows_of(batch, info)] for batch, info in step])
-
-
-def run(given: list[tc.Loader], num_steps: int) -> list[tuple[int, Row]]:
-    """Return epoch and row of the next steps; see `steps_of`. This abandons the iteration."""
-    return [row for rows in islice(steps_of(given), num_steps) for row in rows]
 
 
 def _bytes(row: torch.Tensor) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import wds_tensorcache as tc
 from tests.training.loaders import COMBINED, COUNT, modes, ranks, steps
 
 LAST = ("short", "pad", "wrap", "drop")
-Samples = dict[Any, list[int]]  # the samples of each stream, in order
 
 
 def epoch(loaders: list[tc.Loader]) -> Iterator[tuple[Any, list[int]]]:
@@ -25,33 +24,6 @@ def epoch(loaders: list[tc.Loader]) -> Iterator[tuple[Any, list[int]]]:
         is_padding = np.stack([info.is_padding for info in infos], 1).reshape(-1)
         (name,) = {info.source for info in infos}
         yield name, indices[~is_padding].tolist()
-
-
-def by_stream(taken: Iterable[tuple[Any, list[int]]]) -> Samples:
-    samples: Samples = defaultdict(list)
-    for name, indices in taken:
-        samples[name] += indices
-    return samples
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("mode", ["repeats", "repeats+buckets"])
-@pytest.mark.parametrize("last", LAST)
-def test_repeats(cache: Any, more: Any, mode: str, last: str, world_size: int) -> None:
-    """An epoch has each sample as many times as its dataset repeats, in passes over the dataset."""
-    options = modes(cache, more)[mode] | {"last_batch": last}
-    loaders = ranks(batch_size=2, world_size=world_size, **options)
-    for _ in range(2):
-        found = by_stream(epoch(loaders))
-        counts = {("a", 1): 8, ("a", 2): 8, ("a", math.inf): 7, ("b", 1): 3, ("b", 2): 3, ("b", math.inf): 3}
-        for name, count in (counts if mode == "repeats+buckets" else {"a": COUNT, "b": 9}).items():
-            repeats, samples = ({"a": 1} | options["repeats"])[name[0]], found[name]
-            if last in ("short", "pad"):
-                assert len(samples) == count * repeats
-            for begin in range(0, min(len(samples), count * repeats) - count + 1, count):
-                assert len(set(samples[begin : begin + count])) == count
-    name, count = ("b", 9) if mode == "repeats" else (("a", 1), 8)
-    assert found[name][:count] != found[name][count : 2 * count]
 
 
 def test_repeats_without_mix(cache: Any) -> None:
@@ -81,15 +53,6 @@ def test_passes_are_those_of_epochs(cache: Any) -> None:
     assert step.indices.tolist() == (samples(3) + samples(3))[: 5 * COUNT]
 
 
-@pytest.mark.parametrize("mode", ["buckets", "repeats", "repeats+buckets"])
-def test_epochs_that_are_not_shuffled_are_equal(cache: Any, more: Any, mode: str) -> None:
-    """An evaluation of the first batches uses the same samples each time."""
-    loaders = ranks(batch_size=2, world_size=2, **modes(cache, more)[mode] | {"shuffle": False})
-    first, second = ([info.indices.tolist() for loader in loaders for _, info in loader.with_info()] for _ in range(2))
-    assert first == second
-    assert len({info.source for _, info in loaders[0].with_info()}) > 1
-
-
 def test_sources_of_batches(cache: Any, more: Any) -> None:
     shapes = {(1,), (2,), (3,)}
     for mode, expected in (
@@ -109,23 +72,6 @@ def test_sources_of_batches(cache: Any, more: Any) -> None:
                 assert "repeats" in mode or "buckets" not in mode or len({tensor.shape for tensor in batch["y"]}) == 1
                 sources.add(info.source)
         assert sources == expected
-
-
-def test_buckets_with_weights(cache: Any) -> None:
-    weights = np.zeros(COUNT)
-    weights[[0, 3, 4, 5]] = 1, 3, 4, 2  # buckets 0, 0, 1 and 2
-    sampler = tc.StepSampler(cache, 5, weights=weights, bucket_by="y")
-    drawn: Counter[int] = Counter()
-    for step in (step for _ in range(800) for step in sampler):
-        assert len({index % 3 for index in step.indices.tolist()}) == 1
-        assert not step.is_padding.any()
-        drawn.update(step.indices.tolist())
-    assert drawn.total() == 800 * len(sampler) * 5
-    # steps of 5 are drawn together, so about 4,000 independent draws: five standard deviations are 0.04
-    assert {index for index in range(COUNT) if abs(drawn[index] / drawn.total() - weights[index] / 10) < 0.04} == set(
-        range(COUNT)
-    )
-    assert set(drawn) == {0, 3, 4, 5}
 
 
 def test_a_cache_of_a_mix_passes_over_all_its_buckets(cache: Any, more: Any) -> None:

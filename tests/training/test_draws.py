@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.training.draws import CHOOSE, COUNT, Row, loaders, nested, rows_of, run, steps_of, write
-from tests.training.loaders import modes
+from tests.training.draws import CHOOSE, COUNT, Row, loaders, rows_of, write
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +54,6 @@ def test_golden_seeds() -> None:
     assert info.seeds.tolist() == [7566806008162208080, 449455428235106963, 5805045986879929920]
 
 
-def test_a_name_of_another_tensor_or_of_none(cache: Any) -> None:
-    for kind in (tc.Loader, tc.torch_loader):
-        with pytest.raises(
-            tc.BatchError, match=r"^choose=\{'text': …\}: unknown tensor 'captoins\.\*'; there are 'captions"
-        ):
-            kind(cache, 4, choose={"text": "captoins.*"})
-        with pytest.raises(tc.BatchError, match="another tensor of this name"):
-            kind(cache, 4, choose={"y": "captions.*"})
-        with pytest.raises(tc.BatchError, match="latent_flipped"):
-            kind(cache, 4, choose=CHOOSE, collate={"txt": "list"})
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_failing_transform_names_the_step(cache: Any, num_workers: int) -> None:
     for kind, options in ((tc.Loader, {}), (tc.torch_loader, {"num_workers": num_workers})):
@@ -86,21 +71,6 @@ def test_a_failing_transform_names_the_step(cache: Any, num_workers: int) -> Non
     for wrong in (3, [3], "x"):
         with pytest.raises(TypeError, match="expected a function"):
             tc.Loader(cache, 4, transform=wrong)
-
-
-class _Unprintable:
-    """A transform whose repr would cost as much as that of a model, or wait for a GPU."""
-
-    def __call__(self, batch: Any, info: tc.BatchInfo) -> Any:
-        return batch
-
-    def __repr__(self) -> str:
-        raise AssertionError("a transform that has not failed is shown")
-
-
-def test_a_transform_that_has_not_failed_is_not_shown(cache: Any) -> None:
-    for kind in (tc.Loader, tc.torch_loader):
-        assert len(list(kind(cache.select("latent"), 4, transform=_Unprintable()))) == len(kind(cache, 4))
 
 
 def _fails_at_8(batch: Any, info: tc.BatchInfo) -> Any:
@@ -167,44 +137,6 @@ def test_a_view_has_its_own_sample_indices(cache: Any) -> None:
     assert seeds(joined, choose={"one.text": "one.captions.*"}, transform=None, collate="list") == expected
 
 
-@pytest.mark.parametrize("mode", ["weights", "mix", "weights+buckets", "mix+buckets"])
-def test_weights_that_change_in_an_epoch(cache: Any, more: Any, mode: str) -> None:
-    """The draws of a sample in its pass do not depend on weights, so they resume with any of them."""
-    options = modes(cache, more)[mode]
-    changed: Any = {"a": 0.1, "b": 0.9} if mode.startswith("mix") else np.arange(COUNT)[::-1].copy()
-    count = 3 * len(loaders(1, 4, **options)[0])
-
-    def begun(world_size: int, batch_size: int, state: Any = None) -> list[tc.Loader]:
-        made = loaders(world_size, batch_size, **options)
-        for loader in made if state is not None else ():
-            loader.load_state_dict(json.loads(json.dumps(state)))
-        return made
-
-    (loader,) = begun(1, 4)
-    whole = steps_of([loader])
-    expected = [next(whole) for _ in range(3)]
-    assert loader.set_weights(changed) == 3
-    state = loader.state_dict()
-    expected += [next(whole), next(whole)]
-    late = loader.state_dict()
-    expected += islice(whole, count - 5)
-    for world_size in (2, 4):
-        for taken, saved in ((3, state), (5, late)):
-            found = list(islice(steps_of(begun(world_size, 4 // world_size, saved)), count - taken))
-            assert found == expected[taken:]
-    rows = [row for step in expected for row in step]
-    draws = {(epoch, row.key): row for epoch, row in rows}
-    other = run(begun(3, 2, state), count)
-    if mode.startswith("weights"):
-        both = [(row, draws[epoch, row.key]) for epoch, row in other if (epoch, row.key) in draws]
-        assert len(both) > 20
-        assert all(row == again for row, again in both)
-    else:
-        before = [row for step in expected[:3] for _, row in step]
-        assert len({row.seed for row in before} | {row.seed for _, row in other}) == len(before) + len(other)
-        assert len(set(other) & set(rows)) > 20
-
-
 def test_padded_rows_have_the_same_noise_in_any_batch(tmp_path: Path) -> None:
     """Also if a row is padded to another length, because longer ones are in the batch."""
     with tc.ShardWriter(tmp_path, fsync=False) as sink:
@@ -220,42 +152,6 @@ def test_padded_rows_have_the_same_noise_in_any_batch(tmp_path: Path) -> None:
                 for key, row in zip(info.keys, batch["latent"], strict=True):
                     rows.setdefault(key, set()).add(row[: 1 + int(key) ** 2 % 7].numpy().tobytes())
     assert len(set.union(*rows.values())) == len(rows) == COUNT
-
-
-def test_a_new_version_with_more_captions(tmp_path: Path) -> None:
-    """A state of yesterday's cache resumes: samples that are as they were have the draws that they would have had."""
-    more_captions = range(2, COUNT, 3)
-
-    def build(out: str, counts: dict[int, int], **reused: Any) -> Any:
-        items = [{"__key__": f"{i:03d}", "count": counts.get(i)} for i in range(COUNT)]
-        options = {"batch_size": 4, "max_samples": 8, "fingerprint": {"made": "once"}} | reused
-        return tc.build(
-            items,
-            lambda batch: [nested(int(item["__key__"]), item["count"]) for item in batch],
-            tmp_path / out,
-            digest=lambda item: str(item["count"]),
-            **options,
-        )
-
-    before = build("v1", {})
-    after = build("v2", dict.fromkeys(more_captions, 9), reuse=tmp_path / "v1")
-    added: set[str] = set()
-    for options in ({"shuffle": True, "bucket_by": "y"}, {"shuffle": True, "repeats": 3}):
-        first, resumed = loaders(2, 4, cache=before, **options), loaders(4, 2, cache=after, **options)
-        count = 2 * len(first[0])
-        whole = steps_of(first)
-        next(whole), next(whole)
-        state = json.loads(json.dumps(first[0].state_dict()))
-        for loader in resumed:
-            loader.load_state_dict(state)
-        rest = [row for step in islice(whole, count) for row in step]
-        for (epoch, row), (resumed_epoch, again) in zip(rest, run(resumed, count), strict=True):
-            assert epoch == resumed_epoch
-            if int(row.key) in more_captions:
-                added.add(again.names[1])
-                again = again._replace(names=row.names, text=row.text)
-            assert again == row
-    assert added == {f"captions.{number}" for number in range(9)}
 
 
 def _overwrite(batch: Any, info: tc.BatchInfo) -> Any:

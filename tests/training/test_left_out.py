@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
-from tests.training.loaders import COUNT
 
 MAKE: dict[str, Any] = {"Loader": tc.Loader, "torch_loader": tc.torch_loader}
 
@@ -51,13 +50,3 @@ def test_nothing_is_left_out(cache: Any, kind: str, last_batch: str) -> None:
         loader.set_epoch(0)  # Lightning's sanity check uses two batches of the epoch that follows
         loader.load_state_dict(state)
         loader.set_epoch(0)
-
-
-def test_draws_leave_nothing_out(cache: Any) -> None:
-    """With weights, samples are drawn; in a mix with weights, each cache continues after its last used sample."""
-    for options in ({"cache": cache, "weights": [1.0] * COUNT}, {"mix": {"a": (cache, 1)}}):
-        loader = tc.Loader(batch_size=4, collate="list", **options)
-        take(loader, 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loader.set_epoch(1)

@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.children import limit_descriptors, run_in_child
 from tests.same import assert_same
 from tests.training.loaders import COUNT, modes, ranks, steps
 
@@ -94,17 +92,14 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
             {"cache": None, "weights": np.ones(COUNT), "mix": {"a": (cache, 1)}},
             "expected a dict with some of 'a'",
         ),
-        ({"cache": None, "weights": {"b": [1]}, "mix": {"a": (cache, 1)}}, "expected a dict with some of 'a'"),
         ({"cache": None, "weights": {"a": [1]}, "mix": {"a": (cache, 1)}}, "expected 23 numbers"),
         ({"cache": None, "weights": {"a": [1] * 23}, "mix": {"a": cache}}, "need a weight of each cache, too: mix={"),
-        ({"weights": {"a": [1] * 23}}, "expected 23 numbers"),
         ({"weights": np.ones(COUNT), "repeats": 2}, "repeats and weights are mutually exclusive"),
         ({"cache": None, "mix": {"a": (cache, 1)}, "repeats": {"a": 2}}, "leave out the weights"),
         (
             {"cache": None, "mix": {"a": cache}, "repeats": {"b": 2}},
             "repeats={'b': 2}, expected a dict with some of 'a'",
         ),
-        ({"cache": None, "mix": {"a": cache}, "repeats": 2}, "expected a dict with some of 'a'"),
         ({"repeats": 0}, "repeats=0, expected at least 1"),
         ({"repeats": 1 << 62}, "repeats=4611686018427387904, expected at least 1, and at most 1,073,741,824"),
         ({"cache": None, "mix": {"a": cache, "b": (cache, 1)}}, "expected {'a': .* or {'a': cache, 'b': other}"),
@@ -117,11 +112,8 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"cache": cache[:0]}, "the cache has no samples"),
         ({"batch_size": 24, "last_batch": "drop"}, "23 samples do not fill one step of 24 on 1 ranks"),
         ({"rank": 1}, "both or neither"),
-        ({"rank": 2, "world_size": 2}, "out of range"),
-        ({"weights": [2**2000] * COUNT}, "expected 23 numbers"),
         ({"cache": None, "mix": {"a": (cache, 2**2000)}}, "expected 1 numbers"),
         ({"shuffle": "blocks", "window": 0}, "window=0"),
-        ({"shuffle": "blocks", "window": 1 << 63}, "window=9223372036854775808"),
     ):
         with pytest.raises(ValueError, match=message):
             tc.Loader(**({"cache": cache, "batch_size": 4} | options))
@@ -172,30 +164,6 @@ def test_an_error_before_the_first_batch_keeps_the_position(cache: Any, kind: An
     assert [i for batch in loader for i in batch] == list(range(4, COUNT))
 
 
-def test_reprs(cache: Any, more: Any) -> None:
-    shown = (
-        "(23 samples, batch_size=4, 3 steps per epoch, rank=1, world_size=2, shuffle=True, seed=3, last_batch='short', "
-        "padding=1 of 24 rows (4%), epoch=0, step="
-    )
-    options: dict[str, Any] = {"shuffle": True, "seed": 3, "rank": 1, "world_size": 2}
-    loader = tc.Loader(cache, 4, collate="list", **options)
-    assert repr(loader) == f"Loader{shown}0)"
-    next(iter(loader))
-    assert repr(loader) == f"Loader{shown}1)\n  {loader.stats()}"
-    assert repr(tc.torch_loader(cache, 4, **options)) == f"TorchLoader{shown}0)"
-    assert repr(tc.StepSampler(cache, 4, **options)) == f"StepSampler{shown}0)"
-    assert ", last_batch='short', drawn by weights, epoch=0" in repr(tc.Loader(cache, 4, weights=np.ones(COUNT)))
-    assert "'short', 3 buckets, epoch=0" in repr(tc.Loader(cache, 4, bucket_by="y"))
-    mixed = tc.Loader(None, 4, mix={"a": (cache, 0.7), "b": (more, 0.3)})
-    assert ", mix={'a': 0.7, 'b': 0.3}, epoch=0, step=0)" in repr(mixed)
-    mixed.set_weights({"a": 5, "b": 3})
-    assert ", mix={'a': 5.0, 'b': 3.0}, epoch=0, step=0)" in repr(mixed)
-    many = tc.StepSampler(batch_size=4, mix={f"{'x' * 1000}{i}": (cache, 1) for i in range(1000)})
-    labels = iter(range(COUNT))
-    long = tc.StepSampler(cache, 4, bucket_by=lambda entry: "x" * 10_000 + str(next(labels)))
-    assert max(len(repr(many)), len(repr(long))) < 500
-
-
 def test_reprs_of_records(cache: Any) -> None:
     *_, (_, info) = tc.Loader(cache.select("x"), 4, rank=1, world_size=2, last_batch="pad").with_info()
     shown = "4 samples, 1 of them padding, indices=[17, 19, 21, 16], epoch=0, step=2, source=None"
@@ -207,19 +175,3 @@ def test_reprs_of_records(cache: Any) -> None:
         "BatchInfo(20,000 samples, 0 of them padding, indices=[0, 1, 2, 3, 4, 5, 6, 7, …], epo"
     )
     assert len(repr(info)) < 400
-
-
-def test_many_threads_over_many_shards_keep_few_files_open(tmp_path: Path) -> None:
-    """A call that reads several shards keeps their files open, on each thread."""
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=1, fsync=False) as sink:
-        for i in range(120):
-            sink.write(str(i), {"x": torch.full((10_000,), float(i))})
-
-    def read() -> None:
-        with tc.open(tmp_path, io="pread", max_open_files=8) as cache:
-            limit_descriptors(18)
-            loader = tc.Loader(cache, 8, shuffle=True, num_threads=8, prefetch_batches=16)
-            for _ in range(4):
-                assert sorted(i for batch in loader for i in batch["x"][:, 0].tolist()) == list(range(120))
-
-    assert run_in_child(read) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wds_tensorcache as tc
-from benchmarks.calls import traced
-from wds_tensorcache.reading.batch.batch_memory import Memory
-from wds_tensorcache.reading.transfer import Transfer, tensors_in
+from wds_tensorcache.reading.transfer import tensors_in
 
 
 @pytest.fixture
@@ -44,16 +41,6 @@ def test_the_mask_of_padding_is_copied_with_the_batch(view: Any, collate: str, d
     assert all(info.is_padding.device.type == device for info in infos)
     assert [len(info.is_padding) for info in infos] == [4] * len(loader)
     assert operations.names == []
-
-
-def test_reading_threads_copy_and_the_thread_that_trains_hands_over(view: Any) -> None:
-    batches = iter(tc.Loader(view, 2, device="meta"))
-    trace = traced(lambda: next(batches))
-    assert trace.calls[Transfer.hand_over.__code__] == 1
-    assert Memory.move.__code__ not in trace.calls
-    batches = iter(tc.Loader(view, 2, device="meta", num_threads=0))
-    trace = traced(lambda: next(batches))
-    assert list(trace.calls).index(Memory.move.__code__) < list(trace.calls).index(Transfer.hand_over.__code__)
 
 
 def test_pause_ends_when_all_batches_ahead_are_read(view: Any) -> None:
@@ -103,19 +90,3 @@ def test_all_tensors_that_a_function_returns_are_handed_over() -> None:
         found = [tensor for tensor in tensors_in(value) if tensor.numel()]
         assert all(tensor.untyped_storage().data_ptr() for tensor in found)
         assert sorted(repr(tensor.flatten().tolist()) for tensor in found) == sorted(map(repr, expected))
-
-
-def test_pause_keeps_no_batch_alive(view: Any) -> None:
-    tensors: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-
-    def note(batch: Any, info: tc.BatchInfo) -> Any:
-        tensors.add(batch["x"])
-        return batch
-
-    loader = tc.Loader(view, 2, transform=note)  # 2 batches ahead
-    batches = iter(loader)
-    next(batches)
-    loader.pause()
-    assert len(tensors) == 2
-    loader.close()
-    assert not tensors

@@ -80,42 +80,6 @@ def test_a_new_loop_ends_the_old_one(cache: Any) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("threads", [0, 1, 2])
-def test_closing_in_a_collate_function(cache: Any, threads: int) -> None:
-    def collate(samples: list[Any]) -> Any:
-        if samples[0]["x"][0] == 12:
-            loader.close()
-        return samples
-
-    loader = tc.Loader(cache, 4, num_threads=threads, collate=collate)
-    assert len(list(loader)) < 4
-    assert len(list(loader)) < 4  # of the next epoch
-    assert loader.epoch < 3
-
-
-def test_closing_while_another_thread_waits(cache: Any) -> None:
-    reading, go_on = threading.Event(), threading.Event()
-
-    def collate(samples: list[Any]) -> Any:
-        reading.set()
-        go_on.wait(60)
-        return samples
-
-    loader = tc.Loader(cache, 4, collate=collate)
-    taken: list[Any] = []
-    waiting = threading.Thread(target=lambda: taken.extend(loader))
-    waiting.start()
-    assert reading.wait(30)
-    closing = threading.Thread(target=loader.close)
-    closing.start()
-    closing.join(0.1)  # it waits for the batches that are being read
-    go_on.set()
-    for thread in (closing, waiting):
-        thread.join(60)
-        assert not thread.is_alive()
-    assert loader.state_dict()["position"]["used"] == sum(map(len, taken))
-
-
 def test_a_fork_in_an_iteration(cache: Any) -> None:
     loader = tc.Loader(cache, 4)
     iterator = iter(loader)

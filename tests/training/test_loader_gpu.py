@@ -165,16 +165,6 @@ def test_a_tensor_outside_the_batch_does_not_wait_for_earlier_copies() -> None:
     assert moved.sum().item() == 1 << 23
 
 
-def test_tensors_that_some_samples_have(cache: Any) -> None:
-    loader = tc.Loader(cache, 4, device="cuda", collate=lambda samples: samples)
-    for batch in loader:
-        for sample in batch:
-            assert ("mask" in sample) == (sample["i"] % 2 == 1)
-            if "mask" in sample:
-                assert sample["mask"].is_cuda
-                assert sample["mask"].unique().tolist() == [sample["i"]]
-
-
 def test_a_function_runs_on_the_copying_stream_and_sees_what_was_made_before_the_loop(cache: Any) -> None:
     streams = []
     stall(torch.cuda.current_stream(), 2)

@@ -102,16 +102,6 @@ def test_states_of_other_loaders(cache: Any, more: Any, tmp_path: Path) -> None:
     resharded.close()
 
 
-def test_a_state_that_is_refused_ends_no_iteration(cache: Any, more: Any) -> None:
-    for mode in ("all", "mix", "weights"):
-        loader = tc.Loader(batch_size=2, **modes(cache, more)[mode], collate="list")
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(ValueError, match="a position that"):
-            loader.load_state_dict(loader.state_dict() | {"position": None})
-        assert len(list(iterator)) == len(loader) - 1
-
-
 @pytest.mark.parametrize(
     ("mode", "last_batch"),
     [("buckets", last) for last in ("short", "pad", "drop", "wrap")] + [("repeats", "drop"), ("mix+buckets", "short")],

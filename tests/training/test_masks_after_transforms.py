@@ -81,33 +81,12 @@ def test_masks_in_other_transforms(cache: Any) -> None:
         ]
 
 
-def test_a_function_that_calls_drop_text(cache: Any) -> None:
-    for batch, info in pairs("Loader", cache, lambda batch, info: DROP(batch, info), PAD):
-        is_right(batch, info)
-    batch, info = cache.read_batch_with_info(range(8), collate=PAD)
-    is_right(DROP(batch, info), info)
-
-
-def test_several_drops(cache: Any) -> None:
-    again = tc.drop_text(1, {"cond.text": EMPTY[:1]})
-    for _, info in pairs("Loader", cache, [DROP, again], PAD):
-        assert info.mask("cond.text").tolist() == [[True] + [False] * 7] * 8
-
-
 def test_texts_that_samples_lack(cache: Any) -> None:
     always = tc.drop_text(1, {"cond.text": EMPTY})
     for indices, collate, expected in (([7, 7], PAD, [2, 2]), ([7, 6], "list", [0, 2])):
         batch, info = cache.read_batch_with_info(indices, collate=collate)
         always(batch, info)
         assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == expected
-
-
-@pytest.mark.parametrize("value", [0, torch.tensor(2.0)])
-def test_numbers_keep_the_shapes(cache: Any, value: Any) -> None:
-    batch, info = cache.read_batch_with_info(range(4), collate="list")
-    before = info.mask("cond.text").tolist()
-    tc.drop_text(1, {"cond.text": value})(batch, info)
-    assert info.mask("cond.text").tolist() == before
 
 
 def test_moments(cache: Any) -> None:
@@ -120,3 +99,11 @@ def test_moments(cache: Any) -> None:
             mask = each.mask("latent")
             assert mask.sum(1).tolist() == [3 + i % 4 for i in info.indices.tolist()]
             assert mask.shape == batch["latent"].shape[:2] == (8, 9)
+
+
+@pytest.mark.parametrize("value", [0, torch.tensor(2.0)])
+def test_numbers_keep_the_shapes(cache: Any, value: Any) -> None:
+    batch, info = cache.read_batch_with_info(range(4), collate="list")
+    before = info.mask("cond.text").tolist()
+    tc.drop_text(1, {"cond.text": value})(batch, info)
+    assert info.mask("cond.text").tolist() == before

@@ -23,15 +23,6 @@ def test_every_sample_once(count: int, seed: int, epoch: int) -> None:
     assert order(epoch, some).tolist() == numbers[some].tolist()  # position by position
 
 
-def test_epochs_and_seeds_differ() -> None:
-    orders = {
-        tuple(tc.EpochOrder(100, seed=seed)(epoch, range(100)).tolist()) for seed in range(20) for epoch in range(20)
-    }
-    assert len(orders) == 400
-    plain = tc.EpochOrder(100, shuffle=False)
-    assert plain(3, [5, 99]).tolist() == [5, 99]
-
-
 def test_the_same_everywhere() -> None:
     """Written down: a release that shuffles otherwise would resume other epochs."""
     order = pickle.loads(pickle.dumps(tc.EpochOrder(1000, seed=42)))

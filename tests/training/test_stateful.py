@@ -10,7 +10,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wds_tensorcache as tc
-from tests.training.loaders import modes, only_numbers, write_numbers
+from tests.training.loaders import modes, only_numbers
 
 pytestmark = [
     pytest.mark.long,
@@ -76,47 +76,3 @@ def test_snapshots(cache: Any) -> None:
         if number in (3, 7):
             again = begun({"cache": cache, "batch_size": 3}, 0, loader.state_dict())
             assert sorted(seen + [key for _, info in again for key in info.keys]) == sorted(cache.keys())
-
-
-@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, True)])
-@pytest.mark.parametrize("at_end", [False, True])
-def test_epochs_that_are_set(cache: Any, num_workers: int, persistent: bool, at_end: bool) -> None:
-    """As training loops do, also when they resume: the state's epoch continues; another one begins if it is set."""
-    options = {"cache": cache, "shuffle": True}
-    whole = expected(options, 5)
-    loader = begun(options, num_workers, persistent_workers=persistent)
-    if not at_end:
-        infos(loader)
-        loader.sampler.set_epoch(1)
-    for number, _ in enumerate(loader, 1):
-        state = copy.deepcopy(loader.state_dict())
-        if number == 2 and not at_end:
-            break
-    if at_end:
-        state = copy.deepcopy(loader.state_dict())
-    again = begun(options, num_workers, state, persistent_workers=persistent)
-    for epoch in range(1, 4):
-        again.sampler.set_epoch(epoch)
-        assert infos(again) == whole[epoch][2 if epoch == 1 and not at_end else 0 :]
-    other = begun(options, num_workers, state, persistent_workers=persistent)
-    other.sampler.set_epoch(4)
-    assert [row[2] for row in infos(other)] == [row[2] for row in whole[4]]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_epochs_that_were_left(cache: Any, num_workers: int) -> None:
-    whole = expected({"cache": cache, "shuffle": True}, 4)
-    loader = begun({"cache": cache, "shuffle": True}, num_workers)
-    for epoch in (0, 2):
-        _, info = next(iter(loader))
-        assert info.keys == whole[epoch][0][2]
-        assert [row[2] for row in infos(loader)] == [row[2] for row in whole[epoch + 1]]
-
-
-def test_fewer_steps_than_workers(tmp_path: Any) -> None:
-    with tc.open(write_numbers(tmp_path, range(2))) as cache:
-        options = {"cache": cache, "batch_size": 1}
-        for taken, state in states_of(begun(options, 3)):
-            again = begun(options, 3, state)
-            assert len(infos(again)) in ({2 - taken, 2} if taken == 2 else {2 - taken})
-            assert len(infos(again)) == 2

@@ -28,18 +28,6 @@ def test_counts_and_bytes(cache: Any) -> None:
     assert more.total_s >= more.training_waited_s > 0
 
 
-def test_stages_are_told_apart(cache: Any) -> None:
-    def transform(batch: Any, info: Any) -> Any:
-        time.sleep(0.01)
-        return batch
-
-    list(loader := tc.Loader(cache.select("x"), 23, transform=transform, num_threads=0, device="cpu"))
-    stats = loader.stats()
-    assert stats.transform_s >= 0.01
-    assert stats.transfer_s > 0
-    assert stats.training_waited_s >= stats.read_s + stats.transform_s + stats.transfer_s
-
-
 def test_waiting_times(cache: Any) -> None:
     loader = tc.Loader(cache.select("x"), 8, num_threads=1, prefetch_batches=2)
     given = iter(loader)

@@ -225,15 +225,6 @@ def test_wrong_replacements() -> None:
     assert set(tc.sample_moments("mean", "std", to="std")(dict(batch), info_of([0]))) == {"text", "std"}
 
 
-def test_replacements_of_other_dtypes() -> None:
-    for value, texts in (
-        (torch.ones(2, requires_grad=True).bfloat16(), torch.zeros(2, 2)),
-        (np.ones(2), torch.zeros(2, 2).half()),
-    ):
-        replaced = tc.drop_text(1, {"x": value})({"x": texts}, info_of([0, 1]))["x"]
-        assert (replaced.dtype, replaced.tolist()) == (texts.dtype, [[1.0, 1.0]] * 2)
-
-
 def test_rows_of_samples_that_lack_a_tensor(tmp_path: Any) -> None:
     """They stay None, in the same batch and in one where no sample has the tensor."""
     with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
@@ -262,36 +253,6 @@ def test_rows_of_samples_that_lack_a_tensor(tmp_path: Any) -> None:
         batch["std"][1] = None
         with pytest.raises(ValueError, match="'mean': a row has means, but no deviations 'std'"):
             transforms[2](batch, info_of([0, 1]))
-
-
-def test_training_may_change_replaced_values() -> None:
-    empty = {"text": torch.zeros(2), "words": ["x"]}
-    transform = tc.drop_text(1, empty)
-    for _ in range(2):
-        batch = transform({"text": ["a", "b"], "words": [["y"], ["z"]]}, info_of([0, 1]))
-        assert [row.tolist() for row in batch["text"]] == [[0.0, 0.0]] * 2
-        assert batch["words"] == [["x"], ["x"]]
-        batch["text"][0] += 1
-        batch["words"][0].append("more")
-
-
-def test_dropped_texts_of_batches(tmp_path: Any) -> None:
-    """Values stay what they are, whether a row of the batch is dropped or not."""
-    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
-        for i in range(40):
-            sink.write(f"{i:02d}", {"x": torch.zeros(1), "prompt": f"p{i}"})
-    transform = tc.drop_text(0.1, {"prompt": ""}, mark="m")
-    kinds = set()
-    with tc.open(tmp_path / "x.tar") as cache:
-        for numbers in np.arange(40).reshape(-1, 4):
-            batch = transform(cache.read_batch(numbers), info_of(numbers))
-            dropped = batch["m"].tolist()
-            kinds.add((any(dropped), type(batch["prompt"])))
-            assert batch["prompt"].tolist() == [
-                "" if drop else f"p{i}" for i, drop in zip(numbers, dropped, strict=True)
-            ]
-    assert sorted(drop for drop, _ in kinds) == [False, True]
-    assert len({kind for _, kind in kinds}) == 1
 
 
 def test_damage_in_a_transform_stays_damage(tmp_path: Any) -> None:

@@ -148,20 +148,6 @@ def test_the_same_batches_as_on_the_cpu(cache: Any, num_threads: int) -> None:
     assert any(batch["is_dropped"].any() for batch, _ in found)
 
 
-def test_latents_are_not_overwritten_while_a_stream_that_is_behind_needs_them(cache: Any) -> None:
-    """A transform allocates them on the copying stream; the loop drops each batch at once."""
-    expected = [batch["latent"] for batch in loader_of(cache, "cpu")]
-    loader = loader_of(cache, DEVICE, prefetch_batches=1)
-    stream, found = torch.cuda.Stream(), []
-    with torch.cuda.stream(stream):
-        for batch in loader:
-            stall(stream)
-            found.append(batch["latent"] * 1)
-            del batch
-    torch.cuda.synchronize()
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-
-
 def test_no_hidden_waits(cache: Any) -> None:
     """Not even for the first batch, for which tables and replacements are copied."""
     replaced = {"text": torch.full((1, 3), 7.0), "latent": torch.tensor(2.0)}

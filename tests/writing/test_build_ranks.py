@@ -17,8 +17,6 @@ from tests.children import finish, start
 from tests.same import assert_same
 from tests.writing.test_build import COUNT, MADE, Numbers, build, counted, digest, double, key
 
-KEYS = [f"n{i}" for i in range(COUNT)]
-
 
 def build_rank(out: Path, rank: int, world_size: int, fn: Any = double, **options: Any) -> Any:
     source = options.pop("source", None) or Numbers()
@@ -96,14 +94,6 @@ def test_one_rank_after_another(tmp_path: Path, world_size: int, kind: str) -> N
     check(tmp_path)
 
 
-def test_names_of_many_ranks(tmp_path: Path) -> None:
-    for rank in range(11):
-        build_rank(tmp_path / "train-%03d.tar", rank, 11).close()
-    names = {path.name for path in tmp_path.glob("*.tar")}
-    assert {"train-r00of11-000.tar", "train-r10of11-000.tar"} <= names
-    check(tmp_path)
-
-
 @pytest.mark.parametrize("worlds", [(1, 3), (4, 3), (3, 4), (2, 1), (4, 3, 2, 5)], ids=str)
 def test_another_world_size(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """After an error on each rank, nothing that was computed before it is computed again."""
@@ -160,25 +150,6 @@ def test_killed_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
         assert finished.items() <= there.items()  # what was finished stays
         finished = there
     assert finish(start_ranks(worlds[-1], False)) == [0] * worlds[-1]
-    check(tmp_path)
-
-
-def test_entries_that_another_rank_overwrote(tmp_path: Path) -> None:
-    """As on a file system without locks: the rank that ends last lists what all have finished."""
-    build_rank(tmp_path, 0, 3).close()
-
-    def overwriting(items: list[Any]) -> Any:
-        manifest = tmp_path / "manifest.json"
-        content = json.loads(manifest.read_text())
-        names = ("r0of3-000000.tar", "r1of3-000000.tar")
-        content["shardlist"] = [entry for entry in content["shardlist"] if entry["url"] not in names]
-        (tmp_path / "other.json").write_text(json.dumps(content))
-        os.replace(tmp_path / "other.json", manifest)
-        return double(items)
-
-    build_rank(tmp_path, 1, 3, overwriting).close()
-    assert len(tc.open(tmp_path)) == len(tc.open(tmp_path / "r[01]of3-*.tar"))
-    build_rank(tmp_path, 2, 3, overwriting).close()
     check(tmp_path)
 
 
@@ -277,3 +248,22 @@ def test_bad_arguments_of_ranks(tmp_path: Path, options: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         build(Numbers(), out, **{"rank": 0, "world_size": 2} | options)
     assert os.listdir(tmp_path) == []
+
+
+def test_entries_that_another_rank_overwrote(tmp_path: Path) -> None:
+    """As on a file system without locks: the rank that ends last lists what all have finished."""
+    build_rank(tmp_path, 0, 3).close()
+
+    def overwriting(items: list[Any]) -> Any:
+        manifest = tmp_path / "manifest.json"
+        content = json.loads(manifest.read_text())
+        names = ("r0of3-000000.tar", "r1of3-000000.tar")
+        content["shardlist"] = [entry for entry in content["shardlist"] if entry["url"] not in names]
+        (tmp_path / "other.json").write_text(json.dumps(content))
+        os.replace(tmp_path / "other.json", manifest)
+        return double(items)
+
+    build_rank(tmp_path, 1, 3, overwriting).close()
+    assert len(tc.open(tmp_path)) == len(tc.open(tmp_path / "r[01]of3-*.tar"))
+    build_rank(tmp_path, 2, 3, overwriting).close()
+    check(tmp_path)

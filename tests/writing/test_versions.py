@@ -8,9 +8,7 @@ import shutil
 import signal
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,32 +270,6 @@ def test_computed_samples_are_not_lost(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_batches_stay_the_same_ones(tmp_path: Path) -> None:
-    """After processes were killed, the bytes do, too."""
-
-    def grouped(batch: list[dict[str, Any]]) -> list[Any]:
-        return [{"of": item["value"], "with": [other["value"] for other in batch]} for item in batch]
-
-    def fails_at(value: int) -> Any:
-        def fn(batch: list[dict[str, Any]]) -> list[Any]:
-            if any(item["value"] == value for item in batch):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return grouped(batch)
-
-        return fn
-
-    make(numbered(), tmp_path / "0", grouped)
-    values = {key: value + 100 * (value % 3 == 0) for key, value in numbered(35).items()}
-    make(values, tmp_path / "whole", grouped, reuse=tmp_path / "0", max_samples=3)
-    stale = [value for key, value in values.items() if numbered().get(key) != value]
-    for first, second in list(zip(stale, stale[5:] + stale[-5:], strict=True))[::3]:
-        for value in (first, second):
-            broken = partial(make, values, tmp_path / f"{first}", fails_at(value), reuse=tmp_path / "0", max_samples=3)
-            assert is_killed(broken)
-        make(values, tmp_path / f"{first}", grouped, reuse=tmp_path / "0", max_samples=3)
-        compare(tmp_path / f"{first}", tmp_path / "whole")
-
-
 # --- several calls at once ---
 
 
@@ -315,40 +287,6 @@ def test_an_old_one_that_is_being_written(tmp_path: Path) -> None:
     fn, called = counted()
     make(numbered(13), tmp_path / "2", fn, reuse=tmp_path / "0")
     assert called == []
-
-
-def test_a_living_call_is_left_alone(tmp_path: Path) -> None:
-    make(numbered(), tmp_path / "0")
-    values, refused = numbered(30), []
-
-    def fn(batch: list[dict[str, Any]]) -> list[Any]:
-        with pytest.raises(FileExistsError, match="is writing"):
-            make(values, tmp_path / "1", reuse=tmp_path / "0")
-        tc.drop(tmp_path / "0", tmp_path / "2", ["k000"])
-        shutil.rmtree(tmp_path / "2")
-        refused.append(len(batch))
-        return double(batch)
-
-    make(values, tmp_path / "1", fn, reuse=tmp_path / "0")
-    assert sum(refused) == 7
-    check(tmp_path / "1", values, list(values))
-
-
-def test_an_old_one_that_changes_meanwhile(tmp_path: Path) -> None:
-    """A shard that another one replaces is not taken for the one that was indexed."""
-    make(numbered(), tmp_path / "0")
-
-    def replace() -> None:
-        make(numbered(9), tmp_path / "x", max_samples=9)
-        os.replace(tmp_path / "x" / "000000.tar", tmp_path / "0" / "000004.tar")
-
-    def fn(batch: list[dict[str, Any]]) -> list[Any]:
-        replace()
-        return double(batch)
-
-    with pytest.raises(tc.FormatError, match=r"000004\.tar: the shard was changed"):
-        make(numbered(24), tmp_path / "1", fn, reuse=tmp_path / "0")
-    assert not (tmp_path / "1").exists()
 
 
 @pytest.mark.parametrize("then", ["the same call", "a build without reuse", "another version"])
@@ -589,31 +527,6 @@ def test_ranks(tmp_path: Path, world_size: int) -> None:
         assert by_key(out) == whole
         assert not list(tmp_path.glob(".*"))
         before = out
-
-
-@pytest.mark.parametrize("worlds", [(4, 3, 1), (2, 3, 4, 1)], ids=str)
-def test_another_world_size(tmp_path: Path, worlds: tuple[int, ...]) -> None:
-    """After an error on each rank, nothing is computed again, except items that have changed. Their newest sample counts."""
-    options: Any = {"reuse": tmp_path / "0", "batch_size": 2, "digest": digest}
-    make(numbered(), tmp_path / "0")
-    values = numbered(40, **{f"k{i:03d}": 100 + i for i in range(0, COUNT, 2)})
-    computed: Counter[int] = Counter()
-    num_changed = 0
-    for number, world_size in enumerate(worlds[:-1]):
-        for rank in range(world_size):
-            fn, called = broken_at(1)
-            with pytest.raises(Broken):
-                build(items(values), tmp_path / "1", fn, rank=rank, world_size=world_size, **options)
-            computed.update(called)
-        for key in [key for key, value in values.items() if computed[value]][::3]:
-            values[key] += 1000 * (number + 1)
-            num_changed += 1
-    fn, called = counted()
-    make(values, tmp_path / "1", fn, reuse=tmp_path / "0", batch_size=2)
-    computed.update(called)
-    assert max(computed.values()) == 1
-    assert computed.total() == (COUNT + 1) // 2 + 40 - COUNT + num_changed
-    check(tmp_path / "1", values, list(tc.open(tmp_path / "1").keys()))
 
 
 def test_ranks_that_differ_or_overlap(tmp_path: Path) -> None:

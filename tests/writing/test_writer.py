@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
-import io
 import json
 import logging
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +63,6 @@ def test_by_bytes(tmp_path: Path) -> None:
         for i in range(5):
             sink.write(str(i), torch.zeros(60_000 if i < 4 else 300_000, dtype=torch.uint8))
     assert listed(tmp_path) == {"0.tar": 2, "1.tar": 2, "2.tar": 1}
-
-
-def test_one_shard_takes_all(tmp_path: Path) -> None:
-    write(tmp_path / "all.tar", count=7, max_samples=3, max_nbytes=1)
-    assert listed(tmp_path) == {"all.tar": 7}
 
 
 def test_options_leave_things_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,25 +195,18 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (7, 0, {}, tc.InvalidKeyError, "__key__ is 7, expected a non-empty str"),
     ("a.b", 0, {}, tc.InvalidKeyError, "'a.b' has a dot in its last part"),
     ("a b", 0, {}, tc.InvalidKeyError, "'a b' contains ' '"),
-    ("a\n", 0, {}, tc.InvalidKeyError, "white space and control characters break DALI"),
     ("é", 0, {}, tc.InvalidKeyError, "is not ASCII"),
     ("../a", 0, {}, tc.InvalidKeyError, "not a plain relative path"),
-    ("/a", 0, {}, tc.InvalidKeyError, "not a plain relative path"),
     ("__a", 0, {}, tc.InvalidKeyError, "begins with '__'"),
     ("k" * 89, 0, {}, tc.InvalidKeyError, "has 101 bytes: DALI without an index reads at most 100"),
     ("k", 0, {"x" * 99: b""}, tc.InvalidKeyError, "has 101 bytes"),
     ("k", 0, {"": b""}, tc.InvalidKeyError, "'' .* extension"),
     ("k", 0, {"a/b": b""}, tc.InvalidKeyError, "'a/b' .* extension"),
-    ("k", 0, {"a b": b""}, tc.InvalidKeyError, "'a b' .* extension"),
     ("k", 0, {"__key__": b"z"}, tc.InvalidKeyError, "'__key__' begins with '_': stock tools"),
-    ("k", 0, {"_x": b"z"}, tc.InvalidKeyError, "'_x' begins with '_': stock tools"),
     ("k", 0, {"A.tensorcache": 0}, tc.InvalidKeyError, "cache name 'A' must match"),
     ("k", 0, {"skel.tensorcache": 0}, tc.InvalidKeyError, "cache name 'skel' must match"),
-    ("k", 0, {".tensorcache": 0}, tc.InvalidKeyError, "cache name '' must match"),
     ("k", 0, {"TensorCache": b""}, tc.InvalidKeyError, "a name is reserved for caches"),
-    ("k", 0, {"a.TENSORCACHE": b""}, tc.InvalidKeyError, "a name is reserved for caches"),
     ("k", 0, {"skel.pyd": b""}, tc.InvalidKeyError, "a name is reserved for caches"),
-    ("k", 0, {"A.Skel.pyd": b""}, tc.InvalidKeyError, "a name is reserved for caches"),
     ("k", 0, {"SafeTensors": b""}, tc.InvalidKeyError, "or occurs twice"),
     ("k", 0, {"jpg": b"", "JPG": b""}, tc.InvalidKeyError, "or occurs twice"),
     ("k", 0, {"tensorcache": 1}, tc.InvalidKeyError, "sample 'k' is passed twice, also as 'tensorcache'"),
@@ -292,35 +278,6 @@ def test_writev_takes_a_few_bytes_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "y.tar").read_bytes() == (tmp_path / "large.tar").read_bytes()
 
 
-@pytest.mark.parametrize("nbytes", [1 << 20, 3 << 20], ids=["by the thread", "in place"])
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    full = [False]
-    writev = os.writev
-
-    def fails_once(fd: int, buffers: Any) -> int:
-        if full[0]:
-            full[0] = False
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return writev(fd, buffers)
-
-    monkeypatch.setattr(os, "writev", fails_once)
-    failed = []
-    sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=24)
-    for i in range(48):
-        full[0] = full[0] or i == 28
-        try:
-            sink.write(f"{i:03d}", torch.full((nbytes,), i, dtype=torch.uint8))
-        except OSError as exc:  # a caller that continues all the same loses the shard
-            failed.append(exc)
-    with pytest.raises(OSError, match=r"1\.tar: the file could not be written: .*No space left") as closing:
-        sink.close()
-    assert len(failed) >= 5  # three stages of three samples are written before the caller sees a failure
-    assert {exc.errno for exc in [*failed, closing.value]} == {errno.ENOSPC}
-    assert {str(exc) for exc in failed} == {str(closing.value)}
-    assert names(tmp_path) == ["0.idx", "0.tar", "manifest.json"]
-    assert len(tc.open(tmp_path)) == 24
-
-
 def test_after_a_shard_that_could_not_be_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A writer whose caller ignores the error takes no sample that it could not store, and leaves no file behind."""
     with tc.ShardWriter(tmp_path, max_samples=1) as writer:
@@ -382,15 +339,6 @@ def test_when_it_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert os.listdir(tmp_path) == []
 
 
-def test_nothing_is_said_if_nothing_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tc.ShardWriter(tmp_path / "empty", fsync=False)
-    with tc.ShardWriter(tmp_path / "closed", fsync=False) as writer:
-        writer.write("a", [1])
-    del writer
-    gc.collect()
-    assert not caplog.records
-
-
 INSTALL_DALI = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)"
 
 
@@ -404,25 +352,6 @@ def write_two(pattern: Path, count: int = 5, **options: Any) -> None:
 def shard(tmp_path: Path) -> Path:
     write_two(tmp_path / "x.tar")
     return tmp_path / "x.tar"
-
-
-@pytest.mark.parametrize("count", [1, 40], ids=["shorter than the index", "longer"])
-def test_members_appended_with_tar(shard: Path, gnu_tar: str, tmp_path: Path, count: int) -> None:
-    more = {
-        f"new{i}.{kind}": raw
-        for i in range(count)
-        for kind, raw in zip(("skel.pyd", "safetensors"), tc.encode_sample([torch.tensor(i)]), strict=True)
-    }
-    for name, raw in more.items():
-        (tmp_path / name).write_bytes(raw)
-    subprocess.run([gnu_tar, "rf", shard, "-C", tmp_path, *more], check=True)
-    with tarfile.open(shard) as archive:
-        assert archive.getnames()[-2 * count :] == list(more)
-    (tmp_path / "manifest.json").unlink()
-    with tc.open(shard, cache="") as cache:
-        assert list(cache.keys()) == [*(f"{i:03d}" for i in range(5)), *(f"new{i}" for i in range(count))]
-        assert_same(diffusion_sample(4), cache["004"])
-        assert_same([torch.tensor(count - 1)], cache[-1])
 
 
 def test_dalis_index_is_that_of_its_own_tool(shard: Path) -> None:
@@ -448,18 +377,6 @@ def test_the_manifest_is_of_wids_shape(tmp_path: Path) -> None:
     }
 
 
-def test_the_same_bytes_as_webdataset_writes(tmp_path: Path) -> None:
-    """A scan of the shard that webdataset's writer makes of the same members finds the same samples."""
-    write_two(tmp_path / "x.tar", footer=False)
-    stream = io.BytesIO()
-    with wds.TarWriter(stream, encoder=False, mtime=0) as sink, tarfile.open(tmp_path / "x.tar") as archive:
-        for entry in archive:
-            raw = archive.extractfile(entry).read()  # type: ignore[union-attr]
-            sink.write({"__key__": entry.name[:3], entry.name[4:]: raw})
-    ours = (tmp_path / "x.tar").read_bytes()
-    assert stream.getvalue()[: len(ours)] == ours
-
-
 def test_write_is_not_webdatasets(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as writer:
         with pytest.raises(TypeError, match=r"write\(key, sample"):
@@ -474,3 +391,32 @@ def test_patterns_whose_shards_would_be_overwritten_by_indexes(tmp_path: Path, p
     with pytest.raises(ValueError, match="share a name|ends in .tar"):
         tc.ShardWriter(tmp_path / pattern)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 3 << 20], ids=["by the thread", "in place"])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    full = [False]
+    writev = os.writev
+
+    def fails_once(fd: int, buffers: Any) -> int:
+        if full[0]:
+            full[0] = False
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return writev(fd, buffers)
+
+    monkeypatch.setattr(os, "writev", fails_once)
+    failed = []
+    sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=24)
+    for i in range(48):
+        full[0] = full[0] or i == 28
+        try:
+            sink.write(f"{i:03d}", torch.full((nbytes,), i, dtype=torch.uint8))
+        except OSError as exc:  # a caller that continues all the same loses the shard
+            failed.append(exc)
+    with pytest.raises(OSError, match=r"1\.tar: the file could not be written: .*No space left") as closing:
+        sink.close()
+    assert len(failed) >= 5  # three stages of three samples are written before the caller sees a failure
+    assert {exc.errno for exc in [*failed, closing.value]} == {errno.ENOSPC}
+    assert {str(exc) for exc in failed} == {str(closing.value)}
+    assert names(tmp_path) == ["0.idx", "0.tar", "manifest.json"]
+    assert len(tc.open(tmp_path)) == 24
