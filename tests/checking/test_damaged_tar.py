@@ -13,7 +13,7 @@ import wds_tensorcache as tc
 from tests.conftest import Seeded
 from tests.same import assert_same
 from tests.shards.damage import flip, member, members, sample, write
-from tests.shards.forged_index import put_footer
+from tests.shards.footers import body_of, put_footer
 from tests.shards.tars import build, build_with_tarfile
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
@@ -123,8 +123,9 @@ def test_a_tar_in_a_tar(tmp_path: Path, beside: str, name: str) -> None:
     path.write_bytes(content[:at] + build([(name, inner)])[:-1024] + content[at:])
     index = tc.write_index(path, dali_index=False)
     if beside == "footer":
-        Path(f"{path}.index").unlink()
-        put_footer(path, index)
+        sidecar = Path(f"{path}.index")
+        put_footer(path, body_of(sidecar), index.end)
+        sidecar.unlink()
     flip(path, members(path)[name][0] - 300)
     report, keys = saved(path, tmp_path / "out")
     assert keys == everything(3)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
-from tests.shards.forged_index import forge, swap_keys
+from tests.shards.footers import U8, forge, replace
 from tests.shards.tars import build, raw_header
 
 
 def test_an_index_that_swaps_keys(tmp_path: Path) -> None:
     path = write(tmp_path / "a", 4, dali_index=False, manifest=False)
-    forge(path, swap_keys)
+    forge(path, replace(keys__text=np.frombuffer(b"000002001003", U8)))
     places = members(path)
     for name in ("001.skel.pyd", "001.safetensors"):
         flip(path, places[name][0] - 300)
