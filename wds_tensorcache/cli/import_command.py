@@ -86,7 +86,8 @@ def import_command(
 ) -> int:
     """Import files that a trainer has written into shards in the folder OUT.
 
-    SOURCE is a folder, a file such as a tar, or a pattern such as 'photos-{000..099}.tar'.
+    SOURCE is a folder, a file such as a tar, or a pattern such as 'photos-{000..099}.tar'. Of several, each is a tar
+    or a pattern of tars; import folders one by one.
     """
     output = Output(as_json)
     if list_formats:

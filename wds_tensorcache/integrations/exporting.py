@@ -92,6 +92,7 @@ def export_cache(
 
     Raises:
         ValueError: `kind` is unknown, or `out` is a url.
+        TypeError: `cache` is not a cache, for example a path.
         FileExistsError: The folder is not empty, or another process writes it.
         EncodeError: The kind of file cannot hold a value or a member; the message names it.
         InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
@@ -100,6 +101,8 @@ def export_cache(
     """
     if kind not in KINDS:
         raise ValueError(f"{kind!r:.100}, expected one of {', '.join(map(repr, KINDS))}")
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache={cache!r:.200}, expected a cache: tc.open(…)")
     path = check_new(out, "choose another folder")
     if cache._left_out is not None:
         raise FormatError(cache._left_out, kind="index")

@@ -24,6 +24,7 @@ from wds_tensorcache.reading.structure import value_at
 _TEXT_NAMES = [re.compile(pattern, re.IGNORECASE) for pattern in ("prompt", "caption", "text|txt", "label|class|title")]
 _TEXT_MEMBERS = "txt", "caption", "cls", "json"
 _MAX_VALUES = 200
+_NUM_DRAWN = 300  # tensors among which pictures are chosen
 _PICTURE_NAMES = re.compile(r"latent|sample|image|video|moment", re.IGNORECASE)
 _LATER_PICTURES = re.compile(r"flip|mask|control|cond|clean|ref", re.IGNORECASE)
 
@@ -56,11 +57,11 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
         lazies = flatten(sample)
         values = survey.samples[index] if index in survey.samples else survey.measure(lazies)
         card["marks"] = [mark._asdict() for mark in survey.marks(values)[:20]]
-        names = [name for name in lazies if name in survey.positions][: limits.num_tensors]
-        for name in names:
+        names = [name for name in lazies if name in survey.positions][:_NUM_DRAWN]
+        for name in names[: limits.num_tensors]:
             shape, dtype = shape_text(lazies[name].shape), dtype_name(lazies[name].dtype)
             card["tensors"].append([survey.positions[name], dtype, shape, values_record(values.get(name))])
-        card["num_more"] = len(lazies) - len(names)
+        card["num_more"] = len(lazies) - len(card["tensors"])
         card["pictures"] = list(_draw(survey, {name: lazies[name] for name in names}, limits))
     except READ_ERRORS as exc:
         card["error"] = visible(str(exc), 500)
