@@ -24,11 +24,10 @@ import torch
 
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.narrow import narrow
 from wds_tensorcache.importers.report import Skipped
+from wds_tensorcache.importers.shrink import narrow, trim
 from wds_tensorcache.importers.source import Loaded, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.trim import trim
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
 from wds_tensorcache.storage.system import SHORTAGES

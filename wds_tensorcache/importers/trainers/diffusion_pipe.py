@@ -45,9 +45,8 @@ from typing import Any
 from urllib.parse import quote
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.media_names import name_media
 from wds_tensorcache.importers.safe_files import parse_torch
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, name_media
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pickles import peek_pth
 
@@ -108,14 +107,13 @@ def _open(folder: SourceFolder) -> Source:
     texts: dict[str, _Texts] = {}  # by the folder that contains the text folders
     unconds: dict[str, _Texts] = {}
     fingerprints: dict[str, str] = {}
-    bad: dict[str, str] = {}
+    bad = Faults()
     listed: set[str] = set()
     for database in (name for name in folder.names if _split(name)[1] == _DATABASE):
         path = _split(database)[0]
-        try:
+        with bad.of(database):
             fingerprints[path], items = _read_database(folder, database)
-        except FormatError as exc:
-            bad[database] = exc.reason
+        if database in bad:
             continue
         listed.update(item.file for item in items)
         parent, cache = _split(path)

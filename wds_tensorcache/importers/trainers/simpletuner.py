@@ -31,7 +31,6 @@ models. Folders whose names contain `image_embeds` have samples `{"image_embeds"
 
 from __future__ import annotations
 
-import json
 import os.path
 import re
 from collections.abc import Iterator, Mapping
@@ -45,13 +44,12 @@ import torch
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_torch
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _FILE = re.compile(r"(?:.*/)?(?:[0-9a-f]{64}|[0-9a-f]{32}-[\w.-]+)\.pt", re.ASCII | re.DOTALL)
 _TEXT = re.compile(r"([0-9a-f]{32})-([\w.-]+)\.pt", re.ASCII)
 _JSON = re.compile(r"aspect_ratio_bucket_(indices|metadata)(?:_(.+))?\.json", re.ASCII | re.DOTALL)
-_MAX_NBYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -143,7 +141,7 @@ def _load_text(folder: SourceFolder, name: str) -> Loaded:
 def _read_backends(folder: SourceFolder) -> tuple[list[_Backend], dict[str, str]]:
     """Return the backends that the JSON files in a folder describe, and the bad files with their faults."""
     backends: dict[tuple[str, str], _Backend] = {}
-    bad: dict[str, str] = {}
+    bad = Faults()
     for name in folder.by_suffix.get(".json", ()):
         path, _, file = name.rpartition("/")
         match = _JSON.fullmatch(file)
@@ -151,23 +149,18 @@ def _read_backends(folder: SourceFolder) -> tuple[list[_Backend], dict[str, str]
             continue
         backend = backends.setdefault((path, match[2] or ""), _Backend(match[2] or "", f"{path}/".lstrip("/")))
         try:
-            # the fingerprint of a cache, to which the settings belong, has no NaN
-            constant = str if match[1] == "indices" else None
-            content = json.loads(folder.read_text(name, _MAX_NBYTES), parse_constant=constant)
-            if match[1] == "metadata":
-                found = content
-            else:
-                config = dict(content.get("config") or {})
-                check_depth(config)
-                backend.config = config
-                buckets = content.get("aspect_ratio_bucket_indices") or {}
-                found = {path: {} for paths in buckets.values() for path in paths}
-            for image, metadata in found.items():
-                if not isinstance(image, str):
-                    raise TypeError(f"{image!r:.100} is not a path")
-                backend.images[image] = {**backend.images.get(image, {}), **metadata}
-        except FormatError as exc:
-            bad[name] = exc.reason
+            with bad.of(name):
+                images = folder.read_json(name, names_nan=match[1] == "indices")
+                if match[1] == "indices":
+                    config = dict(images.get("config") or {})
+                    check_depth(config)
+                    backend.config = config
+                    buckets = images.get("aspect_ratio_bucket_indices") or {}
+                    images = {path: {} for paths in buckets.values() for path in paths}
+                for image, metadata in images.items():
+                    if not isinstance(image, str):
+                        raise TypeError(f"{image!r:.100} is not a path")
+                    backend.images[image] = {**backend.images.get(image, {}), **metadata}
         except (ValueError, TypeError, AttributeError, RecursionError) as exc:
             bad[name] = f"is not SimpleTuner's JSON: {exc!r:.200}"
     return list(backends.values()), bad
