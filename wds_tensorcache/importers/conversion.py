@@ -88,23 +88,23 @@ class Conversion:
     """The conversion of the samples of a source, which have keys.
 
     Attributes:
-        narrow, masks, drop_padding: The options of `import_cache`.
         stops: Whether a bad sample raises its error.
         open_writer: Function from the number of a shard to its `ShardWriter`.
+        narrow, trim, drop_padding: The options of `import_cache`.
     """
 
     folder: SourceFolder
     samples: Sequence[SourceSample]
     keys: Sequence[str]
-    narrow: bool
-    masks: dict[str, str]
-    drop_padding: bool
     stops: bool
     open_writer: Callable[[int], ShardWriter]
+    narrow: bool
+    trim: dict[str, str]
+    drop_padding: bool
     _probed: set[int] = field(default_factory=set)
-    _is_over: Any = None  # memory that worker processes share
-    _num_done: Any = None
-    _slots: dict[int, int] = field(default_factory=dict)
+    _shared: Any = (
+        None  # memory of all workers: whether the import is over, then the number of samples done of each shard
+    )
 
     def write_all(
         self,
@@ -121,9 +121,7 @@ class Conversion:
         """
         todo = sorted(index for shard in shards.values() for index in shard)
         self._probed = set() if self.narrow else set(todo[:_NUM_PROBED])
-        self._slots = {number: slot for slot, number in enumerate(shards)}
-        self._num_done = np.frombuffer(mmap.mmap(-1, 8 * max(1, len(shards))), np.int64)
-        self._is_over = np.frombuffer(mmap.mmap(-1, 1), bool)
+        self._shared = np.frombuffer(mmap.mmap(-1, 8 * (1 + len(shards))), np.int64)
         num_workers = min(num_workers, len(shards))
         pool: Executor
         if may_fork and num_workers > 1 and len(todo) >= _MIN_SAMPLES and _is_fork_safe():
@@ -133,12 +131,12 @@ class Conversion:
             pool, write = ThreadPoolExecutor(max(1, num_workers)), self.write_shard
         try:
             # Workers start first: a bar may have a thread, and a process with threads is not forked.
-            futures = [pool.submit(write, number, shard) for number, shard in shards.items()]
+            futures = [pool.submit(write, slot, *shard) for slot, shard in enumerate(shards.items(), 1)]
             with closing(Progress(progress, num_present + len(todo), unit=" samples", smoothing=0)) as bar:
                 for future in futures:
-                    bar.show(num_present + int(self._num_done.sum()), num_present)
+                    bar.show(num_present + int(self._shared[1:].sum()), num_present)
                     while not wait([future], _POLL_S).done:
-                        bar.show(num_present + int(self._num_done.sum()), num_present)
+                        bar.show(num_present + int(self._shared[1:].sum()), num_present)
                     future.result()
                 bar.show(num_present + len(todo), num_present)
             return [future.result() for future in futures]
@@ -146,18 +144,18 @@ class Conversion:
             remedy = "finished shards stay, and the import can resume"
             raise ChildProcessError(f"a worker process was killed, for example for lack of memory; {remedy}") from exc
         finally:
-            self._is_over[0] = True
+            self._shared[0] = True
             pool.shutdown(cancel_futures=True)
 
-    def write_shard(self, number: int, indexes: Sequence[int]) -> Written:
+    def write_shard(self, slot: int, number: int, indexes: Sequence[int]) -> Written:
         """Write one shard; bad samples are left out, or raise their error."""
         written = Written()
         with self.open_writer(number) as writer:
             for index in indexes:
-                if self._is_over[0]:
+                if self._shared[0]:
                     raise InterruptedError("the import has ended")
                 self._write_sample(writer, index, written)
-                self._num_done[self._slots[number]] += 1
+                self._shared[slot] += 1
         return written
 
     def _write_sample(self, writer: ShardWriter, index: int, written: Written) -> None:
@@ -204,8 +202,8 @@ class Conversion:
             if suffix == FIELD or suffix.endswith(f".{FIELD}"):
                 raise FormatError(f"member {suffix!r:.100} has a name that is reserved for caches")
         value, saved = loaded.value, Counter[str]()
-        if self.masks:
-            value, saved["nbytes_trimmed"] = trim(value, self.masks, self.drop_padding)
+        if self.trim:
+            value, saved["nbytes_trimmed"] = trim(value, self.trim, self.drop_padding)
 
         def convert(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
@@ -248,5 +246,5 @@ def _begin_worker(conversion: Conversion, parent: int) -> None:
     torch.set_num_threads(1)  # Hazard: the child does not have the threads of OpenMP, and would wait for them
 
 
-def _write_shard(number: int, indexes: Sequence[int]) -> Written:
-    return _worker.write_shard(number, indexes)
+def _write_shard(slot: int, number: int, indexes: Sequence[int]) -> Written:
+    return _worker.write_shard(slot, number, indexes)

@@ -116,13 +116,16 @@ def name_media(paths: Sequence[str]) -> list[str]:
     """
     parts = [path.replace("\\", "/").strip("/").split("/") for path in paths]
     folders = [each[:-1] for each in parts] or [[]]
-    num_common = sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False))
-    )
-    names = ["/".join(each[num_common:]) for each in parts]
+    common = num_common(min(folders), max(folders))
+    names = ["/".join(each[common:]) for each in parts]
     stems = {name: os.path.splitext(name)[0] for name in names}
     counts = Counter(stems.values())
     return number_repeats(stems[name] if counts[stems[name]] == 1 else name for name in names)
+
+
+def num_common(left: Iterable[str], right: Iterable[str]) -> int:
+    """Return how many parts at the beginning of two paths are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def number_repeats(names: Iterable[str]) -> list[str]:
