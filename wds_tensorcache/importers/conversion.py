@@ -70,34 +70,25 @@ def plan_shards(
 
 @dataclass(slots=True)
 class Written:
-    """What was written into a shard.
+    """What was written into a shard."""
 
-    Attributes:
-        counts: Values of the attributes of `ImportReport` with these names; and of the samples that were probed, "probed" and
-            "narrowable" bytes.
-        forms: Sets of the entries and members of samples: how many samples have each, and the name of the first of these.
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(
+        default_factory=Counter
+    )  # attributes of `ImportReport`, "probed" and "narrowable" bytes
     skipped: list[Skipped] = field(default_factory=list)
+    # for each set of entries and members, how many samples have it, and the name of the first of these
     forms: dict[frozenset[str], tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Conversion:
-    """The conversion of the samples of a source, which have keys.
-
-    Attributes:
-        stops: Whether a bad sample raises its error.
-        open_writer: Function from the number of a shard to its `ShardWriter`.
-        narrow, trim, drop_padding: The options of `import_cache`.
-    """
+    """The conversion of the samples of a source with the options of `import_cache`."""
 
     folder: SourceFolder
     samples: Sequence[SourceSample]
     keys: Sequence[str]
-    stops: bool
-    open_writer: Callable[[int], ShardWriter]
+    stops: bool  # at the first bad sample
+    open_writer: Callable[[int], ShardWriter]  # from the number of its shard
     narrow: bool
     trim: dict[str, str]
     drop_padding: bool

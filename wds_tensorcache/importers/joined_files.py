@@ -28,34 +28,21 @@ _RESOLUTION = re.compile(r"((?:latents|alpha_mask).*?)_((?:\d+x)?\d+x\d+)", re.D
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that a trainer has written for an image.
-
-    Attributes:
-        name: Relative path of the file.
-        stem: Relative path of the image without suffix, from the name of the file.
-        model: Model for which the file was written, from its name.
-        label: Part of the name that distinguishes files of one image and model, for example the image size.
-        resolutions: Endings of the tensor names, one for each resolution: `("_64x64", "_32x64")`.
-        tensors: Names of the tensors, if they were read.
-    """
+    """A file that a trainer has written for an image; its name tells stem, model and label."""
 
     name: str
-    stem: str
+    stem: str  # path of the image without suffix
     model: str
-    label: str = ""
-    resolutions: tuple[str, ...] = ("",)
+    label: str = ""  # distinguishes files of one image and model, for example the image size
+    resolutions: tuple[str, ...] = ("",)  # endings of the tensor names: `("_64x64", "_32x64")`
     tensors: tuple[str, ...] = ()
 
 
 class Joined(NamedTuple):
-    """The files of one sample: those of latents and texts, and the names of caption files.
-
-    Attributes:
-        resolution: Ending of the names of the tensors of this sample in the file of latents.
-    """
+    """The files of one sample: those of latents and texts, and the names of caption files."""
 
     latents: ImageFile | None
-    resolution: str
+    resolution: str  # ending of the names of its tensors in the file of latents
     texts: Sequence[ImageFile]
     captions: Sequence[str]
 
@@ -140,11 +127,7 @@ def parse_key(key: str) -> SuffixedKey:
 
 
 def short_names(keys: dict[str, SuffixedKey]) -> dict[str, str]:
-    """Return a distinct short name for each key, which is its content.
-
-    If several keys have the same content, only one of them has the short name: the one that comes first in the order float32,
-    bfloat16, float16, other dtypes. The other keys keep their whole names.
-    """
+    """Return the content of each key; if several keys have one content, all but the widest keep their whole names."""
     order = [torch.float32, torch.bfloat16, torch.float16]
     ranks = {
         key: order.index(each) if (each := _DTYPES.get(parts.dtype)) in order else 3 for key, parts in keys.items()
@@ -169,20 +152,13 @@ def as_numbers(metadata: dict[str, str], *keys: str, count: int) -> tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The names of the `.safetensors` files that a program writes for each image.
-
-    Attributes:
-        program: Name of the program.
-        latents, texts: Patterns of the names. Their groups are the stem, the model, and for some a label.
-        is_ours: Function that returns whether a file with this name and these metadata is one of the program.
-        per_file: For "latents" and "text", the pattern of the metadata that belong to one file.
-    """
+    """The names of the `.safetensors` files that a program writes for each image; their groups: stem, model, label."""
 
     program: str
     latents: re.Pattern[str]
     texts: re.Pattern[str]
-    is_ours: Callable[[str, dict[str, str]], bool]
-    per_file: dict[str, re.Pattern[str]]
+    is_ours: Callable[[str, dict[str, str]], bool]  # from the name of a file and its metadata
+    per_file: dict[str, re.Pattern[str]]  # metadata that belong to one file of "latents" and of "text"
 
     def recognize(self, folder: SourceFolder) -> int:
         """Return the number of files that fit, if at least half of all do by name, judged by the metadata of some."""

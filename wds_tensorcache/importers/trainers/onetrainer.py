@@ -49,17 +49,13 @@ _FILE = re.compile(r"(?:(.*)/)?variation-(0|[1-9]\d{0,8})/(0|[1-9]\d{0,8}|aggreg
 
 @dataclass(slots=True)
 class _Group:
-    """The cached files of one concept.
+    """The cached files of one concept."""
 
-    Attributes:
-        path: Folder of its variations.
-        variations: For each variation, its folder and its `aggregate.pt`, a list of dicts.
-        images: Path of the image at each position; None if it is not cached.
-    """
-
-    path: str
-    variations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    images: list[str | None] = field(default_factory=list)
+    path: str  # folder of its variations
+    variations: dict[str, list[dict[str, Any]]] = field(
+        default_factory=dict
+    )  # by folder, the content of `aggregate.pt`
+    images: list[str | None] = field(default_factory=list)  # path of the image at each position
 
     @property
     def part(self) -> str:

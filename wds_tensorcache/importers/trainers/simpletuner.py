@@ -54,19 +54,12 @@ _JSON = re.compile(r"aspect_ratio_bucket_(indices|metadata)(?:_(.+))?\.json", re
 
 @dataclass(slots=True)
 class _Backend:
-    """One data backend, which is a folder of images with one resolution.
-
-    Attributes:
-        id: Its name.
-        folder: Folder of its JSON files, with `/` at the end, or empty.
-        config: Its settings when it was cached.
-        images: Metadata by path of the image.
-    """
+    """One data backend, which is a folder of images with one resolution."""
 
     id: str
-    folder: str
+    folder: str  # of its JSON files, with `/` at the end, or empty
     config: dict[str, Any] = field(default_factory=dict)
-    images: dict[str, dict[str, Any]] = field(default_factory=dict)
+    images: dict[str, dict[str, Any]] = field(default_factory=dict)  # metadata by path
 
 
 @dataclass(frozen=True, slots=True)
