@@ -32,12 +32,6 @@ def pack(folder: Path, out: Path) -> None:
             archive.add(path, path.name)
 
 
-def test_folders_have_a_sample_for_each_file(folder: Path, tmp_path: Path) -> None:
-    found, report = imported(folder, tmp_path / "out")
-    assert {name: int(value) for name, value in found.items()} == {name: i for i, name in enumerate(NAMES)}
-    assert report.notes == []
-
-
 def test_tars_join_what_follows_the_first_dot(folder: Path, tmp_path: Path) -> None:
     """A key ends at the first dot, so files become one sample; the import says so, and how to keep them apart."""
     pack(folder, tmp_path / "tars" / "a.tar")

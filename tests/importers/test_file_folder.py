@@ -84,15 +84,6 @@ def test_names_that_differ_in_case(folder: Path, tmp_path: Path) -> None:
         tc.import_cache(folder, tmp_path / "more")
 
 
-def test_empty_folders(folder: Path, tmp_path: Path) -> None:
-    (folder / "empty" / "more").mkdir(parents=True)
-    with pytest.raises(ValueError, match="none of its 0 files"):
-        tc.import_cache(folder, tmp_path / "out")
-    np.save(folder / "a.npy", np.ones(1))
-    found, report = imported(folder, tmp_path / "out")
-    assert (list(found), report.ok) == (["a"], True)
-
-
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_as_large_as_memory_maps(folder: Path, tmp_path: Path, order: str) -> None:
     """80 MB, most of them in holes of the file."""

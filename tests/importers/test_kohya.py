@@ -264,26 +264,22 @@ def test_recognition(tmp_path: Path) -> None:
     assert len(found) == 8
 
 
-def test_foreign_files_are_named(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("depth.npz", {"depth": np.ones(4)}, "is not a file of sd-scripts"),
+        ("a_0512x0512_flux.npz", {"original_size": np.array([1, 2])}, "has no array 'latents'"),
+        ("0.txt", "日本".encode("cp932"), r"0\.txt: is not UTF-8"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: Any, message: str) -> None:
     for i in range(3):
-        save_latents(folder / f"{i}_0512x0512_flux.npz", (16, 8, 8))
-    np.savez(folder / "depth.npz", depth=floats(4))
-    assert_left_out(folder, "depth.npz", "is not a file of sd-scripts", "012")
-
-
-def test_bad_captions_are_named(tmp_path: Path) -> None:
-    save_latents(tmp_path / "in" / "a_0512x0512_flux.npz", (16, 8, 8))
-    (tmp_path / "in" / "a.txt").write_bytes("日本".encode("cp932"))
-    with pytest.raises(tc.FormatError, match=r"a\.txt: is not UTF-8"):
-        tc.import_cache(tmp_path / "in", tmp_path / "out")
-
-
-def test_without_latents(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    np.savez(tmp_path / "in" / "a_0512x0512_flux.npz", original_size=np.array([1, 2]))
-    with pytest.raises(tc.FormatError, match=r"a_0512x0512_flux\.npz: has no array 'latents'"):
-        tc.import_cache(tmp_path / "in", tmp_path / "out")
+        save_latents(tmp_path / "in" / f"{i}_0512x0512_flux.npz", (16, 8, 8))
+    if isinstance(content, bytes):
+        (tmp_path / "in" / name).write_bytes(content)
+    else:
+        np.savez(tmp_path / "in" / name, **content)
+    assert_left_out(tmp_path / "in", name, message, "12" if name == "0.txt" else "012")
 
 
 # The `.safetensors` files of the branch new_cache

@@ -48,14 +48,15 @@ CASES: dict[str, tuple[torch.Tensor, torch.dtype]] = {
 def test_every_bit_is_kept(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     safetensors.torch.save_file({name: tensor for name, (tensor, _) in CASES.items()}, tmp_path / "in/a.safetensors")
+    narrowable = imported(tmp_path / "in", tmp_path / "wide")[1].nbytes_narrowable
     found, report = imported(tmp_path / "in", tmp_path / "out", narrow=True)
     for name, (tensor, dtype) in CASES.items():
         stored = found["a"][name]
         assert (name, stored.dtype, stored.shape) == (name, dtype, tensor.shape)
         assert tensor_bytes(stored.to(tensor.dtype)) == tensor_bytes(tensor), name
-    assert report.nbytes_narrowed == sum(
-        tensor.nbytes // 2 for tensor, dtype in CASES.values() if dtype in (BF16, FP16)
-    )
+    saved = sum(tensor.nbytes // 2 for tensor, dtype in CASES.values() if dtype in (BF16, FP16))
+    assert (report.nbytes_narrowed, report.nbytes_narrowable, narrowable) == (saved, 0, saved)
+    assert report.fingerprint["narrow"] is True
 
 
 def test_views(tmp_path: Path) -> None:

@@ -24,11 +24,10 @@ import torch
 
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.narrow import narrow
 from wds_tensorcache.importers.report import Skipped
+from wds_tensorcache.importers.shrink import narrow, trim
 from wds_tensorcache.importers.source import Loaded, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.trim import trim
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
 from wds_tensorcache.storage.system import SHORTAGES
@@ -71,41 +70,32 @@ def plan_shards(
 
 @dataclass(slots=True)
 class Written:
-    """What was written into a shard.
+    """What was written into a shard."""
 
-    Attributes:
-        counts: Values of the attributes of `ImportReport` with these names; and of the samples that were probed, "probed" and
-            "narrowable" bytes.
-        forms: Sets of the entries and members of samples: how many samples have each, and the name of the first of these.
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(
+        default_factory=Counter
+    )  # attributes of `ImportReport`, "probed" and "narrowable" bytes
     skipped: list[Skipped] = field(default_factory=list)
+    # for each set of entries and members, how many samples have it, and the name of the first of these
     forms: dict[frozenset[str], tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Conversion:
-    """The conversion of the samples of a source, which have keys.
-
-    Attributes:
-        narrow, masks, drop_padding: The options of `import_cache`.
-        stops: Whether a bad sample raises its error.
-        open_writer: Function from the number of a shard to its `ShardWriter`.
-    """
+    """The conversion of the samples of a source with the options of `import_cache`."""
 
     folder: SourceFolder
     samples: Sequence[SourceSample]
     keys: Sequence[str]
+    stops: bool  # at the first bad sample
+    open_writer: Callable[[int], ShardWriter]  # from the number of its shard
     narrow: bool
-    masks: dict[str, str]
+    trim: dict[str, str]
     drop_padding: bool
-    stops: bool
-    open_writer: Callable[[int], ShardWriter]
     _probed: set[int] = field(default_factory=set)
-    _is_over: Any = None  # memory that worker processes share
-    _num_done: Any = None
-    _slots: dict[int, int] = field(default_factory=dict)
+    _shared: Any = (
+        None  # memory of all workers: whether the import is over, then the number of samples done of each shard
+    )
 
     def write_all(
         self,
@@ -122,9 +112,7 @@ class Conversion:
         """
         todo = sorted(index for shard in shards.values() for index in shard)
         self._probed = set() if self.narrow else set(todo[:_NUM_PROBED])
-        self._slots = {number: slot for slot, number in enumerate(shards)}
-        self._num_done = np.frombuffer(mmap.mmap(-1, 8 * max(1, len(shards))), np.int64)
-        self._is_over = np.frombuffer(mmap.mmap(-1, 1), bool)
+        self._shared = np.frombuffer(mmap.mmap(-1, 8 * (1 + len(shards))), np.int64)
         num_workers = min(num_workers, len(shards))
         pool: Executor
         if may_fork and num_workers > 1 and len(todo) >= _MIN_SAMPLES and _is_fork_safe():
@@ -134,12 +122,12 @@ class Conversion:
             pool, write = ThreadPoolExecutor(max(1, num_workers)), self.write_shard
         try:
             # Workers start first: a bar may have a thread, and a process with threads is not forked.
-            futures = [pool.submit(write, number, shard) for number, shard in shards.items()]
+            futures = [pool.submit(write, slot, *shard) for slot, shard in enumerate(shards.items(), 1)]
             with closing(Progress(progress, num_present + len(todo), unit=" samples", smoothing=0)) as bar:
                 for future in futures:
-                    bar.show(num_present + int(self._num_done.sum()), num_present)
+                    bar.show(num_present + int(self._shared[1:].sum()), num_present)
                     while not wait([future], _POLL_S).done:
-                        bar.show(num_present + int(self._num_done.sum()), num_present)
+                        bar.show(num_present + int(self._shared[1:].sum()), num_present)
                     future.result()
                 bar.show(num_present + len(todo), num_present)
             return [future.result() for future in futures]
@@ -147,18 +135,18 @@ class Conversion:
             remedy = "finished shards stay, and the import can resume"
             raise ChildProcessError(f"a worker process was killed, for example for lack of memory; {remedy}") from exc
         finally:
-            self._is_over[0] = True
+            self._shared[0] = True
             pool.shutdown(cancel_futures=True)
 
-    def write_shard(self, number: int, indexes: Sequence[int]) -> Written:
+    def write_shard(self, slot: int, number: int, indexes: Sequence[int]) -> Written:
         """Write one shard; bad samples are left out, or raise their error."""
         written = Written()
         with self.open_writer(number) as writer:
             for index in indexes:
-                if self._is_over[0]:
+                if self._shared[0]:
                     raise InterruptedError("the import has ended")
                 self._write_sample(writer, index, written)
-                self._num_done[self._slots[number]] += 1
+                self._shared[slot] += 1
         return written
 
     def _write_sample(self, writer: ShardWriter, index: int, written: Written) -> None:
@@ -205,8 +193,8 @@ class Conversion:
             if suffix == FIELD or suffix.endswith(f".{FIELD}"):
                 raise FormatError(f"member {suffix!r:.100} has a name that is reserved for caches")
         value, saved = loaded.value, Counter[str]()
-        if self.masks:
-            value, saved["nbytes_trimmed"] = trim(value, self.masks, self.drop_padding)
+        if self.trim:
+            value, saved["nbytes_trimmed"] = trim(value, self.trim, self.drop_padding)
 
         def convert(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
@@ -249,5 +237,5 @@ def _begin_worker(conversion: Conversion, parent: int) -> None:
     torch.set_num_threads(1)  # Hazard: the child does not have the threads of OpenMP, and would wait for them
 
 
-def _write_shard(number: int, indexes: Sequence[int]) -> Written:
-    return _worker.write_shard(number, indexes)
+def _write_shard(slot: int, number: int, indexes: Sequence[int]) -> Written:
+    return _worker.write_shard(slot, number, indexes)

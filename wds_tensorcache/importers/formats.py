@@ -27,25 +27,28 @@ from wds_tensorcache.importers.trainers import (
 )
 from wds_tensorcache.importers.trainers.kohya import npz_files, safetensors_files
 
-FORMATS: tuple[Format, ...] = (
-    ai_toolkit.FORMAT,
-    comfyui.FORMAT,
-    diffusion_pipe.FORMAT,
-    edm2.FORMAT,
-    fastvideo.FORMAT,
-    file_folder.FORMAT,
-    hf_datasets.FORMAT,
-    npz_files.FORMAT,
-    safetensors_files.FORMAT,
-    lightningdit.FORMAT,
-    litdata.FORMAT,
-    ltx.FORMAT,
-    mds.FORMAT,
-    musubi.FORMAT,
-    nemo.FORMAT,
-    onetrainer.FORMAT,
-    simpletuner.FORMAT,
-    webdataset_members.FORMAT,
+FORMATS: tuple[Format, ...] = tuple(
+    module.FORMAT
+    for module in (
+        ai_toolkit,
+        comfyui,
+        diffusion_pipe,
+        edm2,
+        fastvideo,
+        file_folder,
+        hf_datasets,
+        npz_files,
+        safetensors_files,
+        lightningdit,
+        litdata,
+        ltx,
+        mds,
+        musubi,
+        nemo,
+        onetrainer,
+        simpletuner,
+        webdataset_members,
+    )
 )
 
 
@@ -58,20 +61,19 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
         ValueError: There is no such format; or no format, or more than one, fits the folder.
     """
     if name != "auto":
-        found = next((each for each in FORMATS if each.name == name), None)
-        if found is None:
-            raise ValueError(unknown_name("format", name, [each.name for each in FORMATS]))
-        return found
-    counts = {each.name: count for each in FORMATS if (count := _recognize(each, folder))}
-    for is_generic in (False, True):
-        fitting = [each for each in FORMATS if each.name in counts and each.is_generic == is_generic]
-        if len(fitting) > 1:
-            listed = ", ".join(f"{each.name} ({counts[each.name]:,} files)" for each in fitting)
-            raise ValueError(
-                f"{folder.path} has files of several formats: {listed}; pass one of them as --format (format=)"
-            )
-        if fitting:
-            return fitting[0]
+        by_name = {form.name: form for form in FORMATS}
+        if name not in by_name:
+            raise ValueError(unknown_name("format", name, list(by_name)))
+        return by_name[name]
+    fitting = [(form, count) for form in FORMATS if (count := _recognize(form, folder))]
+    fitting = [(form, count) for form, count in fitting if not form.is_generic] or fitting
+    if len(fitting) > 1:
+        listed = ", ".join(f"{form.name} ({count:,} files)" for form, count in fitting)
+        raise ValueError(
+            f"{folder.path} has files of several formats: {listed}; pass one of them as --format (format=)"
+        )
+    if fitting:
+        return fitting[0][0]
     shard = webdataset_members.find_shard(folder)
     if shard is not None:
         raise ValueError(

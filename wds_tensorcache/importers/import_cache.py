@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,8 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
+
+_WAIT_S, _POLL_S = 1.0, 0.02
 
 
 def import_cache(
@@ -89,14 +92,14 @@ def import_cache(
     folder, origin = _open_folder(source, trust)
     try:
         chosen = choose_format(folder, format)
+        found = _open(chosen, folder)
     finally:
         folder.check_shortage()
-    found = _open(chosen, folder)
     keys = _keys_of(found, folder, chosen.name)
-    made = {**_finite(found.provenance), "format": chosen.name, SOURCE: origin}
-    options = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
-    made |= {name: value for name, value in options.items() if value} | dict(fingerprint or {})
-    report = _begin_report(chosen.name, found, folder, made)
+    changes: dict[str, Any] = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
+    complete = {**_finite(found.provenance), "format": chosen.name, SOURCE: origin}
+    complete |= {name: value for name, value in changes.items() if value} | dict(fingerprint or {})
+    report = _begin_report(chosen.name, found, folder, complete)
     if report.skipped and on_error == "stop":
         first = report.skipped[0]
         raise FormatError(first.what).at(first.name)
@@ -105,23 +108,21 @@ def import_cache(
         for name in pattern.existing(folder_of(pattern.folder).names()).values():
             remedy = "continue an interrupted import with --resume (resume=True), or choose another folder"
             raise FileExistsError(f"{pattern.locate(name)} exists; {remedy}")
+    limits: dict[str, Any] = {"max_samples": max_samples, "max_nbytes": max_nbytes}
 
     # This writer locks the pattern. Each shard has a writer of its own, unless the path means a single shard.
-    with ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes) as whole:
+    with _open_whole(partial(ShardWriter, out, resume=resume, fingerprint=complete, **limits), resume) as whole:
 
         def open_writer(number: int) -> ShardWriter:
-            return ShardWriter(pattern.path(number), fingerprint=made) if pattern.is_numbered else whole
+            return ShardWriter(pattern.path(number), fingerprint=complete) if pattern.is_numbered else whole
 
-        plan = partial(plan_shards, samples=found.samples, folder=folder)
-        if pattern.is_numbered:
-            plan = partial(plan, max_samples=max_samples, max_nbytes=max_nbytes)
+        plan = partial(plan_shards, samples=found.samples, folder=folder, **(limits if pattern.is_numbered else {}))
         shards = _missing_shards(whole, pattern, keys, plan)
         new = {found.samples[index].name for shard in shards.values() for index in shard}
         report.num_present = len(keys) - len(new)
         report.num_gone = len(whole.finished) - report.num_present
         report.changed = _changed(found.samples, new, folder, whole.finished.indexes)
-        changes = narrow, dict(trim or {}), drop_padding
-        conversion = Conversion(folder, found.samples, keys, *changes, on_error == "stop", open_writer)
+        conversion = Conversion(folder, found.samples, keys, on_error == "stop", open_writer, **changes)
         may_fork = not is_url(pattern.folder)  # the client of a store has threads
         parts = conversion.write_all(shards, num_workers, may_fork, progress, report.num_present)
     _complete(report, parts)
@@ -138,6 +139,18 @@ def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | l
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     files = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
     return SourceFolder(root, trust, files), origin[0] if len(origin) == 1 else origin
+
+
+def _open_whole(open_writer: Callable[[], ShardWriter], resume: bool) -> ShardWriter:
+    """Open the writer; the workers of an import that was killed just now may hold its locks until they have ended."""
+    end = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            return open_writer()
+        except FileExistsError:
+            if not resume or time.monotonic() > end:
+                raise
+            time.sleep(_POLL_S)
 
 
 def _begin_report(format: str, found: Source, folder: SourceFolder, fingerprint: dict[str, Any]) -> ImportReport:
@@ -174,21 +187,16 @@ def _missing_shards(
 
 def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
     """Add what was written into each shard to a report."""
-    counts = Counter[str]()
-    forms: dict[frozenset[str], tuple[int, str]] = {}
-    for part in parts:
-        counts += part.counts
-        report.skipped += part.skipped
-        for form, (count, first) in part.forms.items():
-            before, first = forms.get(form, (0, first))
-            forms[form] = before + count, first
+    counts = sum((part.counts for part in parts), Counter[str]())
+    report.skipped += [skipped for part in parts for skipped in part.skipped]
     probed, narrowable = counts.pop("probed", 0), counts.pop("narrowable", 0)
     for name, count in counts.items():
         setattr(report, name, count)
     if probed:
         report.nbytes_narrowable = report.nbytes * narrowable // probed
-    for name in sorted(set().union(*forms)):
-        without = [entry for form, entry in forms.items() if name not in form]
+    forms = [(form, *count) for part in parts for form, count in part.forms.items()]
+    for name in sorted(set().union(*(form for form, *_ in forms))):
+        without = [(count, first) for form, count, first in forms if name not in form]
         if without:
             report.lacking[name] = sum(count for count, _ in without), without[0][1]
 
@@ -210,11 +218,8 @@ def _changed(
 
 def _open(chosen: Format, folder: SourceFolder) -> Source:
     try:
-        found = chosen.open(folder)
-        folder.check_shortage()
-        return found
+        return chosen.open(folder)
     except (TensorCacheError, ImportError, MemoryError, OSError):
-        folder.check_shortage()
         raise
     except Exception as exc:  # hostile files may have any values
         raise FormatError(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os.path
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 
@@ -86,6 +91,51 @@ class Format:
         return self.files(folder)
 
 
+class Faults(dict[str, str]):
+    """Bad files with the reason, as in `Source.bad`."""
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Catch a FormatError, which is the fault of the file."""
+        try:
+            yield
+        except FormatError as exc:
+            self[name] = exc.reason
+
+
 def one_or_all(names: set[str]) -> str | list[str]:
     """Return the only name, or the sorted list of all names."""
     return next(iter(names)) if len(names) == 1 else sorted(names)
+
+
+def name_media(paths: Sequence[str]) -> list[str]:
+    """Return distinct names of media files, whose absolute paths the trainer has stored.
+
+    They are relative to the folder that contains all files, without suffix if that is unique. A path that occurs again gets a
+    number: `clips/a`, `clips/a~2`.
+    """
+    parts = [path.replace("\\", "/").strip("/").split("/") for path in paths]
+    folders = [each[:-1] for each in parts] or [[]]
+    common = num_common(min(folders), max(folders))
+    names = ["/".join(each[common:]) for each in parts]
+    stems = {name: os.path.splitext(name)[0] for name in names}
+    counts = Counter(stems.values())
+    return number_repeats(stems[name] if counts[stems[name]] == 1 else name for name in names)
+
+
+def num_common(left: Iterable[str], right: Iterable[str]) -> int:
+    """Return how many parts at the beginning of two paths are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+def number_repeats(names: Iterable[str]) -> list[str]:
+    """Return the names with a number at the end of each name that occurred before."""
+    distinct: dict[str, None] = {}
+    counts: Counter[str] = Counter()
+    for name in names:
+        numbered = name
+        while numbered in distinct:
+            counts[name] += 1
+            numbered = f"{name}~{counts[name] + 1}"
+        distinct[numbered] = None
+    return list(distinct)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import SHORTAGES
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
+_MAX_JSON_NBYTES = 1 << 30
 _RECYCLED = 1 << 16  # smaller contents get ordinary memory
 _HEAD_NBYTES = 512
 ALIGNMENT = 64  # of memory in bytes, enough for every dtype
@@ -144,6 +147,10 @@ class SourceFolder:
             return self.read(name, max_nbytes).decode("utf-8-sig").strip()
         except UnicodeDecodeError as exc:
             raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
+
+    def read_json(self, name: str, names_nan: bool = False) -> Any:
+        """Return the JSON in a listed file; `names_nan`: NaN, which a fingerprint cannot have, as text."""
+        return json.loads(self.read_text(name, _MAX_JSON_NBYTES), parse_constant=str if names_nan else None)
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)` of a listed file; raise FormatError if it ends before."""

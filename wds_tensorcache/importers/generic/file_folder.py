@@ -58,9 +58,9 @@ def _open(folder: SourceFolder) -> Source:
     used = {name for files in extracted.values() for name in files.values()}
     stems: dict[str, list[str]] = {}
     texts: dict[str, list[str]] = {}
-    for suffixes, found in ((_LOADERS, stems), (_TEXTS, texts)):
+    for suffixes, names_of in ((_LOADERS, stems), (_TEXTS, texts)):
         for name in (name for suffix in suffixes for name in folder.by_suffix.get(suffix, ()) if name not in used):
-            found.setdefault(os.path.splitext(name)[0], []).append(name)
+            names_of.setdefault(os.path.splitext(name)[0], []).append(name)
     has_several = any(len(names) > 1 for names in stems.values())
     samples = []
     for stem, names in stems.items():
@@ -74,16 +74,13 @@ def _open(folder: SourceFolder) -> Source:
 
 def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
     """Return the files of each sample of an extracted shard, by suffix."""
-    found: dict[str, dict[str, str]] = {}
-    for name in folder.by_suffix.get(".pyd", ()):
+    split = {name: split_member(name) or (name, "") for name in folder.by_suffix.get(".pyd", ())}
+    extracted: dict[str, dict[str, str]] = {key: {} for key, suffix in split.values() if half_of(suffix)}
+    for name in folder.names if extracted else ():
         key, suffix = split_member(name) or (name, "")
-        if half_of(suffix):
-            found[key] = {}
-    for name in folder.names if found else ():
-        key, suffix = split_member(name) or (name, "")
-        if key in found:
-            found[key][suffix] = name
-    return found
+        if key in extracted:
+            extracted[key][suffix] = name
+    return extracted
 
 
 def _load_extracted(folder: SourceFolder, files: dict[str, str]) -> Loaded:

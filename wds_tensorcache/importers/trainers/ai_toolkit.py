@@ -40,8 +40,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -49,16 +48,15 @@ import torch
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import ImageFile, join_files
+from wds_tensorcache.importers.joined_files import ImageFile, Joined, join_files
 from wds_tensorcache.importers.safe_files import load_safetensors, read_safetensors_header
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample, one_or_all
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _FILE = re.compile(
     r"((?:.*/)?)_(latent|t_e|clip_vision)_cache/(.+)_([A-Za-z0-9_-]{22})(?:_\d+)?\.safetensors", re.DOTALL | re.ASCII
 )
 _NUMBERED = re.compile(r"(text_embed|attention_mask)_(\d{1,9})", re.ASCII)
-_FLIPS = ("flip_x", "flip_y")
 _NOT_INFO = {"format", "software"}
 _TEXTS = ("filename", "latent_space_version", "class_name")
 # a text's hash contains the model, which its file does not name; the first ones have another name in latents
@@ -67,7 +65,7 @@ _MODELS = ("flux", "sd1", "sd2", "sd3", "sdxl", "pixart", "auraflow", "ssd", "ve
 
 def _open(folder: SourceFolder) -> Source:
     """Find the files of each image, and read the metadata of the latents."""
-    latents, texts, samples, bad = [], [], [], {}
+    latents, texts, samples, bad = [], [], [], Faults()
     versions: set[str] = set()
     for name in folder.by_suffix.get(".safetensors", ()):
         match = _FILE.fullmatch(name)
@@ -75,53 +73,46 @@ def _open(folder: SourceFolder) -> Source:
             if re.search(r"(?:^|/)_(?:latent|t_e|clip_vision)_cache/", name):
                 bad[name] = "is not named {stem}_{hash}.safetensors"
             continue
-        file = ImageFile(name, match[1] + match[3], "", match[4])
+        stem = match[1] + match[3]
         if match[2] == "t_e":
-            texts.append(file)
+            texts.append(ImageFile(name, stem, "", match[4]))
         elif match[2] == "clip_vision":
             samples.append(SourceSample(name[: -len(".safetensors")], (name,), partial(_load_vision, folder, name)))
         else:
-            try:
+            with bad.of(name):
                 info = _info(read_safetensors_header(folder, name)[1])
-            except FormatError as exc:
-                bad[name] = exc.reason
-                continue
-            flips = "_".join(flip for flip in _FLIPS if info.get(flip))
-            versions |= {str(info["latent_space_version"])} if "latent_space_version" in info else set()
-            latents.append(replace(file, label=flips))
+                versions |= {str(info["latent_space_version"])} if "latent_space_version" in info else set()
+                flips = "_".join(flip for flip in ("flip_x", "flip_y") if info.get(flip))
+                latents.append(ImageFile(name, stem, "", flips))
     models = tuple(dict.fromkeys((*sorted(versions), *_MODELS)))
-    samples += join_files(latents, texts, partial(_load, folder, models), captions=partial(_captions, folder))
-    made = {"latent_space_version": one_or_all(versions)} if versions else {}
-    return Source(sorted(samples, key=lambda sample: sample.name), made, bad)
+    samples += join_files(folder, latents, texts, partial(_load, folder, models), captions=(".txt",))
+    provenance = {"latent_space_version": one_or_all(versions)} if versions else {}
+    return Source(sorted(samples, key=lambda sample: sample.name), provenance, bad)
 
 
-def _load(
-    folder: SourceFolder, models: tuple[str, ...], latent: ImageFile | None, _: str, texts: Sequence[ImageFile]
-) -> Loaded:
+def _load(folder: SourceFolder, models: tuple[str, ...], files: Joined) -> Loaded:
     sample: dict[str, Any] = {}
-    if latent is not None:
-        tensors, metadata = load_safetensors(folder, latent.name)
+    if files.latents is not None:
+        tensors, metadata = load_safetensors(folder, files.latents.name)
         if "latent" not in tensors or "info" in tensors:
-            raise FormatError(f"expected a tensor 'latent', found {list(tensors)!r:.300}").at(latent.name)
-        order = sorted(tensors, key=lambda tensor: tensor != "latent")
-        sample = {tensor: tensors[tensor] for tensor in order} | {"info": _info(metadata)}
-    caption_file = next(iter(_captions(folder, (latent or texts[0]).stem)), None)
-    caption = folder.read_text(caption_file) if caption_file else None
-    found = {text.label: _load_text(folder, text.name) for text in texts}
-    fitting = None
-    if caption_file and len(found) > 1:
-        raw = folder.read(caption_file).decode()
-        fitting = next((name for name in _hashes(raw, models) if name in found), None)
-    if fitting is not None or len(found) == 1:
-        text, info = found.pop(fitting if fitting is not None else next(iter(found)))
+            raise FormatError(f"expected a tensor 'latent', found {list(tensors)!r:.300}").at(files.latents.name)
+        sample = {"latent": tensors["latent"], **tensors, "info": _info(metadata)}
+    captions = [folder.read_text(name) for name in files.captions]
+    texts = {text.label: _load_text(folder, text.name) for text in files.texts}
+    hashes = iter(texts)
+    if len(texts) > 1:
+        hashes = (
+            hashed
+            for name in files.captions
+            for hashed in _hashes(folder.read(name).decode(), models)
+            if hashed in texts
+        )
+    if (hashed := next(hashes, None)) is not None:
+        text, info = texts.pop(hashed)
         sample |= {"text": text} | ({"text_info": info} if info else {})
-    if found:
-        sample["other_texts"] = {name: text for name, (text, _) in found.items()}
-    return Loaded(sample | ({} if caption is None else {"caption": caption}))
-
-
-def _captions(folder: SourceFolder, stem: str) -> list[str]:
-    return [f"{stem}.txt"] if f"{stem}.txt" in folder else []
+    if texts:
+        sample["other_texts"] = {name: text for name, (text, _) in texts.items()}
+    return Loaded(sample | ({"caption": captions[0]} if captions else {}))
 
 
 def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:

@@ -33,7 +33,7 @@ from typing import Any
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_torch
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _SHARD = re.compile(r"(?:.*/)?shard_[^/]*\.pkl", re.DOTALL)
@@ -44,7 +44,7 @@ _Shards = Callable[[str], list[tuple[Any, Any]]]
 def _open(folder: SourceFolder) -> Source:
     """Find the samples from the pickles of the shards, without their tensors."""
     samples: list[SourceSample] = []
-    bad: dict[str, str] = {}
+    bad = Faults()
     metadata_files: list[str] = []
     lock = threading.Lock()
     cached = lru_cache(2)(partial(_read_shard, folder))
@@ -54,7 +54,7 @@ def _open(folder: SourceFolder) -> Source:
             return cached(name)
 
     for name in folder.by_suffix.get(".pkl", ()):
-        try:
+        with bad.of(name):
             if not _SHARD.fullmatch(name):
                 raise FormatError("is not a shard of a training set; other pickles are never read")
             if f"{name[:-4]}.safetensors" in folder:
@@ -62,13 +62,12 @@ def _open(folder: SourceFolder) -> Source:
             for number in range(len(shards(name))):
                 load = partial(_load, folder, shards, name, number)
                 samples.append(SourceSample(f"{name[:-4]}/{number:06d}", (name,), load))
-        except FormatError as exc:
-            bad[name] = exc.reason
     for name in folder.by_suffix.get(".json", ()):
         root = name[: -len(_METADATA)]
         count = sum(sample.name.startswith(f"{root}shard_") for sample in samples)
         if root + _METADATA == name and count and not any(other.startswith(f"{root}shard_") for other in bad):
-            bad |= _check_count(folder, name, count)
+            with bad.of(name):
+                _check_count(folder, name, count)
             metadata_files.append(name)
     return Source(samples, {}, bad, metadata_files)
 
@@ -89,17 +88,14 @@ def _load(folder: SourceFolder, shards: _Shards, name: str, number: int) -> Load
     return Loaded({"latents": latents, "conditioning": conditioning})
 
 
-def _check_count(folder: SourceFolder, name: str, count: int) -> dict[str, str]:
-    """Return the fault of a `metadata.json`, if it has one."""
+def _check_count(folder: SourceFolder, name: str, count: int) -> None:
     try:
         listed = json.loads(folder.read_text(name))["num_samples"]
     except (FormatError, ValueError, TypeError, KeyError, RecursionError) as exc:
-        return {name: f"does not have the number of samples: {exc!r:.200}"}
-    if listed == count:
-        return {}
-    return {
-        name: f"lists {listed!r:.50} samples, but the shards have {count:,}: some are missing, or belong to an earlier set"
-    }
+        raise FormatError(f"does not have the number of samples: {exc!r:.200}") from exc
+    if listed != count:
+        problem = "some are missing, or belong to an earlier set"
+        raise FormatError(f"lists {listed!r:.50} samples, but the shards have {count:,}: {problem}")
 
 
 FORMAT = Format("comfyui", "ComfyUI: shard_*.pkl of the node Save Training Dataset", _SHARD, _open)

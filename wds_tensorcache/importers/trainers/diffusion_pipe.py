@@ -41,13 +41,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 from urllib.parse import quote
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.media_names import name_media
 from wds_tensorcache.importers.safe_files import parse_torch
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, name_media
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pickles import peek_pth
 
@@ -97,8 +97,8 @@ class _Item:
 
 
 def _recognize(folder: SourceFolder) -> int:
-    caches = {_split(name)[0] for name in folder.names if _split(name)[1] == _DATABASE}
-    shards = (_split(name) for name in folder.by_suffix.get(".bin", ()))
+    caches = {os.path.split(name)[0] for name in folder.names if os.path.split(name)[1] == _DATABASE}
+    shards = (os.path.split(name) for name in folder.by_suffix.get(".bin", ()))
     return sum(path in caches and _SHARD.fullmatch(file[:-4]) is not None for path, file in shards)
 
 
@@ -108,17 +108,16 @@ def _open(folder: SourceFolder) -> Source:
     texts: dict[str, _Texts] = {}  # by the folder that contains the text folders
     unconds: dict[str, _Texts] = {}
     fingerprints: dict[str, str] = {}
-    bad: dict[str, str] = {}
+    bad = Faults()
     listed: set[str] = set()
-    for database in (name for name in folder.names if _split(name)[1] == _DATABASE):
-        path = _split(database)[0]
-        try:
+    for database in (name for name in folder.names if os.path.split(name)[1] == _DATABASE):
+        path = os.path.split(database)[0]
+        with bad.of(database):
             fingerprints[path], items = _read_database(folder, database)
-        except FormatError as exc:
-            bad[database] = exc.reason
+        if database in bad:
             continue
         listed.update(item.file for item in items)
-        parent, cache = _split(path)
+        parent, cache = os.path.split(path)
         match = _TEXT.fullmatch(cache)
         if match:
             found = (unconds if match[1] else texts).setdefault(parent, {}).setdefault(cache, {})
@@ -127,13 +126,17 @@ def _open(folder: SourceFolder) -> Source:
         else:
             latents[path] = items
     for name in folder.by_suffix.get(".bin", ()):
-        path, file = _split(name)
+        path, file = os.path.split(name)
         if name not in listed and file.startswith("shard_") and f"{path}/{_DATABASE}".lstrip("/") in folder:
             bad[name] = f"is not listed in {_DATABASE}, or {_DATABASE} is bad"
-    samples = list(_latent_samples(folder, latents, texts, bad) if latents else _text_samples(folder, texts))
+    samples = list(_latent_samples(folder, latents, texts, bad))
+    for place, each in texts.items() if not latents else ():
+        for cache, specs in each.items():
+            for number, item in enumerate(chain.from_iterable(specs.values())):
+                samples.append(_sample(folder, f"{place}/{cache}/{number:08d}", item, {}))
     for place, each in unconds.items():
-        every = {cache: [item for items in specs.values() for item in items] for cache, specs in each.items()}
-        samples.append(_sample(folder, f"{place}/uncond", None, every, None))
+        every = {cache: [*chain.from_iterable(specs.values())] for cache, specs in each.items()}
+        samples.append(_sample(folder, f"{place}/uncond", None, every))
     return Source(samples, {"fingerprints": fingerprints}, bad)
 
 
@@ -143,7 +146,7 @@ def _latent_samples(
     """Yield a sample for each of the latents; name text folders with items that no sample has in `bad`."""
     used: set[tuple[str, _Spec | None]] = set()
     for path, items in latents.items():
-        parent, cache = _split(path)
+        parent, cache = os.path.split(path)
         candidates = _text_folders(parent, texts)
         specs = [item.find_spec(folder) for item in items]
         names = name_media([str(spec[-1]) if spec else f"{at:08d}" for at, spec in enumerate(specs)])
@@ -155,7 +158,7 @@ def _latent_samples(
             is_joined = len(places) == 1 or not candidates
             where = parent if cache == _LATENTS else path
             yield _sample(folder, f"{where}/{name}", item, captions, None if is_joined else problem)
-    for place, each in texts.items():
+    for place, each in texts.items() if latents else ():
         for cache, found in each.items():
             unused = [spec for spec in found if (place, spec) not in used]
             if unused:
@@ -177,18 +180,10 @@ def _text_folders(parent: str, texts: dict[str, _Texts]) -> list[str]:
     return [place for place in texts if pattern.fullmatch(place)]
 
 
-def _text_samples(folder: SourceFolder, texts: dict[str, _Texts]) -> Iterator[SourceSample]:
-    for place, each in texts.items():
-        for cache, found in each.items():
-            for number, item in enumerate(item for items in found.values() for item in items):
-                yield _sample(folder, f"{place}/{cache}/{number:08d}", item, {}, None)
-
-
 def _sample(
-    folder: SourceFolder, name: str, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None
+    folder: SourceFolder, name: str, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None = None
 ) -> SourceSample:
-    items = [*([item] if item else []), *(each for found in captions.values() for each in found)]
-    files = tuple(dict.fromkeys(each.file for each in items))
+    files = tuple(dict.fromkeys(each.file for each in (item, *chain.from_iterable(captions.values())) if each))
     return SourceSample(name.lstrip("/"), files, partial(_load, folder, item, captions, problem))
 
 
@@ -293,12 +288,6 @@ def _order_items(rows: list[tuple[int, int]], items: dict[int, list[_Item]]) -> 
     if not len(ordered) == len(set(ordered)) == sum(map(len, items.values())):
         raise FormatError(f"the table 'items' has {len(ordered)} rows, expected one for each item in the shards")
     return ordered
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Return the folder of a file or folder, and its name in there."""
-    path, _, last = name.rpartition("/")
-    return path, last
 
 
 FORMAT = Format(

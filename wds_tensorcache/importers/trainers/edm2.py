@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import os.path
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ import torch
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
 from wds_tensorcache.importers.safe_files import as_tensor, list_zip, view_zip_file
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.arrays import parse_npy
 
@@ -59,11 +59,11 @@ def _recognize(folder: SourceFolder) -> int:
 def _open(folder: SourceFolder) -> Source:
     """Find the files of moments and the labels in the folder and in its zips."""
     samples: list[SourceSample] = []
-    bad: dict[str, str] = {}
+    bad = Faults()
     notes: list[str] = []
     used = _add(samples, bad, folder.names, folder.view, "", None)
     for name in folder.by_suffix.get(".zip", ()):
-        try:
+        with bad.of(name):
             files = {file.filename: file for file in list_zip(folder, name) if not file.is_dir()}
             read = partial(_read_zipped, folder, name, files)
             used_there = _add(samples, bad, sorted(files), read, f"{name[:-4]}/", name)
@@ -71,8 +71,6 @@ def _open(folder: SourceFolder) -> Source:
                 raise FormatError("has no files of moments")
             if rest := sorted(files.keys() - used_there):
                 notes.append(f"{len(rest):,} files in {name} were not used, for example {list_names(rest[:3])}")
-        except FormatError as exc:
-            bad[name] = exc.reason
     return Source(samples, {}, bad, sorted(used), notes)
 
 
@@ -82,21 +80,22 @@ def _read_zipped(folder: SourceFolder, name: str, files: dict[str, Any], file: s
 
 def _add(
     samples: list[SourceSample],
-    bad: dict[str, str],
-    names: Iterable[str],
+    bad: Faults,
+    names: Sequence[str],
     read: _Read,
     prefix: str,
     archive: str | None,
 ) -> set[str]:
     """Add the samples of a folder or zip, and its faults; return the names of the files that it uses."""
-    names = list(names)
     roots: dict[str, list[str]] = {}
     all_used: set[str] = set()
     for name in names:
         if match := _MOMENTS.fullmatch(name):
             roots.setdefault(match[1], []).append(match[2])
     for root, files in roots.items():
-        labels = _read_labels(root + _LABELS, names, read, prefix, bad)
+        labels = None
+        with bad.of(prefix + root + _LABELS):
+            labels = _read_labels(read, root + _LABELS) if root + _LABELS in names else None
         pictures = _pictures(root, names, len(files), prefix, bad)
         all_used.update((root + _LABELS, *(root + file for file in files), *filter(None, pictures)))
         for file, picture in zip(files, pictures, strict=True):
@@ -114,12 +113,8 @@ def _add(
     return all_used
 
 
-def _read_labels(
-    name: str, names: list[str], read: _Read, prefix: str, bad: dict[str, str]
-) -> dict[str, torch.Tensor] | None:
+def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
     """Return the labels by file; None if there are none."""
-    if name not in names:
-        return None
     try:
         content = read(name)
         if len(content) > _MAX_LABELS_NBYTES:
@@ -136,11 +131,10 @@ def _read_labels(
             labels[file.replace("\\", "/")] = torch.tensor(label, dtype=dtype)
         return labels
     except (FormatError, ValueError, TypeError, KeyError, RuntimeError, OverflowError, RecursionError) as exc:
-        bad[prefix + name] = f"has no list of labels: {exc!r:.300}"
-        return None
+        raise FormatError(f"has no list of labels: {exc!r:.300}") from exc
 
 
-def _pictures(root: str, names: list[str], count: int, prefix: str, bad: dict[str, str]) -> list[str | None]:
+def _pictures(root: str, names: Sequence[str], count: int, prefix: str, bad: Faults) -> list[str | None]:
     """Return REPA's picture of each file in `vae-sd`, by position."""
     parent = root[: -len(_FEATURES)] + _IMAGES
     if not f"/{root}".endswith(f"/{_FEATURES}"):

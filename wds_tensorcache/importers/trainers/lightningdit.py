@@ -28,10 +28,9 @@ from typing import Any
 
 import torch
 
-from wds_tensorcache.codec.header import StoredTensor
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_torch, read_row, read_safetensors_tensors
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _FILE = re.compile(r"(?:.*/)?latents_rank\d+_shard\d+\.safetensors", re.DOTALL | re.ASCII)
@@ -41,19 +40,17 @@ _STATS = "latents_stats.pt"
 def _open(folder: SourceFolder) -> Source:
     """Find the rows of all `.safetensors` files, as LightningDiT does."""
     samples: list[SourceSample] = []
-    bad: dict[str, str] = {}
+    bad = Faults()
     provenance: dict[str, Any] = {}
     metadata_files: list[str] = []
     for name in folder.names:
-        try:
+        with bad.of(name):
             if name.endswith(".safetensors"):
                 samples += _rows(folder, name)
             elif f"/{name}".endswith(f"/{_STATS}"):
                 stats = _read_stats(folder, name)
                 provenance |= stats if name == _STATS else {name: stats}
                 metadata_files.append(name)
-        except FormatError as exc:
-            bad[name] = exc.reason
     return Source(samples, provenance, bad, metadata_files)
 
 
@@ -67,21 +64,16 @@ def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
     if lengths["labels"] is None or tensors["labels"].end - tensors["labels"].begin < lengths["labels"]:
         # a small file could declare any number of rows without bytes
         raise FormatError(f"labels are {list(tensors['labels'].shape)}, expected one for each row").at(name)
-    by_entry = {"label" if tensor == "labels" else tensor: stored for tensor, stored in tensors.items()}
-    # the order of a training batch, whatever the order in the file is
-    order = sorted(by_entry, key=lambda entry: (entry == "label", entry))
-    ordered = {entry: by_entry[entry] for entry in order}
-    if len(ordered) < len(tensors):
+    if "label" in tensors:
         raise FormatError("has both a tensor 'label' and a tensor 'labels'").at(name)
+    # the order of a training batch, whatever the order in the file is
+    entries = {entry: tensors[entry] for entry in sorted(tensors) if entry != "labels"} | {"label": tensors["labels"]}
+
+    def load(row: int) -> Loaded:
+        return Loaded({entry: read_row(folder, name, tensor, row) for entry, tensor in entries.items()})
+
     stem, files = name[: -len(".safetensors")], (name,)
-    return [
-        SourceSample(f"{stem}/{row:05d}", files, partial(_load, folder, name, ordered, row))
-        for row in range(lengths["labels"])
-    ]
-
-
-def _load(folder: SourceFolder, name: str, tensors: dict[str, StoredTensor], row: int) -> Loaded:
-    return Loaded({entry: read_row(folder, name, tensor, row) for entry, tensor in tensors.items()})
+    return [SourceSample(f"{stem}/{row:05d}", files, partial(load, row)) for row in range(lengths["labels"])]
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import os.path
 from functools import partial
-from typing import Any
 
 from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
@@ -45,15 +44,16 @@ def _open(folder: SourceFolder) -> Source:
     bad: dict[str, str] = {}
     kinds: set[str] = set()
     for root, stems in _find(folder).items():
-        found = {kind for files in stems.values() for kind in files}
-        kinds |= found
+        kinds_here = {kind for files in stems.values() for kind in files}
+        kinds |= kinds_here
         prefix = root.removesuffix("/").removesuffix(_PRECOMPUTED).strip("/")
         for stem, files in stems.items():
-            missing = [kind for kind in (_LATENTS, _CONDITIONS) if kind in found and kind not in files]
-            bad.update(dict.fromkeys(files.values(), f"has no file in {root}{missing[0]}/") if missing else {})
-            if not missing:
-                name = f"{prefix}/{stem}".lstrip("/")
-                samples.append(SourceSample(name, tuple(files.values()), partial(_load, folder, files)))
+            missing = [kind for kind in (_LATENTS, _CONDITIONS) if kind in kinds_here and kind not in files]
+            if missing:
+                bad.update(dict.fromkeys(files.values(), f"has no file in {root}{missing[0]}/"))
+            else:
+                load = partial(_load, folder, files)
+                samples.append(SourceSample(f"{prefix}/{stem}".lstrip("/"), tuple(files.values()), load))
     return Source(samples, {"folders": sorted(kinds)}, bad)
 
 
@@ -66,29 +66,24 @@ def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
         for depth, part in enumerate(parts[:-1]):
             if part in (_LATENTS, _CONDITIONS):
                 roots.setdefault("".join(f"{each}/" for each in parts[:depth]), set()).add(part)
-    path = f"{os.path.basename(os.path.abspath(folder.path))}/"
-    chosen = sorted(
-        root
-        for root, found in roots.items()
-        if len(found) == 2
-        or f"/{path}{root}".endswith(f"/{_PRECOMPUTED}/")  # latents alone are common in other formats
-    )
+    path = f"/{os.path.basename(os.path.abspath(folder.path))}/"
+    end = f"/{_PRECOMPUTED}/"  # latents alone are common in other formats
+    chosen = sorted(root for root, kinds in roots.items() if len(kinds) == 2 or (path + root).endswith(end))
     result: dict[str, dict[str, dict[str, str]]] = {}
     for name in names:
         root = next((root for root in chosen if name.startswith(root)), None)
         if root is not None and "/" in name[len(root) :]:
-            kind, _, path = name[len(root) :].partition("/")
-            stem = path[: -len(".pt")]
-            if kind == _CONDITIONS and stem.rpartition("/")[2].startswith("condition_"):
-                paired = f"{stem.rpartition('/')[0]}/latent_{stem.rpartition('condition_')[2]}".lstrip("/")
-                stem = paired if f"{root}{_LATENTS}/{paired}.pt" in folder else stem
-            result.setdefault(root, {}).setdefault(stem, {})[kind] = name
+            kind, _, path = name[len(root) : -len(".pt")].partition("/")
+            place, _, file = path.rpartition("/")
+            if kind == _CONDITIONS and file.startswith("condition_"):
+                paired = f"{place}/latent_{file.rpartition('condition_')[2]}".lstrip("/")
+                path = paired if f"{root}{_LATENTS}/{paired}.pt" in folder else path
+            result.setdefault(root, {}).setdefault(path, {})[kind] = name
     return result
 
 
 def _load(folder: SourceFolder, files: dict[str, str]) -> Loaded:
-    value: dict[str, Any] = {kind: load_torch(folder, name) for kind, name in files.items()}
-    return Loaded(value)
+    return Loaded({kind: load_torch(folder, name) for kind, name in files.items()})
 
 
 FORMAT = Format(

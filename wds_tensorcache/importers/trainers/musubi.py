@@ -35,18 +35,24 @@ Samples without text have no `text` and `caption` (musubi-tuner skips these), an
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import ImageFile, JoinedFiles, Table, join_files
-from wds_tensorcache.importers.safe_files import load_safetensors
-from wds_tensorcache.importers.source import Format, Loaded, Source
+from wds_tensorcache.importers.joined_files import (
+    ImageFile,
+    Joined,
+    Table,
+    TableFiles,
+    as_numbers,
+    join_files,
+    parse_key,
+    short_names,
+)
+from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.suffixed_keys import as_numbers, parse_key, short_names
 
 _PART = re.compile(r"(.+)_(\d{5,})-\d{3,}(?:-(\d+))?", re.DOTALL)
 
@@ -62,13 +68,13 @@ _TABLE = Table(
     # texts of kohya have the number of their tokens in front of `_te`
     re.compile(r"(?!.+_\d+(?:_m)?_te\.)(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_te\.safetensors", re.DOTALL),
     _is_ours,
-    {"latents": "width|height|frame_count", "text": "caption1"},
+    {"latents": re.compile("width|height|frame_count"), "text": re.compile("caption1")},
 )
 
 
 def _open(folder: SourceFolder) -> Source:
-    files = _TABLE.find(folder)
-    samples = join_files(files.latents, files.texts, partial(_load, folder, files), _stem_of_video)
+    files = TableFiles(_TABLE, folder)
+    samples = join_files(folder, files.latents, files.texts, partial(files.load, _add), _stem_of_video)
     return Source(samples, files.provenance, files.bad)
 
 
@@ -77,29 +83,24 @@ def _stem_of_video(stem: str) -> str:
     return match[1] if match else stem
 
 
-def _load(
-    folder: SourceFolder, files: JoinedFiles, latents: ImageFile | None, _: str, texts: Sequence[ImageFile]
-) -> Loaded:
-    sample: dict[str, Any] = {}
-    rest: dict[str, dict[str, str]] = {}
-    if latents is not None:
-        tensors, metadata = load_safetensors(folder, latents.name)
-        try:
-            sample = _named(tensors)
-            if "latents" not in sample:
-                raise FormatError("has no tensor 'latents_…'")
-            sample |= _facts(latents.stem, metadata)
-        except FormatError as exc:
-            raise exc.at(latents.name) from exc
-        rest["latents"] = files.metadata["latents"].rest_of(metadata)
-    for text in texts:
-        tensors, metadata = load_safetensors(folder, text.name)
+def _add(
+    sample: dict[str, Any], file: ImageFile, joined: Joined, tensors: dict[str, Any], metadata: dict[str, str]
+) -> str:
+    if file is not joined.latents:
         sample["text"] = _named(tensors)
-        if "caption1" in metadata:
-            sample["caption"] = metadata["caption1"]
-        rest["text"] = files.metadata["text"].rest_of(metadata)
-    rest = {kind: entries for kind, entries in rest.items() if entries}
-    return Loaded(sample | ({"metadata": rest} if rest else {}))
+        sample |= {"caption": metadata["caption1"]} if "caption1" in metadata else {}
+        return "text"
+    sample.update(_named(tensors))
+    if "latents" not in sample:
+        raise FormatError("has no tensor 'latents_…'")
+    if {"width", "height"} <= metadata.keys():
+        sample["original_size"] = as_numbers(metadata, "width", "height", count=2)
+    if "frame_count" in metadata:
+        (sample["frame_count"],) = as_numbers(metadata, "frame_count", count=1)
+        if match := _PART.fullmatch(file.stem):
+            sample["first_frame"] = int(match[2])
+            sample |= {"section": int(match[3])} if match[3] else {}
+    return "latents"
 
 
 def _named(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,19 +109,6 @@ def _named(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if len({each.resolution for each in parts.values() if each.content == "latents"}) > 1:
         raise FormatError("has latents of more than one resolution, but musubi-tuner writes a file for each")
     return dict(sorted((name, tensors[key]) for key, name in short_names(parts).items()))
-
-
-def _facts(stem: str, metadata: dict[str, str]) -> dict[str, Any]:
-    """Return what the metadata and the name of a file of latents say of the image or video."""
-    facts: dict[str, Any] = {}
-    if {"width", "height"} <= metadata.keys():
-        facts["original_size"] = as_numbers(metadata, "width", "height", count=2)
-    if "frame_count" in metadata:
-        (facts["frame_count"],) = as_numbers(metadata, "frame_count", count=1)
-        if match := _PART.fullmatch(stem):
-            facts["first_frame"] = int(match[2])
-            facts |= {"section": int(match[3])} if match[3] else {}
-    return facts
 
 
 FORMAT = Format(

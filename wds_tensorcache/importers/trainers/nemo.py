@@ -23,23 +23,20 @@ The processor, model and options in `metadata.json` become the provenance.
 
 from __future__ import annotations
 
-import json
 import os.path
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_torch
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _METADATA = "metadata.json"
 _FILE = re.compile(r"(?:.*/)?(?:\d+x\d+(?:x\d+)?/[^/]+\.pt|[^/]+\.meta)", re.ASCII | re.DOTALL)
 _COUNTS = ("shards", "num_shards", "shard_size", "total_items")
-_MAX_NBYTES = 1 << 30
 
 
 def _recognize(folder: SourceFolder) -> int:
@@ -55,31 +52,27 @@ def _recognize(folder: SourceFolder) -> int:
 def _open(folder: SourceFolder) -> Source:
     """Find the items of each `metadata.json`, and files that none lists."""
     provenance: dict[str, Any] = {}
-    bad: dict[str, str] = {}
+    bad = Faults()
     items: dict[str, dict[str, Any]] = {}
     doubles: list[str] = []
     roots = []
     for root in _roots(folder):
-        try:
+        shards: Any = None
+        with bad.of(root + _METADATA):
             described = _read_json(folder, root + _METADATA, dict)
             check_depth(described)
-        except FormatError as exc:
-            bad[root + _METADATA] = exc.reason
-            continue
-        shards = described.get("shards")
+            shards = described.get("shards")
         if not isinstance(shards, list):  # the file of another program
             continue
         roots.append(root)
         provenance[root.rstrip("/")] = {key: value for key, value in described.items() if key not in _COUNTS}
         for shard in shards:
             name = f"{root}{shard}"
-            try:
+            listed: list[Any] = []
+            with bad.of(name):
                 if name not in folder:
                     raise FormatError(f"is missing, but {root}{_METADATA} lists it")
                 listed = _read_json(folder, name, list)
-            except FormatError as exc:
-                bad[name] = exc.reason
-                continue
             for number, item in enumerate(listed):
                 file = _locate(folder, root, item.get("cache_file") if isinstance(item, dict) else None)
                 if file is None:
@@ -95,30 +88,26 @@ def _open(folder: SourceFolder) -> Source:
         SourceSample(os.path.splitext(name)[0], (name,), partial(_load, folder, name, item))
         for name, item in items.items()
     ]
-    made = next(iter(provenance.values())) if len(provenance) == 1 else {"caches": provenance}
+    described = next(iter(provenance.values())) if len(provenance) == 1 else {"caches": provenance}
     notes = []
     if doubles:
         what = f"{len(doubles):,} items have the cache_file of an earlier item, and were not used"
         notes.append(f"{what}, for example {', '.join(doubles[:3])}")
-    return Source(samples, made, bad, notes=notes)
+    return Source(samples, described, bad, notes=notes)
 
 
 def _roots(folder: SourceFolder) -> list[str]:
-    return [
-        name[: -len(_METADATA)] for name in folder.by_suffix.get(".json", ()) if f"/{name}".endswith(f"/{_METADATA}")
-    ]
+    names = folder.by_suffix.get(".json", ())
+    return [name[: -len(_METADATA)] for name in names if f"/{name}".endswith(f"/{_METADATA}")]
 
 
-def _files(folder: SourceFolder) -> Iterator[str]:
-    names = (name for suffix in (".pt", ".meta") for name in folder.by_suffix.get(suffix, ()))
-    return (name for name in names if _FILE.fullmatch(name))
+def _files(folder: SourceFolder) -> list[str]:
+    return [name for suffix in (".pt", ".meta") for name in folder.by_suffix.get(suffix, ()) if _FILE.fullmatch(name)]
 
 
 def _read_json(folder: SourceFolder, name: str, expected: type) -> Any:
     try:
-        # the fingerprint of a cache has no NaN
-        constant = str if expected is dict else None
-        content = json.loads(folder.read_text(name, _MAX_NBYTES), parse_constant=constant)
+        content = folder.read_json(name, names_nan=expected is dict)
     except (FormatError, ValueError, RecursionError) as exc:
         raise FormatError(f"is not JSON: {exc!r:.200}") from exc
     if not isinstance(content, expected):

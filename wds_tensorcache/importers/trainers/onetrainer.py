@@ -34,14 +34,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.media_names import name_media, number_repeats
 from wds_tensorcache.importers.safe_files import load_torch
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, name_media, number_repeats
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _FILE = re.compile(r"(?:(.*)/)?variation-(0|[1-9]\d{0,8})/(0|[1-9]\d{0,8}|aggregate)\.pt", re.ASCII | re.DOTALL)
@@ -49,17 +49,13 @@ _FILE = re.compile(r"(?:(.*)/)?variation-(0|[1-9]\d{0,8})/(0|[1-9]\d{0,8}|aggreg
 
 @dataclass(slots=True)
 class _Group:
-    """The cached files of one concept.
+    """The cached files of one concept."""
 
-    Attributes:
-        path: Folder of its variations.
-        variations: For each variation, its folder and its `aggregate.pt`, a list of dicts.
-        images: Path of the image at each position; None if it is not cached.
-    """
-
-    path: str
-    variations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    images: list[str | None] = field(default_factory=list)
+    path: str  # folder of its variations
+    variations: dict[str, list[dict[str, Any]]] = field(
+        default_factory=dict
+    )  # by folder, the content of `aggregate.pt`
+    images: list[str | None] = field(default_factory=list)  # path of the image at each position
 
     @property
     def part(self) -> str:
@@ -68,26 +64,27 @@ class _Group:
 
 
 def _recognize(folder: SourceFolder) -> int:
-    files = [match for name in folder.by_suffix.get(".pt", ()) if (match := _FILE.fullmatch(name))]
-    return len(files) if any(match[3] == "aggregate" for match in files) else 0
+    matches = list(_matches(folder))
+    return len(matches) if any(match[3] == "aggregate" for match in matches) else 0
+
+
+def _matches(folder: SourceFolder) -> Iterator[re.Match[str]]:
+    return filter(None, map(_FILE.fullmatch, folder.by_suffix.get(".pt", ())))
 
 
 def _open(folder: SourceFolder) -> Source:
     """Read all `aggregate.pt`, and find the files of each position."""
-    bad: dict[str, str] = {}
-    found: dict[str, dict[int, list[str]]] = {}
-    for name in folder.by_suffix.get(".pt", ()):
-        match = _FILE.fullmatch(name)
-        if match:
-            found.setdefault(match[1] or "", {}).setdefault(int(match[2]), []).append(name)
-    groups = [_read_group(folder, path, variations, bad) for path, variations in found.items()]
+    bad = Faults()
+    concepts: dict[str, dict[int, list[str]]] = {}
+    for match in _matches(folder):
+        concepts.setdefault(match[1] or "", {}).setdefault(int(match[2]), []).append(match[0])
+    groups = [_read_group(folder, path, variations, bad) for path, variations in concepts.items()]
     groups = [group for group in groups if group.variations]
     pairs = _pair(groups)
     lists = {group.part for group in groups if len(group.variations) > 1}
     every = [(group, at) for group in groups if group.path not in pairs.values() for at in range(len(group.images))]
-    media = [path for group, at in every if (path := group.images[at])]
-    known = iter(name_media(media))
-    names = number_repeats(next(known) if group.images[at] else f"{group.path}/{at}" for group, at in every)
+    media = iter(name_media([path for group, at in every if (path := group.images[at])]))
+    names = number_repeats(next(media) if group.images[at] else f"{group.path}/{at}" for group, at in every)
     texts = {group.path: group for group in groups}
     samples = []
     for (group, at), name in zip(every, names, strict=True):
@@ -98,7 +95,7 @@ def _open(folder: SourceFolder) -> Source:
     return Source(samples, {"groups": described, "joined": pairs}, bad)
 
 
-def _read_group(folder: SourceFolder, path: str, variations: dict[int, list[str]], bad: dict[str, str]) -> _Group:
+def _read_group(folder: SourceFolder, path: str, variations: dict[int, list[str]], bad: Faults) -> _Group:
     """Return the finished variations of a concept; describe files that are in none of them in `bad`."""
     group = _Group(path)
     for number, files in sorted(variations.items()):

@@ -31,7 +31,6 @@ models. Folders whose names contain `image_embeds` have samples `{"image_embeds"
 
 from __future__ import annotations
 
-import json
 import os.path
 import re
 from collections.abc import Iterator, Mapping
@@ -45,30 +44,22 @@ import torch
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_torch
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, num_common
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _FILE = re.compile(r"(?:.*/)?(?:[0-9a-f]{64}|[0-9a-f]{32}-[\w.-]+)\.pt", re.ASCII | re.DOTALL)
 _TEXT = re.compile(r"([0-9a-f]{32})-([\w.-]+)\.pt", re.ASCII)
 _JSON = re.compile(r"aspect_ratio_bucket_(indices|metadata)(?:_(.+))?\.json", re.ASCII | re.DOTALL)
-_MAX_NBYTES = 1 << 30
 
 
 @dataclass(slots=True)
 class _Backend:
-    """One data backend, which is a folder of images with one resolution.
-
-    Attributes:
-        id: Its name.
-        folder: Folder of its JSON files, with `/` at the end, or empty.
-        config: Its settings when it was cached.
-        images: Metadata by path of the image.
-    """
+    """One data backend, which is a folder of images with one resolution."""
 
     id: str
-    folder: str
+    folder: str  # of its JSON files, with `/` at the end, or empty
     config: dict[str, Any] = field(default_factory=dict)
-    images: dict[str, dict[str, Any]] = field(default_factory=dict)
+    images: dict[str, dict[str, Any]] = field(default_factory=dict)  # metadata by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +79,13 @@ class _Image:
 def _open(folder: SourceFolder) -> Source:
     """Find the latents, and join them with the images and embeddings of captions that have their hashes."""
     backends, bad = _read_backends(folder)
-    known = _images_by_hash(backends)
+    # latents are named by the hash of the image's file name without suffix, or (old) by that name itself
+    known: dict[str, list[_Image]] = {}
+    for backend in backends:
+        for path, metadata in backend.images.items():
+            image = _Image(path, metadata, backend)
+            for name in (sha256(image.stem.encode("utf-8", "surrogatepass")).hexdigest(), image.stem):
+                known.setdefault(name, []).append(image)
     latents: list[str] = []
     texts: dict[str, list[str]] = {}
     models: set[str] = set()
@@ -99,21 +96,21 @@ def _open(folder: SourceFolder) -> Source:
             models.add(match[2])
         else:
             latents.append(name)
-    found: list[tuple[str, _Image | None, dict[str, str | None], bool]] = []
+    rows: list[tuple[str, _Image | None, dict[str, str | None], bool]] = []
     for name in latents:
         path, _, file = name.rpartition("/")
         images = known.get(file[: -len(".pt")], [])
-        image = _best_image(name, images)
-        hashes, has_captions = _text_hashes(folder, image) if image else ({}, False)
+        best = _best_image(name, images)
+        hashes, has_captions = _text_hashes(folder, best) if best else ({}, False)
         joined = {each: caption for key, caption in hashes.items() for each in texts.get(key, ()) if len(models) == 1}
         sample = f"{path}/{images[0].stem}".lstrip("/") if images else os.path.splitext(name)[0]
-        found.append((sample, image, {name: None, **joined}, has_captions))
-    is_joined = any(len(files) > 1 for _, _, files, _ in found)
+        rows.append((sample, best, {name: None, **joined}, has_captions))
+    is_joined = any(len(files) > 1 for _, _, files, _ in rows)
     samples = [
-        SourceSample(sample, tuple(files), partial(_load, folder, image, files, is_joined and has_captions))
-        for sample, image, files, has_captions in found
+        SourceSample(sample, tuple(files), partial(_load, folder, best, files, is_joined and has_captions))
+        for sample, best, files, has_captions in rows
     ]
-    used = {file for _, _, files, _ in found for file in files}
+    used = {file for _, _, files, _ in rows for file in files}
     for name in (name for names in texts.values() for name in names if name not in used):
         samples.append(SourceSample(os.path.splitext(name)[0], (name,), partial(_load_text, folder, name)))
     configs = {backend.id: backend.config for backend in backends}
@@ -143,7 +140,7 @@ def _load_text(folder: SourceFolder, name: str) -> Loaded:
 def _read_backends(folder: SourceFolder) -> tuple[list[_Backend], dict[str, str]]:
     """Return the backends that the JSON files in a folder describe, and the bad files with their faults."""
     backends: dict[tuple[str, str], _Backend] = {}
-    bad: dict[str, str] = {}
+    bad = Faults()
     for name in folder.by_suffix.get(".json", ()):
         path, _, file = name.rpartition("/")
         match = _JSON.fullmatch(file)
@@ -151,37 +148,21 @@ def _read_backends(folder: SourceFolder) -> tuple[list[_Backend], dict[str, str]
             continue
         backend = backends.setdefault((path, match[2] or ""), _Backend(match[2] or "", f"{path}/".lstrip("/")))
         try:
-            # the fingerprint of a cache, to which the settings belong, has no NaN
-            constant = str if match[1] == "indices" else None
-            content = json.loads(folder.read_text(name, _MAX_NBYTES), parse_constant=constant)
-            if match[1] == "metadata":
-                found = content
-            else:
-                config = dict(content.get("config") or {})
-                check_depth(config)
-                backend.config = config
-                buckets = content.get("aspect_ratio_bucket_indices") or {}
-                found = {path: {} for paths in buckets.values() for path in paths}
-            for image, metadata in found.items():
-                if not isinstance(image, str):
-                    raise TypeError(f"{image!r:.100} is not a path")
-                backend.images[image] = {**backend.images.get(image, {}), **metadata}
-        except FormatError as exc:
-            bad[name] = exc.reason
+            with bad.of(name):
+                images = folder.read_json(name, names_nan=match[1] == "indices")
+                if match[1] == "indices":
+                    config = dict(images.get("config") or {})
+                    check_depth(config)
+                    backend.config = config
+                    buckets = images.get("aspect_ratio_bucket_indices") or {}
+                    images = {path: {} for paths in buckets.values() for path in paths}
+                for image, metadata in images.items():
+                    if not isinstance(image, str):
+                        raise TypeError(f"{image!r:.100} is not a path")
+                    backend.images[image] = {**backend.images.get(image, {}), **metadata}
         except (ValueError, TypeError, AttributeError, RecursionError) as exc:
             bad[name] = f"is not SimpleTuner's JSON: {exc!r:.200}"
     return list(backends.values()), bad
-
-
-def _images_by_hash(backends: list[_Backend]) -> dict[str, list[_Image]]:
-    """Return all images by the names of their latents: the hash of the file name without suffix, or (old) that name itself."""
-    found: dict[str, list[_Image]] = {}
-    for backend in backends:
-        for path, metadata in backend.images.items():
-            image = _Image(path, metadata, backend)
-            for name in (sha256(image.stem.encode("utf-8", "surrogatepass")).hexdigest(), image.stem):
-                found.setdefault(name, []).append(image)
-    return found
 
 
 def _best_image(name: str, images: list[_Image]) -> _Image | None:
@@ -190,14 +171,14 @@ def _best_image(name: str, images: list[_Image]) -> _Image | None:
     The file is in the backend's cache folder, in the same subfolder as the image in the backend's folder. Images with the same
     file name are told apart by these.
     """
-    parts = name.split("/")[:-1]
+    parts = name.split("/")[-2::-1]
 
     def score(image: _Image) -> int:
-        num_same = _num_common(parts, image.path.replace("\\", "/").split("/")[:-1])
+        num_same = num_common(parts, image.path.replace("\\", "/").split("/")[-2::-1])
         cache = str(image.backend.config.get("cache_dir_vae") or image.backend.id).rstrip("/").split("/")
-        return num_same + _num_common(parts[: len(parts) - num_same], cache)
+        return num_same + num_common(parts[num_same:], reversed(cache))
 
-    scores = [score(image) for image in images]
+    scores = list(map(score, images))
     best = [image for image, each in zip(images, scores, strict=True) if each == max(scores)]
     is_known = bool(best) and all((each.path, each.metadata) == (best[0].path, best[0].metadata) for each in best)
     return best[0] if is_known else None
@@ -238,14 +219,6 @@ def _lines(folder: SourceFolder, file: str | None) -> Iterator[str]:
 
 def _md5(text: str) -> str:
     return md5(text.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()
-
-
-def _num_common(left: list[str], right: list[str]) -> int:
-    """Return how many parts at the end of two paths are equal."""
-    count = 0
-    while count < min(len(left), len(right)) and left[-1 - count] == right[-1 - count]:
-        count += 1
-    return count
 
 
 FORMAT = Format(

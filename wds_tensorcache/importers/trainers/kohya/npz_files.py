@@ -36,18 +36,20 @@ Latents are stored as sd-scripts wrote them: for SD, SDXL and SD3 without the sc
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import ImageFile, join_files, note_resolutions
+from wds_tensorcache.importers.joined_files import ImageFile, Joined, join_files, note_resolutions
 from wds_tensorcache.importers.safe_files import list_npz, load_npz
-from wds_tensorcache.importers.source import Format, Loaded, Source, one_or_all
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
 
-_LATENTS = re.compile(r"(.+)_(\d{4,}x\d{4,})_(sd|sdxl|sd3|flux|lumina|anima|hi)\.npz", re.DOTALL)
-_TEXT = re.compile(r"(.+)_(?:(te_outputs)|(sd3|flux|lumina|anima|hi)_te)\.npz", re.DOTALL)
+_NAME = re.compile(
+    r"(?P<stem>.+)_(?:(?P<size>\d{4,}x\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|anima|hi)"
+    r"|te_outputs|(?P<text>sd3|flux|lumina|anima|hi)_te)\.npz",
+    re.DOTALL,
+)
 _RESOLUTION = re.compile(r"(.+?)(_\d+x\d+)?", re.DOTALL)
 _ENTRIES = ("latents", "latents_flipped", "original_size", "crop_ltrb", "alpha_mask")
 _NUM_PROBED = 4  # files without a telling name to look into
@@ -56,11 +58,10 @@ _NUM_PROBED = 4  # files without a telling name to look into
 def _recognize(folder: SourceFolder) -> int:
     """Return the number of files, if at least half of the `.npz` files are of this format."""
     names = folder.by_suffix.get(".npz", [])
-    unnamed = [name for name in names if not (_LATENTS.fullmatch(name) or _TEXT.fullmatch(name))]
-    count = len(names) - len(unnamed)
-    if unnamed and all(_is_old(_arrays(folder, name)) for name in unnamed[:: -(-len(unnamed) // _NUM_PROBED)]):
-        count = len(names)
-    return count if 2 * count >= len(names) else 0
+    unnamed = [name for name in names if not _NAME.fullmatch(name)]
+    if all(_is_old(_arrays(folder, name)) for name in unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]):
+        return len(names)
+    return len(names) - len(unnamed) if 2 * len(unnamed) <= len(names) else 0
 
 
 def _is_old(arrays: list[str] | None) -> bool:
@@ -82,53 +83,45 @@ def _split(array: str) -> tuple[str, str]:
 
 
 def _open(folder: SourceFolder) -> Source:
-    latents, texts, old, bad, schemes = [], [], [], {}, set()
-    for name in folder.by_suffix.get(".npz", ()):
-        if match := _TEXT.fullmatch(name):
-            texts.append(ImageFile(name, match[1], "sdxl" if match[2] else match[3]))
+    names = {name: _NAME.fullmatch(name) for name in folder.by_suffix.get(".npz", ())}
+    models = {match["model"] or match["text"] or "sdxl" for match in names.values() if match}
+    of_old = next(iter(models & {"sd", "sdxl"})) if len(models & {"sd", "sdxl"}) == 1 else "sd_or_sdxl"
+    latents, texts, bad, schemes = [], [], Faults(), set()
+    for name, match in names.items():
+        if match and not match["size"]:
+            texts.append(ImageFile(name, match["stem"], match["text"] or "sdxl"))
             continue
         arrays = _arrays(folder, name)
-        ends = [end for entry, end in map(_split, arrays or ()) if entry == "latents"]
-        resolutions = tuple(dict.fromkeys(ends)) or ("",)
-        if match := _LATENTS.fullmatch(name):
-            latents.append(ImageFile(name, match[1], match[3], match[2], resolutions))
-        elif arrays is None or _is_old(arrays):
-            old.append(ImageFile(name, name[: -len(".npz")], "", "", resolutions))
-        else:
+        if not match and arrays is not None and not _is_old(arrays):
             bad[name] = "is not a file of sd-scripts: its name and its arrays differ"
             continue
-        schemes |= {"latents_HxW" if end else "latents" for end in resolutions} if arrays else set()
-    models = {file.model for file in (*latents, *texts)}
-    known = sorted(models & {"sd", "sdxl"})
-    of_old = known[0] if len(known) == 1 else "sd_or_sdxl"  # the names of old files do not tell the model
-    latents += [ImageFile(file.name, file.stem, of_old, "", file.resolutions) for file in old]
-    models |= {of_old} if old else set()
+        ends = tuple(dict.fromkeys(end for entry, end in map(_split, arrays or ()) if entry == "latents")) or ("",)
+        schemes |= {"latents_HxW" if end else "latents" for end in ends} if arrays else set()
+        stem, size, model = match.group("stem", "size", "model") if match else (name[: -len(".npz")], "", of_old)
+        models.add(model)
+        latents.append(ImageFile(name, stem, model, size, ends))
     provenance = {"architecture": one_or_all(models), "keys": one_or_all(schemes)} if models else {}
-    samples = join_files(latents, texts, partial(_load, folder), captions=partial(_captions, folder))
+    samples = join_files(folder, latents, texts, partial(_load, folder), captions=(".caption", ".txt"))
     return Source(samples, provenance, bad, notes=note_resolutions(latents))
 
 
-def _load(folder: SourceFolder, latents: ImageFile | None, resolution: str, texts: Sequence[ImageFile]) -> Loaded:
+def _load(folder: SourceFolder, files: Joined) -> Loaded:
     sample: dict[str, Any] = {}
-    if latents is not None:
-        arrays = load_npz(folder, latents.name)
-        if f"latents{resolution}" not in arrays:
-            raise FormatError("has no array 'latents', nor one such as 'latents_64x64'").at(latents.name)
-        sample = {entry: arrays[entry + resolution] for entry in _ENTRIES if entry + resolution in arrays}
+    if files.latents is not None:
+        arrays = load_npz(folder, files.latents.name)
+        if f"latents{files.resolution}" not in arrays:
+            raise FormatError("has no array 'latents', nor one such as 'latents_64x64'").at(files.latents.name)
+        sample = {entry: arrays[key] for entry in _ENTRIES if (key := entry + files.resolution) in arrays}
         other = {
             array: value
             for array, value in arrays.items()
             if _split(array)[0] not in _ENTRIES or "latents" + _split(array)[1] not in arrays
         }
         sample |= {"other": other} if other else {}
-    for text in texts:
+    for text in files.texts:
         sample["text"] = load_npz(folder, text.name)
-    found = [folder.read_text(name) for name in _captions(folder, (latents or texts[0]).stem)]
-    return Loaded(sample | dict(zip(("caption", "tags"), found, strict=False)))
-
-
-def _captions(folder: SourceFolder, stem: str) -> list[str]:
-    return [name for name in (f"{stem}.caption", f"{stem}.txt") if name in folder]
+    texts = [folder.read_text(name) for name in files.captions]
+    return Loaded(sample | dict(zip(("caption", "tags"), texts, strict=False)))
 
 
 FORMAT = Format("kohya", "kohya sd-scripts: .npz files of latents and text encoder outputs", _recognize, _open)

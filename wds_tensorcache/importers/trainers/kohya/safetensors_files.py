@@ -26,17 +26,24 @@ metadata, unless they are the same in all files.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import ImageFile, JoinedFiles, Table, join_files, note_resolutions
-from wds_tensorcache.importers.safe_files import load_safetensors
-from wds_tensorcache.importers.source import Format, Loaded, Source
+from wds_tensorcache.importers.joined_files import (
+    ImageFile,
+    Joined,
+    Table,
+    TableFiles,
+    as_numbers,
+    join_files,
+    note_resolutions,
+    parse_key,
+    short_names,
+)
+from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.suffixed_keys import as_numbers, parse_key, short_names
 
 _TEXTS = re.compile(r"(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_(?P<label>\d+(?:_m)?)_te\.safetensors", re.DOTALL)
 _PROMPT = re.compile(r"(.+)_(\d{1,4})", re.DOTALL)
@@ -52,12 +59,12 @@ _TABLE = Table(
     re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL),
     _TEXTS,
     _is_ours,
-    {"latents": "width|height|crop_ltrb_.*", "text": r"caption\d+"},
+    {"latents": re.compile("width|height|crop_ltrb_.*"), "text": re.compile(r"caption\d+")},
 )
 
 
 def _open(folder: SourceFolder) -> Source:
-    files = _TABLE.find(folder)
+    files = TableFiles(_TABLE, folder)
     latents = []
     for file in files.latents:
         keys = map(parse_key, file.tensors)
@@ -65,41 +72,25 @@ def _open(folder: SourceFolder) -> Source:
         latents.append(replace(file, resolutions=tuple(sizes) or ("",)))
     has_many = any(_prompt(key)[0] for text in files.texts for key in text.tensors)
     labels = {text.label for text in files.texts}
-    load = partial(_load, folder, files, len(labels) > 1, has_many)
-    provenance = {**files.provenance, "tokens": sorted(labels)}
-    return Source(join_files(latents, files.texts, load), provenance, files.bad, notes=note_resolutions(latents))
 
+    def add(
+        sample: dict[str, Any], file: ImageFile, joined: Joined, tensors: dict[str, Any], metadata: dict[str, str]
+    ) -> str:
+        if file is joined.latents:
+            sample.update(_latents(tensors, metadata, joined.resolution))
+            return "latents"
+        prompts = _prompts(tensors)
+        captions = [metadata.get(f"caption{number + 1}") for number in range(len(prompts))]
+        kind, states = ("texts", prompts) if has_many else ("text", prompts[0])
+        of_caption, caption = ("captions", captions) if has_many else ("caption", captions[0])
+        if sample.setdefault(of_caption, caption) != caption:
+            raise FormatError("has another caption than the texts of other lengths")
+        name = f"{kind}_{file.label}" if len(labels) > 1 else kind
+        sample[name] = states
+        return name
 
-def _load(
-    folder: SourceFolder,
-    files: JoinedFiles,
-    is_labeled: bool,
-    has_many: bool,
-    latents: ImageFile | None,
-    resolution: str,
-    texts: Sequence[ImageFile],
-) -> Loaded:
-    sample: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    for file in filter(None, (latents, *texts)):
-        tensors, metadata = load_safetensors(folder, file.name)
-        try:
-            if file is latents:
-                sample = _latents(tensors, metadata, resolution)
-                rest["latents"] = files.metadata["latents"].rest_of(metadata)
-                continue
-            prompts = _prompts(tensors, metadata)
-            captions = [metadata.get(f"caption{number + 1}") for number in range(len(prompts))]
-            kind, states = ("texts", prompts) if has_many else ("text", prompts[0])
-            of_caption, caption = ("captions", captions) if has_many else ("caption", captions[0])
-            if sample.setdefault(of_caption, caption) != caption:
-                raise FormatError("has another caption than the texts of other lengths")
-            name = f"{kind}_{file.label}" if is_labeled else kind
-            sample[name], rest[name] = states, files.metadata["text"].rest_of(metadata)
-        except FormatError as exc:
-            raise exc.at(file.name) from exc
-    rest = {kind: entries for kind, entries in rest.items() if entries}
-    return Loaded(sample | ({"metadata": rest} if rest else {}))
+    samples = join_files(folder, latents, files.texts, partial(files.load, add))
+    return Source(samples, {**files.provenance, "tokens": sorted(labels)}, files.bad, notes=note_resolutions(latents))
 
 
 def _latents(tensors: dict[str, Any], metadata: dict[str, str], resolution: str) -> dict[str, Any]:
@@ -125,7 +116,7 @@ def _prompt(key: str) -> tuple[int, str]:
     return (int(match[2]), match[1] + (f"_{dtype}" if dtype else "")) if match else (0, key)
 
 
-def _prompts(tensors: dict[str, Any], metadata: dict[str, str]) -> list[dict[str, Any]]:
+def _prompts(tensors: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the states of each prompt by name."""
     prompts: dict[int, dict[str, Any]] = {}
     for key, tensor in tensors.items():
