@@ -259,7 +259,9 @@ def test_samples_come_in_pages(page_server: PageServer) -> None:
             yield from found["samples"]
             begin = found["next"]
 
-    assert [card["number"] for card in pages("count=60")] == list(range(150))
+    cards = list(pages("count=60"))
+    assert [card["number"] for card in cards] == list(range(150))
+    assert len(cards[33]["pictures"]) == 1
     assert [card["number"] for card in pages("count=60&query=HARBOR+photo-0012")] == [120, 123, 126, 129]
     assert [card["number"] for card in pages("count=200&query=photo-00149")] == [149]
     assert [card["number"] for card in pages("count=60&marked=1")] == [7, 11]

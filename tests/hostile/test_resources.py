@@ -19,6 +19,7 @@ from tests.hostile.colliding import integer
 from tests.hostile.pickles import call, decode, fetch, little_memory, reference, refused, text
 from tests.hostile.test_skeletons import Node
 from tests.shards.tars import LAST, pax, raw_header, record
+from wds_tensorcache.integrations.pickles import decode_pickle
 
 FORMAT = Path(tc.__file__).parent / "codec" / "FORMAT.md"
 BAD_ARGUMENTS = {
@@ -88,6 +89,23 @@ def test_nesting() -> None:
     assert decode(b"N" + b"\x85" * 200) is not None
 
 
+DEFAULTDICT = fetch("collections", "defaultdict") + b"\x940"
+
+
+def test_defaultdicts_that_hold_defaultdicts() -> None:
+    """Freeing them overflows C's stack, also when they are dropped before anything is returned."""
+    n = 300_000
+    nested = DEFAULTDICT + b"h\x00)R" + b"C\x00h\x00)R" * n + b"s" * n
+    refused(nested, "10000 defaultdicts")
+    refused(nested + b"0N", "10000 defaultdicts")
+    with pytest.raises(tc.FormatError, match="10000 defaultdicts"):
+        decode_pickle(b"\x80\x05" + nested + b".", 1 << 30, "")
+    many = [collections.defaultdict(list) for _ in range(10_001)]
+    with pytest.raises(tc.EncodeError, match="10001 defaultdicts, and at most 1000 and 10000"):
+        tc.encode_sample(many)
+    assert tc.decode_sample(*tc.encode_sample(many[:-1])) == many[:-1]
+
+
 DEQUE = fetch("collections", "deque") + b"\x940"
 
 
@@ -98,7 +116,7 @@ def test_deques_that_hold_deques() -> None:
     refused(DEQUE + b"h\x00)R" * n + b"a" * (n - 1) + b"0N", "more than 1000 deques")
     links = b"".join(b"h\x00)R\x94j" + struct.pack("<I", i + 1) + b"a" for i in range(n))
     refused(DEQUE + b"(h\x00)R\x94" + links + b"t", "more than 1000 deques")
-    with pytest.raises(tc.EncodeError, match="1001 deques, and at most 1000"):
+    with pytest.raises(tc.EncodeError, match="1001 deques and 0 defaultdicts, and at most 1000"):
         tc.encode_sample([collections.deque() for _ in range(1001)])
 
 

@@ -184,12 +184,15 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     make(1).save_to_disk(tmp_path / "in" / "c")
     (first,) = (tmp_path / "in" / "c").glob("*.arrow")
     first.write_bytes(first.read_bytes()[:300])
+    make(1).save_to_disk(tmp_path / "in" / "d")
+    (tmp_path / "in" / "d").rename(tmp_path / "in" / "d::good")
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert list(found) == ["good/00000000", "good/00000001"]
     reasons = {each.name: each.what for each in report.skipped}
-    assert reasons.keys() == {f"{name}/state.json" for name in "abc"}
+    assert reasons.keys() == {f"{name}/state.json" for name in ("a", "b", "c", "d::good")}
     assert "which is missing" in reasons["a/state.json"]
     assert "is not JSON" in reasons["b/state.json"]
+    assert "a path with '::'" in reasons["d::good/state.json"]
 
 
 @pytest.mark.parametrize(("name", "package"), [("datasets", "datasets"), ("pyarrow", "pyarrow>=14.0.1")])

@@ -330,6 +330,8 @@ def test_an_export_that_ends_early(tmp_path: Path, kind: str, signum: int) -> No
         assert json_of("export", tmp_path / "other", out, "--as", kind)["num_present"] == 0
         assert (np.load(out / "k499.npz")["x"] == -499).all()
     else:
+        (hidden,) = tmp_path.glob(f".{out.name}.*")
+        (hidden / ".k499.pt.0123abcd.tmp").write_bytes(b"half")
         result = json_of("export", cache, out, "--as", kind)
         assert (result["num_present"] > 0) == (kind == "pt")
         assert result["num_present"] + result["num_written"] == 500

@@ -267,6 +267,13 @@ def test_conditions(server: HttpServer, url: str, etag: str | None) -> None:
         "HTTP/1.1 206 X\r\nno colon\r\nContent-Range: bytes 10-139/150\r\n\r\n" + "x" * 130,
         "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
+        "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n"
+        + "x" * 65
+        + "\r\n42\r\n"
+        + "x" * 66
+        + "\r\n0\r\n\r\n",
+        "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\nTransfer-Encoding: gzip, chunked\r\n\r\n82\r\n"
+        + "x" * 130,
         "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\n\r\nabcde",
     ],
 )

@@ -28,7 +28,7 @@ from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.description import shown_value
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.shards.names import safe_key
-from wds_tensorcache.storage.atomic import write_atomically
+from wds_tensorcache.storage.atomic import find_temporary, write_atomically
 from wds_tensorcache.storage.system import boot_id
 from wds_tensorcache.writing.new_folder import check_new, new_folder
 
@@ -174,6 +174,9 @@ class _Export:
                         tar.addfile(member, io.BytesIO(content))
                     bar.show(i + 1)
             return
+        for place, _, _ in os.walk(folder):
+            for stray in find_temporary(place, ".+"):  # of a killed export
+                os.unlink(stray)
         for i, name in enumerate(self._names):
             path = os.path.join(folder, *name.split("/"))
             if os.path.exists(f"{path}.{self._kind}"):

@@ -15,7 +15,7 @@ import re
 import struct
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
@@ -25,7 +25,7 @@ import torch
 
 from wds_tensorcache.codec.dtypes import TORCH_TRUE
 from wds_tensorcache.codec.skeleton import opcodes as op
-from wds_tensorcache.codec.skeleton.limits import MAX_DEPTH, add_key_parts, call_cost
+from wds_tensorcache.codec.skeleton.limits import MAX_DEFAULTDICTS, MAX_DEPTH, add_key_parts, call_cost
 from wds_tensorcache.codec.skeleton.types import ALLOW_ONLY, BUILDERS, Allowed, Builder, find_global
 from wds_tensorcache.codec.tree import CONTAINERS, shown, walk
 from wds_tensorcache.codec.views import check_tensor, view_tensor
@@ -183,7 +183,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         self._limit = limit
         self._nbytes_left = limit + _ELEMENT_NBYTES * len(file.getbuffer())
         self._remedy, self._allow = remedy, allow or {}
-        self._num_key_parts = 0
+        self._num_key_parts = self._num_defaultdicts = 0
         self._load_storage = load_storage
         self._storages: dict[str, Any] = {}
 
@@ -244,6 +244,9 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
             raise UnsafeSkeletonError(f"the pickle calls {shown(function)}")
         self._spend(_POINTER_NBYTES * call_cost(args))
         self.stack[-1] = function.build(args)
+        self._num_defaultdicts += self.stack[-1].__class__ is defaultdict
+        if self._num_defaultdicts > MAX_DEFAULTDICTS:  # Hazard: freeing nested ones overflows C's stack
+            raise FormatError(f"the pickle builds more than {MAX_DEFAULTDICTS} defaultdicts")
 
     def load_build(self) -> None:
         target = self.stack[-2]

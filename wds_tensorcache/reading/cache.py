@@ -363,7 +363,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """
         counts = f"{format_count(len(self), 'sample')} in {format_count(self.num_shards, 'shard')}"
         lines = [f"{type(self).__name__}: {counts}"]
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             nbytes = sum(map(self._file_nbytes, islice(self._paths(), _SHOWN)))
             lines[0] += f" of {'at least ' if self.num_shards > _SHOWN else ''}{nbytes:,} bytes"
         try:

@@ -20,7 +20,7 @@ from wds_tensorcache.codec.tree import CONTAINERS, walk
 from wds_tensorcache.errors import FormatError
 
 MAX_DEPTH = 200  # of containers in containers
-MAX_DEQUES = 1000  # of one skeleton
+MAX_DEQUES, MAX_DEFAULTDICTS = 1000, 10_000  # of one skeleton
 # For longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.
 MAX_BITS = 4096
 MAX_KEY_PARTS = 10_000  # of one skeleton

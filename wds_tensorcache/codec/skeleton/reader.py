@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from wds_tensorcache.codec.skeleton.limits import (
     LONG_TEXT,
+    MAX_DEFAULTDICTS,
     MAX_DEPTH,
     MAX_DEQUES,
     TEXTS,
@@ -100,7 +101,7 @@ def _run(
     more = ALLOW_ONLY if allow else {}
     callables = 0  # builders that were pushed but neither called nor passed to a defaultdict yet
     argument_budget = call_budget(size - pos)
-    num_key_parts = num_deques = 0
+    num_key_parts = num_deques = num_defaultdicts = 0
     has_long_texts = False
     push = stack.append
 
@@ -158,10 +159,13 @@ def _run(
                 stack[-1] = reference(args[0])
             else:
                 argument_budget -= call_cost(args)
-                num_deques += builder.is_deque
-                if argument_budget < 0 or num_deques > MAX_DEQUES:
+                if builder.counted is not None:
+                    num_deques += builder.counted is deque
+                    num_defaultdicts += builder.counted is defaultdict
+                if argument_budget < 0 or num_deques > MAX_DEQUES or num_defaultdicts > MAX_DEFAULTDICTS:
                     raise FormatError(
-                        f"the calls of the skeleton copy too much, or build more than {MAX_DEQUES} deques"
+                        f"the calls of the skeleton copy too much, or build more than {MAX_DEQUES} deques or "
+                        f"{MAX_DEFAULTDICTS} defaultdicts"
                     )
                 if builder.cls is not None:
                     refuse_callables(args, callables + _is_factory(args))

@@ -45,13 +45,13 @@ class Builder:
         build: Function of the argument tuple; it checks every argument.
         cls: Class in `allow=`, which NEWOBJ may instantiate; None for a listed type.
         factory: Class that a skeleton may name only as the factory of a defaultdict; None for other builders.
-        is_deque: True for deques, whose number is limited: freeing nested deques overflows C's stack.
+        counted: `deque` or `defaultdict`, whose number is limited: freeing nested ones overflows C's stack.
     """
 
     build: Callable[[tuple[Any, ...]], Any]
     cls: type | None = None
     factory: type | None = None
-    is_deque: bool = False
+    counted: type | None = None
 
 
 # module and name of the global that is called to build an object of one type, and the function that returns the arguments
@@ -375,7 +375,7 @@ _NEVER_CALLED = frozenset({bytes, frozenset, type(None), type(...), torch.dtype}
 LISTED: dict[type, Listed] = {}
 BUILDERS: dict[tuple[str, str], object] = {
     ("builtins", "bytearray"): Builder(_checked(bytearray, bytes, optional=1)),  # protocol 4 has no opcode for it
-    ("collections", "defaultdict"): Builder(_build_defaultdict),
+    ("collections", "defaultdict"): Builder(_build_defaultdict, counted=defaultdict),
     ("numpy", "dtype"): Builder(_checked(_numpy_dtype, str)),
     ("builtins", "Ellipsis"): ...,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
@@ -383,7 +383,7 @@ BUILDERS: dict[tuple[str, str], object] = {
 for _cls, _module, _name, _arguments, _build in _rows():
     LISTED[_cls] = _module, _name, _arguments
     # numpy.longlong is written, and comes back, as numpy.int64
-    BUILDERS.setdefault((_module, _name), Builder(_build, is_deque=_cls is deque))
+    BUILDERS.setdefault((_module, _name), Builder(_build, counted=deque if _cls is deque else None))
 for _cls, _name in FACTORIES.items():
     BUILDERS.setdefault(("builtins", _name), Builder(_refuse_factory, factory=_cls))
 # Python 3.13 and 3.14 pickle these classes with this module.

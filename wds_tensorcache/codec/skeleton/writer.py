@@ -26,6 +26,7 @@ from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.codec.skeleton.limits import (
     LONG_TEXT,
+    MAX_DEFAULTDICTS,
     MAX_DEPTH,
     MAX_DEQUES,
     TEXTS,
@@ -66,7 +67,7 @@ class SkeletonWriter:
         self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # value -> index of its MEMOIZE
         self._globals: dict[tuple[str, str], int] = {}
         self._canonicals: dict[int, tuple[object, tuple[bytes, bytes] | None]] = {}  # id -> (object, its sort keys)
-        self._call_cost = self._num_deques = self._num_key_parts = 0
+        self._call_cost = self._num_deques = self._num_defaultdicts = self._num_key_parts = 0
 
     def body(self) -> bytes:
         """Return the pickle that follows the preamble, with a MEMOIZE for each object that a GET fetches."""
@@ -82,9 +83,10 @@ class SkeletonWriter:
             raise EncodeError(
                 f"the values take {self._call_cost} bytes to build, and most of them are shared; store their texts, or a tensor"
             )
-        if self._num_deques > MAX_DEQUES:
+        if self._num_deques > MAX_DEQUES or self._num_defaultdicts > MAX_DEFAULTDICTS:
             raise EncodeError(
-                f"the sample has {self._num_deques} deques, and at most {MAX_DEQUES} can be read; store list(x)"
+                f"the sample has {self._num_deques} deques and {self._num_defaultdicts} defaultdicts, and at most {MAX_DEQUES} "
+                f"and {MAX_DEFAULTDICTS} can be read; store list(x) and dict(x)"
             )
         return body
 
@@ -149,6 +151,7 @@ class SkeletonWriter:
         if cls in _EMPTY:
             self._parts.append(_EMPTY[cls])
         elif cls is defaultdict:
+            self._num_defaultdicts += 1
             self._save_defaultdict(value.default_factory, path)
         else:
             self._num_deques += cls is deque

@@ -51,6 +51,9 @@ def _open(folder: SourceFolder) -> Source:
                     raise FormatError(f"lists {file!r:.200}, which is missing")
             features = info.get("features") or {}
             datasets = import_library("datasets", "datasets")
+            # Hazard: fsspec takes such a path for a chain of urls, and opens another file.
+            if "::" in folder.locate(root or "."):
+                raise FormatError("datasets cannot open a path with '::'; rename the folder")
             dataset = datasets.Dataset.load_from_disk(folder.locate(root or ".")).with_format("arrow")
             dataset.data.validate(full=True)  # Hazard: offsets out of range would be followed to any memory
             lists: dict[str, Lists] = {}

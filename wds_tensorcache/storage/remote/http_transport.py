@@ -54,8 +54,16 @@ class _Head(HTTPResponse):
             self.headers: Any = None  # so that `begin` reads another head
             super().begin()
         is_cut = self.status in _NEED_HEADERS and self.length != 0 and not self.fp.peek(1)
-        if is_cut or self.headers.defects:
+        coding = self.headers.get("Transfer-Encoding")
+        if is_cut or self.headers.defects or (coding is not None and not self.chunked):
             raise HTTPException("the head is damaged, or was cut short")
+
+    def _safe_read(self, amt: int) -> bytes:
+        """Read bytes between chunks; `http.client` does not check that a chunk ends where its size says."""
+        read: bytes = super()._safe_read(amt)  # type: ignore[misc]
+        if self.chunked and amt == 2 and read != b"\r\n":
+            raise HTTPException("a chunk does not end where it should")
+        return read
 
 
 class _HTTPConnection(connection.HTTPConnection):
