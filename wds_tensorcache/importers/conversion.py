@@ -114,12 +114,16 @@ class Conversion:
         self._probed = set() if self.narrow else set(todo[:_NUM_PROBED])
         self._shared = np.frombuffer(mmap.mmap(-1, 8 * (1 + len(shards))), np.int64)
         num_workers = min(num_workers, len(shards))
+        num_torch_threads = torch.get_num_threads()
         pool: Executor
         if may_fork and num_workers > 1 and len(todo) >= _MIN_SAMPLES and _is_fork_safe():
             pool = ProcessPoolExecutor(num_workers, get_context("fork"), _begin_worker, (self, os.getpid()))
             write: Callable[..., Written] = _write_shard
         else:
-            pool, write = ThreadPoolExecutor(max(1, num_workers)), self.write_shard
+            # Each thread that computes would start OpenMP threads of its own, which then spin. The setting of a thread is also
+            # that of threads which start later, until another thread sets it.
+            pool = ThreadPoolExecutor(max(1, num_workers), initializer=torch.set_num_threads, initargs=(1,))
+            write = self.write_shard
         try:
             # Workers start first: a bar may have a thread, and a process with threads is not forked.
             futures = [pool.submit(write, slot, *shard) for slot, shard in enumerate(shards.items(), 1)]
@@ -137,6 +141,10 @@ class Conversion:
         finally:
             self._shared[0] = True
             pool.shutdown(cancel_futures=True)
+            if isinstance(pool, ThreadPoolExecutor):
+                restore = threading.Thread(target=torch.set_num_threads, args=(num_torch_threads,))
+                restore.start()
+                restore.join()
 
     def write_shard(self, slot: int, number: int, indexes: Sequence[int]) -> Written:
         """Write one shard; bad samples are left out, or raise their error."""
