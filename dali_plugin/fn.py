@@ -68,8 +68,8 @@ def tensorcache(
         if tensors is not None or members or options:
             raise TypeError("the source has its tensors, members and options already; leave them out here")
         if source.batch_size != pipeline.max_batch_size:
-            what = f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}"
-            raise ValueError(f"{what}; give source and pipeline the same batch_size")
+            problem = f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}"
+            raise ValueError(f"{problem}; give source and pipeline the same batch_size")
     else:
         options["batch_size"] = pipeline.max_batch_size
         if isinstance(cache, IterableDataset):

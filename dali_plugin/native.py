@@ -191,12 +191,12 @@ class NativeReader(BatchSource):
 
     def _begins_of(self, number: int) -> tuple[list[int], list[int]]:
         """Return the offsets of a shard's tensor members, ascending, and for each the number of its sample in the shard."""
-        known = self._begins.get(number)
-        if known is None:
+        sorted_begins = self._begins.get(number)
+        if sorted_begins is None:
             begins = self._shards[number].columns.tensors_begin
             order = np.argsort(begins, kind="stable")
-            known = self._begins[number] = begins[order].tolist(), order.tolist()
-        return known
+            sorted_begins = self._begins[number] = begins[order].tolist(), order.tolist()
+        return sorted_begins
 
     def _cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
         """Return the tensors of samples by name: `[B, …]` if their shapes are equal, else a list of B.

@@ -67,9 +67,9 @@ class TensorCacheStream(BatchSource):
         if not isinstance(first, dict) or not isinstance(first.get("__key__", ""), str):
             raise ValueError("the stream yields batches, expected single samples: dicts from tc.decode()")
         if field not in first:
-            known = list_names(first, field)
+            names = list_names(first, field)
             raise KeyError(
-                f"samples have the fields {known}, but no {field!r:.100}; does the stream end in tc.decode()?"
+                f"samples have the fields {names}, but no {field!r:.100}; does the stream end in tc.decode()?"
             )
         lazies = tc.flatten(first[field])
         if not lazies:

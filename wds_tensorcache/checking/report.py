@@ -78,9 +78,9 @@ class Report:
 
     def add(self, part: Report) -> None:
         """Add the faults and counts of another report."""
-        for each in fields(part):
-            value, more = getattr(self, each.name), getattr(part, each.name)
-            setattr(self, each.name, value | more if isinstance(value, set) else value + more)
+        for attribute in fields(part):
+            value, more = getattr(self, attribute.name), getattr(part, attribute.name)
+            setattr(self, attribute.name, value | more if isinstance(value, set) else value + more)
 
     def __str__(self) -> str:
         faults = "nothing is wrong"

@@ -221,9 +221,9 @@ class _Manifest:
             self._fault(self._path, f"{entry.url} is not a local path, so it was not checked")
         elif error is not None:
             is_missing = isinstance(error, FileNotFoundError)
-            what = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
-            what = f"{what}; {self._where} lists it with {entry.num_samples} samples"
-            self._fault(path, what, "missing" if is_missing else "unreadable")
+            problem = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
+            problem = f"{problem}; {self._where} lists it with {entry.num_samples} samples"
+            self._fault(path, problem, "missing" if is_missing else "unreadable")
             self._report.num_missing += 1
             self._report.num_lost += entry.num_samples
         else:
@@ -249,8 +249,8 @@ class _Manifest:
         if entry is None or checked.copy_of is not None:
             return fingerprint
 
-        def differ(what: str, says: object) -> None:
-            checked.fault(None, None, f"the shard {what}, but {self._where} says {says}", "index")
+        def differ(fact: str, listed_value: object) -> None:
+            checked.fault(None, None, f"the shard {fact}, but {self._where} says {listed_value}", "index")
 
         num_samples, caches = checked.report.num_samples, {name: len(of) for name, of in checked.index.caches.items()}
         counts, listed = self._caches.get(entry.url), self._fingerprints.get(entry.url)

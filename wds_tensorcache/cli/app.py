@@ -59,8 +59,8 @@ class _Commands(click.Group):
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
         commands = [CompletionItem(name, help=summary) for name, (_, summary) in _COMMANDS.items()]
-        found = [item for item in commands if item.value.startswith(incomplete)]
-        return found + click.Command.shell_complete(self, context, incomplete)
+        matches = [item for item in commands if item.value.startswith(incomplete)]
+        return matches + click.Command.shell_complete(self, context, incomplete)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):

@@ -155,14 +155,14 @@ class Output:
         self._errors.print(Text(plain(text)), soft_wrap=True)
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Any]:
+    def progress(self, title: str) -> Iterator[Any]:
         """Yield a function of (done, total) that shows a bar on stderr, if that is a terminal."""
         if not self._errors.is_terminal:
             yield lambda done, total: None
             return
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         bar = Progress(*columns, console=self._errors, transient=True)
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
 
         shown_at = 0.0
 

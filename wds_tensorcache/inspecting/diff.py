@@ -133,9 +133,9 @@ def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:
         first, second = one.cache[one.index], two.cache[two.index]
         yield from _compare_samples(key, first, second)
     for suffix in dict.fromkeys([*one.shard.index.members, *two.shard.index.members]):
-        what = _compare_members(one, two, suffix)
-        if what is not None:
-            yield Change(key, f".{suffix}", what)
+        difference_text = _compare_members(one, two, suffix)
+        if difference_text is not None:
+            yield Change(key, f".{suffix}", difference_text)
 
 
 def _compare_members(one: _Stored, two: _Stored, suffix: str) -> str | None:
@@ -159,8 +159,8 @@ def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:
             yield from _compare_tensors(key, name, tensors[name], others[name])
         else:
             yield Change(key, name, f"is a tensor only in the {'first' if name in tensors else 'second'} cache")
-    for name, what in _compare_values(first, second):
-        yield Change(key, name, what)
+    for name, difference_text in _compare_values(first, second):
+        yield Change(key, name, difference_text)
 
 
 def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator[Change]:
@@ -171,10 +171,12 @@ def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator
         texts = [tensor_text(lazy) for lazy in (first, second)]
         if type(first) is not type(second):
             texts = [f"{text} ({type(lazy).__name__})" for text, lazy in zip(texts, (first, second), strict=True)]
-        what = f"is {texts[0]}, and {texts[1]} in the second cache"
+        difference_text = f"is {texts[0]}, and {texts[1]} in the second cache"
         if has_numbers and (difference := _max_difference(one, two)) is not None:
-            what += f"; the numbers differ by up to {difference:.4g}" if difference else "; the numbers are equal"
-        yield Change(key, name, what, None, difference)
+            difference_text += (
+                f"; the numbers differ by up to {difference:.4g}" if difference else "; the numbers are equal"
+            )
+        yield Change(key, name, difference_text, None, difference)
     elif not has_numbers:  # texts, for example
         if one.tobytes() != two.tobytes():
             yield Change(key, name, "has other elements")
@@ -184,9 +186,9 @@ def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator
             return
         num_different = int((bits[0] != bits[1]).any(1).sum())
         difference = _max_difference(one, two)
-        what = f"{num_different:,} of {one.numel():,} elements differ"
-        what += f", by up to {difference:.4g}" if difference is not None else ""
-        yield Change(key, name, what, num_different, difference)
+        difference_text = f"{num_different:,} of {one.numel():,} elements differ"
+        difference_text += f", by up to {difference:.4g}" if difference is not None else ""
+        yield Change(key, name, difference_text, num_different, difference)
 
 
 def _as_tensor(value: Any) -> Any:

@@ -215,9 +215,9 @@ class Survey:
         for name, lazy in lazies.items():
             planes = find_planes(name, lazy.dtype, lazy.shape) if name in self.positions else None
             if planes is not None:
-                some = kept.setdefault(_color_key(name, lazy, planes), [])
-                if len(some) < _MAX_FITTED:
-                    some.append(shrink(planes.load(lazy), _FITTED_SIDE, _FITTED_SIDE))
+                fitted = kept.setdefault(_color_key(name, lazy, planes), [])
+                if len(fitted) < _MAX_FITTED:
+                    fitted.append(shrink(planes.load(lazy), _FITTED_SIDE, _FITTED_SIDE))
 
     def colors_of(self, name: str, lazy: Lazy, planes: Planes, loaded: Array) -> Colors:
         """Return the colors of a tensor: the same for all samples, or its own if no examined sample has such a tensor."""

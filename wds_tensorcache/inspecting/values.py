@@ -94,8 +94,8 @@ def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatist
     nan_inf_zero = one.num_nan + two.num_nan, one.num_inf + two.num_inf, one.num_zero + two.num_zero
     counts = (one.num_values + two.num_values, *nan_inf_zero)
     if not one.num_finite or not two.num_finite:
-        some = one if one.num_finite else two
-        return ValueStatistics(*counts, some.min, some.max, some.mean, some.std)
+        finite = one if one.num_finite else two
+        return ValueStatistics(*counts, finite.min, finite.max, finite.mean, finite.std)
     a: Any = one  # no None: there are finite values
     b: Any = two
     # Chan's method: no difference of large sums

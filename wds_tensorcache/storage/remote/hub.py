@@ -45,8 +45,8 @@ class HubClient(HttpClient):
         kind, name, revision = match[1] or "model", match[2], unquote(match[3]) if match[3] else None
         commit = self._commits.get((kind, name, revision))
         if commit is None:
-            found = self._ask(request, lambda: self._api.repo_info(name, repo_type=kind, revision=revision))
-            commit = self._commits.setdefault((kind, name, revision), str(found.sha))
+            repository = self._ask(request, lambda: self._api.repo_info(name, repo_type=kind, revision=revision))
+            commit = self._commits.setdefault((kind, name, revision), str(repository.sha))
         return kind, name, commit, (match[4] or "").rstrip("/")
 
     def _ask(self, request: Request, call: Callable[[], _Result]) -> _Result:

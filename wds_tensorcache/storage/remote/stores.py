@@ -176,7 +176,7 @@ class StoreClient:
         check = f"check {_SETTINGS[self.scheme]}"
         match = _STATUS.search(text)
         status = int(match[1]) if match else None
-        code = next((found[1] or found[2] for found in _CODE.finditer(text)), "")
+        code = next((code_match[1] or code_match[2] for code_match in _CODE.finditer(text)), "")
         if code in _TRANSIENT_CODES:
             return TransientError(f"the server answers with the error {code}", status)
         cause = _KINDS.get(name) or _CODES.get(code)
