@@ -241,7 +241,7 @@ class _Pipe:
                 name: as_torch(output, is_shared or self._copy) for name, output in zip(self._names, ran, strict=True)
             }
             # now the stream waits for the outputs, and so for DALI's copies of the source's batch; other executors have waited
-            self.source.was_given(None if is_shared else stream)
+            self.source.note_handed_over(None if is_shared else stream)
             if is_shared and stream is not None:
                 self._copied = stream.record_event()
             count = len(outputs[NUMBER])

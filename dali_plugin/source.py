@@ -113,7 +113,7 @@ class BatchSource:
         """Keep at least the last `count` batches, because DALI may not have read them yet."""
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
-    def was_given(self, stream: Any) -> None:
+    def note_handed_over(self, stream: Any) -> None:
         """Record that the pipeline has passed its next batch to the iterator, for use on `stream` (None without CUDA)."""
 
     def is_padding(self, iteration: int, count: int) -> Array:
@@ -351,7 +351,7 @@ class TensorCacheSource(BatchSource):
             )
         torch.cuda.synchronize(self.device_id)
 
-    def was_given(self, stream: Any) -> None:
+    def note_handed_over(self, stream: Any) -> None:
         # torch does not wait for DALI's copies before it reuses pinned memory, so an event marks their end
         if self._is_pinned:
             self._events[self._num_given] = None if stream is None else stream.record_event()

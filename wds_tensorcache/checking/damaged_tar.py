@@ -137,7 +137,7 @@ class Salvage:
         is_early = self._end is not None and failed < self._end
         if kind == "zeros" and not is_early and not self._read_block(failed + BLOCK).strip(b"\0"):
             return None, None
-        if is_early and self._places.are_over(failed):
+        if is_early and self._places.is_last(failed):
             return None, self._end
         return None, self._search(failed, self._end if is_early else None)
 
@@ -220,11 +220,11 @@ class _Places:
                     break
         return self._member
 
-    def are_over(self, offset: int) -> bool:
+    def is_last(self, offset: int) -> bool:
         """Return whether at most one member, the damaged one, is after an offset."""
         return not self._is_stale and bool((self._table.begins > offset).sum() <= 1)
 
-    def _listed(self, at: int) -> tuple[str, str, int, int]:
+    def _member_at(self, at: int) -> tuple[str, str, int, int]:
         """Return key, suffix, offset and length of a member."""
         table = self._table
         key, suffix = self._index.keys[table.rows.item(at)], table.suffixes[table.kinds.item(at)]
@@ -232,7 +232,7 @@ class _Places:
 
     def _header_of(self, at: int) -> int | None:
         """Return where the headers of a member begin; None if none there names it."""
-        key, suffix, begin, nbytes = self._listed(at)
+        key, suffix, begin, nbytes = self._member_at(at)
         for raw, size, header_begin in names_of(self._file.read, begin, self._file.nbytes):
             split = split_member(raw.decode("utf-8", "surrogateescape"))
             if size == nbytes and split is not None and (split[0], split[1].lower()) == (key, suffix):
@@ -241,7 +241,7 @@ class _Places:
 
     def _is_contradicted(self, at: int) -> bool:
         """Return whether an intact header is in front of a member, but not of that member."""
-        key, suffix, begin, nbytes = self._listed(at)
+        key, suffix, begin, nbytes = self._member_at(at)
         # a longer name, or one that is not ASCII, is in an extended header, which may be lost
         is_plain = key.isascii() and suffix.isascii() and len(f"{key}.{suffix}") <= _MAX_FIELD_NBYTES
         with contextlib.suppress(OSError):
@@ -250,7 +250,7 @@ class _Places:
         return False
 
     def _confirm(self, at: int) -> Member | None:
-        key, suffix, begin, nbytes = self._listed(at)
+        key, suffix, begin, nbytes = self._member_at(at)
         if begin + nbytes > self._file.nbytes:
             return None
         name, end, header_begin = f"{key}.{suffix}", begin + nbytes + padding(nbytes), self._header_of(at)

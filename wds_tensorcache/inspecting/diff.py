@@ -15,7 +15,7 @@ from wds_tensorcache.codec.sample import encode_sample
 from wds_tensorcache.codec.tensor_names import component, join_path
 from wds_tensorcache.codec.tree import ATOMS, DICTS, SEQUENCES, flatten
 from wds_tensorcache.errors import EncodeError
-from wds_tensorcache.inspecting.text import tensor_text, words
+from wds_tensorcache.inspecting.text import tensor_text, value_text
 from wds_tensorcache.reading.cache import TensorCache
 
 _PART_NBYTES = 1 << 22
@@ -251,7 +251,7 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
             else:
                 inner += ((join_path(path, str(at)), *pair) for at, pair in enumerate(zip(one, two, strict=True)))
         elif not _is_same(one, two):
-            yield place, f"is {words(one, 60)}, and {words(two, 60)} in the second cache"
+            yield place, f"is {value_text(one, 60)}, and {value_text(two, 60)} in the second cache"
         todo += reversed(inner)
 
 

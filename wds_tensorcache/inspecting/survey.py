@@ -16,7 +16,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.inspecting.plane import Colors, Planes, find_planes, fit_colors, shrink
 from wds_tensorcache.inspecting.repeats import RepeatCounter
 from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS, read_samples
-from wds_tensorcache.inspecting.text import visible
+from wds_tensorcache.inspecting.text import escape_hidden
 from wds_tensorcache.inspecting.values import (
     ValueSample,
     ValueStatistics,
@@ -177,7 +177,7 @@ class Survey:
             except READ_ERRORS as exc:
                 if not for_page:
                     raise
-                self.errors[index] = visible(str(exc), 500)
+                self.errors[index] = escape_hidden(str(exc), 500)
             progress(done, len(indices))
         self.sample_nbytes = sizes.values() or ValueStatistics()
         self.repeats = self._repeats.result()
@@ -253,7 +253,7 @@ class Survey:
         for name, values in sample.items():
             if values is None:
                 continue
-            shown = visible(name, 100) or "the tensor"
+            shown = escape_hidden(name, 100) or "the tensor"
             for word, count in (("NaN", values.num_nan), ("Inf", values.num_inf)):
                 if count:
                     of = f"{count:,} of {values.num_values:,} numbers"

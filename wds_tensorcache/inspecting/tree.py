@@ -9,7 +9,7 @@ from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding
-from wds_tensorcache.inspecting.text import tensor_text, words
+from wds_tensorcache.inspecting.text import tensor_text, value_text
 
 _MAX_ITEMS = 100  # of one container
 _MAX_NODES = 2000
@@ -75,7 +75,7 @@ class _Builder:
         if lazy is not None:
             text = tensor_text(self._tensors.get(lazy.name, lazy))
             return Node(name, lazy._reference.kind, text, types, num, lazy.name)
-        return Node(name, "value", words(next(filter(_is_example, values), values[-1])), types, num)
+        return Node(name, "value", value_text(next(filter(_is_example, values), values[-1])), types, num)
 
     def _is_container(self, value: Any) -> bool:
         return (type(value) in DICTS and bool(value)) or (type(value) in SEQUENCES and self._holds(value))
@@ -91,7 +91,7 @@ class _Builder:
             if self._num_nodes >= _MAX_NODES:
                 break
             count += 1
-            yield self.visit(key[:200] if isinstance(key, str) else words(key), values, depth + 1)
+            yield self.visit(key[:200] if isinstance(key, str) else value_text(key), values, depth + 1)
         if left_out := max(len(items), *map(len, containers)) - count:
             yield Node("", "more", f"… and {left_out:,} more")
 

@@ -14,7 +14,7 @@ from wds_tensorcache.codec.carriers import arrow_carrier
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.ray.columns import column_values, values_by_column
-from wds_tensorcache.ray.rows import KEY, Mark, as_tensor, exact_columns, marks_of, own_values, sample_of
+from wds_tensorcache.ray.rows import KEY, Mark, as_tensor, exact_columns, marks_of, sample_of, undo_nulls
 from wds_tensorcache.shards.names import NamedKey
 
 
@@ -39,7 +39,7 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     """
     columns = {name: column_values([value]) for name, value in row.items()}
     (mark,) = marks_of(columns) or [None]
-    values = {name: own_values(name, column, [mark])[0] for name, column in columns.items()}
+    values = {name: undo_nulls(name, column, [mark])[0] for name, column in columns.items()}
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Lazy):
@@ -96,7 +96,7 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
     for name, values in columns.items():
         dtype = (dtypes or {}).get(name)
         types = [dtype or (None if mark is None else mark.columns.get(name)) for mark in marks]
-        tensors[name] = _torch_column(own_values(name, values, marks), types)
+        tensors[name] = _torch_column(undo_nulls(name, values, marks), types)
     return tensors
 
 

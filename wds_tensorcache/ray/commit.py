@@ -89,7 +89,7 @@ def delete_shards(folder: Folder, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
+def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
     """Prepare a folder for a write, and remove at the end what the manifest does not list."""
     folder = folder_of(path)
     folder.make()

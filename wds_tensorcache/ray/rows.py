@@ -123,14 +123,14 @@ def _is_nested(value: Any, seen: set[int]) -> bool:
     )
 
 
-def is_nothing(value: Any) -> bool:
+def may_be_null(value: Any) -> bool:
     """Return whether a value may stand for a null in a batch of numpy or pandas."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and not value.size
     return value is None or (isinstance(value, (float, np.floating)) and bool(value != value))
 
 
-def own_values(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
+def undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
     """Return the values of a column without what numpy and pandas make of the nulls in it."""
     kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
@@ -138,7 +138,7 @@ def own_values(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -
         return values
 
     def own(value: Any, kind: Any) -> Any:
-        if kind is None and is_nothing(value):
+        if kind is None and may_be_null(value):
             return None
         # nulls in other rows turn ints into floats
         return int(value) if kind == "int" and isinstance(value, float) and value.is_integer() else value
@@ -249,7 +249,7 @@ def samples_of_block(
     columns = values_by_column(block)
     marks = marks_of(columns)
     keys = key_column(columns, key) if marks else ()
-    columns = {name: own_values(name, values, marks) for name, values in columns.items() if name != key}
+    columns = {name: undo_nulls(name, values, marks) for name, values in columns.items() if name != key}
     for at, mark in enumerate(marks):
         if mark is not None and mark.is_described and not has_fingerprint:
             raise StaleCacheError(

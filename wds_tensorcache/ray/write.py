@@ -11,7 +11,7 @@ from typing import Any
 from ray.data import Datasink
 
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.ray.commit import Mode, WriteJob, commit, delete_shards, is_running, writing
+from wds_tensorcache.ray.commit import Mode, WriteJob, commit, delete_shards, is_running, start_write
 from wds_tensorcache.ray.rows import KEY, samples_of_block
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
@@ -97,16 +97,16 @@ def write_ray(
     check_options(write_ray, options, WRITER_OPTIONS)
     described = None if fingerprint is None else as_fingerprint(fingerprint)
     mode: Mode = "overwrite" if overwrite else "append" if append else "create"
-    path, allow = checked_folder(out), tuple(allow)
+    path, allow = resolve_folder(out), tuple(allow)
     options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
-    with writing(path, mode, key, options) as job:
+    with start_write(path, mode, key, options) as job:
         sink = CacheDatasink(job, min_samples)
         ds.write_datasink(sink, concurrency=concurrency, ray_remote_args=ray_remote_args)
         commit(job, sink.names)
-    return open_written(path, described, allow)
+    return open_output(path, described, allow)
 
 
-def checked_folder(out: str | os.PathLike[str]) -> str:
+def resolve_folder(out: str | os.PathLike[str]) -> str:
     """Return the path or url of a folder that can contain shards."""
     path = os.fsdecode(out)
     path = (path.rstrip("/") or path) if is_url(path) else os.path.abspath(path)
@@ -118,7 +118,7 @@ def _in_folder(path: str, name: str) -> str:
     return join_url(path, name) if is_url(path) else os.path.join(path, name)
 
 
-def open_written(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
+def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
     """Open the cache in a folder, which may have no shards."""
     if not Manifest.of(folder_of(path)).entries:
         return TensorCache(Store([], Files(), Pool(0), 1, fingerprint or {}))

@@ -179,12 +179,12 @@ class SharedDataset(Cache[Any]):
 
         Cost: parses each of these samples.
         """
-        present = self._present()
+        present = self._find_present()
         return self._schema_of(present if len(present) else self._indices[:1])
 
-    def _present(self) -> Array:
+    def _find_present(self) -> Array:
         """Return the indices of the samples of this view that are in shared memory, int64, ascending."""
-        is_selected = np.zeros_like(present := self._samples.present())
+        is_selected = np.zeros_like(present := self._samples.find_present())
         is_selected[self._indices] = True
         return np.flatnonzero(is_selected & present)
 
@@ -218,7 +218,7 @@ class SharedDataset(Cache[Any]):
         """Return a summary: number of samples, some of their tensors, and the fingerprint. No sample is loaded."""
         name = f"{type(self).__name__} {self.name!r}: {len(self):,} samples"
         try:
-            present = self._present()
+            present = self._find_present()
             lines = [f"{name}, {len(present):,} of them in shared memory"]
             schema = self._schema_of(present[:_SHOWN])
             lines += [f"  {name}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
@@ -243,7 +243,7 @@ class SharedDataset(Cache[Any]):
         Cost: if all samples are in shared memory, parses them one by one until each pattern has matched.
         """
         patterns = as_patterns(patterns)
-        if self._samples.present()[self._indices].all():
+        if self._samples.find_present()[self._indices].all():
             unknown, names = patterns, dict[str, None]()
             for number in map(int, self._indices):
                 if not unknown:
@@ -309,7 +309,7 @@ class SharedDataset(Cache[Any]):
             yield make_entry(str(number), sum(tensor.nbytes for tensor in tensors.values()), shapes)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
-        present = self._present()
+        present = self._find_present()
         numbers = [present.item(at) for at in spread(len(present), _NUM_COUNTED)]
         samples = list(map(self._samples.peek, numbers))
         contents.num_counted = min(contents.num_counted, len(samples))

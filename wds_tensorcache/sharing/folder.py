@@ -22,9 +22,9 @@ from wds_tensorcache.sharing.reaper import (
     IN_USE,
     IS_PERSISTENT,
     NUM_HOLDER_BYTES,
-    reaped,
     remove_folder,
     remove_if_abandoned,
+    start_reaper,
 )
 from wds_tensorcache.storage.locks import Flock, locked_folder
 from wds_tensorcache.storage.owned import check_owner, open_owned, write_file
@@ -206,7 +206,7 @@ def open_folder(
     """
     path = named_folder(base, name)
     # This process may be killed at any moment. So the reaper is there before the folder.
-    with contextlib.nullcontext() if persistent else reaped(path), locked_folder(base):
+    with contextlib.nullcontext() if persistent else start_reaper(path), locked_folder(base):
         for other in find_folders(base):
             with contextlib.suppress(OSError):  # for example, a folder that another program made, with folders in it
                 remove_if_abandoned(other)
@@ -227,7 +227,7 @@ def open_folder(
             os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         )
     else:
-        with reaped(path):
+        with start_reaper(path):
             pass  # the one that was there has removed another folder with this path
     return folder
 

@@ -170,10 +170,10 @@ class Samples:
         self._hits -= 1
         return parsed.build(self.allow)
 
-    def present(self) -> Array:
+    def find_present(self) -> Array:
         """Return which samples are in shared memory, bool `[len(dataset)]`."""
         self._enter()
-        return self._table.present()
+        return self._table.find_present()
 
     def stats(self) -> SharedStats:
         """Return counts of this process, and of the memory that all processes share."""
@@ -182,7 +182,7 @@ class Samples:
             self._hits,
             self._misses,
             self._passed,
-            int(self._table.present().sum()),
+            int(self._table.find_present().sum()),
             self._segments.nbytes,
             tuple(self.folder.holders()),
         )

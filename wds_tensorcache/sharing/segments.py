@@ -20,7 +20,7 @@ from wds_tensorcache.codec.sample import EncodedSample
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.sharing.table import ALIGN, MAX_SEGMENT_NBYTES, Segment, Table
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.owned import explained_no_space, open_owned
+from wds_tensorcache.storage.owned import explain_no_space, open_owned
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 
@@ -189,7 +189,7 @@ class Segments:
         """Write `parts` from byte `begin` on, after reserving memory up to byte `end`."""
         fd, _ = self._open(segment.number, os.O_WRONLY)
         try:
-            with explained_no_space(self._path(segment.number), f"a sample of {end - begin:,} bytes"):
+            with explain_no_space(self._path(segment.number), f"a sample of {end - begin:,} bytes"):
                 # SIGBUS. Reading a mapped page for which the system has no memory kills the process.
                 os.posix_fallocate(fd, begin, end - begin)
             rest: Sequence[memoryview] = [memoryview(part).cast("B") for part in parts if len(part)]

@@ -125,7 +125,7 @@ class Table:
         """Record that all bytes of a segment up to `end` were written."""
         self._slots[_slot(number) + _END] = end
 
-    def present(self) -> Array:
+    def find_present(self) -> Array:
         """Return which samples are present, bool `[num_samples]`."""
         present: Array = np.array(self.entries, np.uint64) > 0
         return present

@@ -17,7 +17,7 @@ from wds_tensorcache.inspecting.plane import Planes, find_planes
 from wds_tensorcache.inspecting.report.png import fit_png
 from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS
 from wds_tensorcache.inspecting.survey import Survey
-from wds_tensorcache.inspecting.text import cut, json_number, num_stored, page_text, shape_text, visible
+from wds_tensorcache.inspecting.text import cut, escape_hidden, json_number, num_stored, page_text, shape_text
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.structure import value_at
 
@@ -63,7 +63,7 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
         card["num_more"] = len(lazies) - len(names)
         card["pictures"] = list(_draw(survey, {name: lazies[name] for name in names}, limits))
     except READ_ERRORS as exc:
-        card["error"] = visible(str(exc), 500)
+        card["error"] = escape_hidden(str(exc), 500)
     if card["error"]:
         card["marks"] = [{"short": "damaged", "text": card["error"]}, *card["marks"]]
     return card
@@ -80,7 +80,7 @@ def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
 
 
 def _new_card(survey: Survey, index: int) -> dict[str, Any]:
-    card = {"number": index, "key": visible(survey.cache.keys()[index]), "error": survey.errors.get(index, "")}
+    card = {"number": index, "key": escape_hidden(survey.cache.keys()[index]), "error": survey.errors.get(index, "")}
     return card | {"name": "", "text": "", "text_name": "", "values": []}
 
 
@@ -88,19 +88,19 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
     """Add the name of a sample, its small values, and the one that is shown as its text."""
     key = survey.cache.keys()[index]
     original = survey.cache._name_at(index, key)
-    card["name"] = "" if original in (None, key) else visible(str(original), 300)
+    card["name"] = "" if original in (None, key) else escape_hidden(str(original), 300)
     pairs = list(islice(_small_values(survey, index, sample), _MAX_VALUES))
     left = max_nbytes
     best = max(pairs, key=lambda pair: _text_rank(*pair), default=("", ""))
     if _text_rank(*best) > (0,):
         lines = [best[1]] if isinstance(best[1], str) else [line for line in best[1] if isinstance(line, str)]
-        card["text"], card["text_name"] = cut(visible("\n".join(lines), left), left), visible(best[0], 120)
+        card["text"], card["text_name"] = cut(escape_hidden("\n".join(lines), left), left), escape_hidden(best[0], 120)
         left -= num_stored(card["text"])
     for name, value in pairs:
         if value is None or left <= 0 or (name == best[0] and card["text"] and isinstance(value, str)):
             continue
         most = min(left, max(200, max_nbytes // 4))
-        card["values"].append([visible(name, 120), cut(page_text(value, most), most)])
+        card["values"].append([escape_hidden(name, 120), cut(page_text(value, most), most)])
         left -= sum(map(num_stored, card["values"][-1])) + 8
 
 

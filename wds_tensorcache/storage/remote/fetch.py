@@ -30,7 +30,7 @@ class _File(Protocol):
     def state(self) -> ObjectInfo: ...
     def fix(self, state: ObjectInfo, /) -> None: ...
     def check_range(self, begin: int, end: int, /) -> None: ...
-    def missing(self) -> Exception: ...
+    def missing_error(self) -> Exception: ...
 
 
 Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
@@ -48,7 +48,7 @@ _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
 
 
-def measured_pace(url: str) -> Pace:
+def pace_of(url: str) -> Pace:
     """Return the measured pace of a url's server: `latency_s`, `rate` and `total_rate`."""
     return client_for(url).pace
 
@@ -71,7 +71,7 @@ class _Range:
                 lambda: client.read_range(request, skip_bytes(self.buffers, request.at - self.begin))
             )
         except FileNotFoundError as exc:
-            raise file.missing() from exc
+            raise file.missing_error() from exc
         file.fix(state)
 
 
@@ -127,7 +127,7 @@ def _plan(ranges: Ranges, merges: bool = True) -> list[_Range]:
 
 def largest_gap(url: str) -> int:
     """Return the length of the gap between two ranges that takes as long to read as another request."""
-    pace = measured_pace(url)
+    pace = pace_of(url)
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
 
@@ -238,7 +238,7 @@ def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
 
 def _work(call: Callable[[], _Result], cancel: retry.Cancel) -> _Result:
     _local.is_worker = True
-    with retry.cancellable(cancel):
+    with retry.bind_cancel(cancel):
         retry.check_cancelled()
         try:
             return call()

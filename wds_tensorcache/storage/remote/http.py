@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.http_transport import Response, Transport, basic
+from wds_tensorcache.storage.remote.http_transport import Response, Transport, basic_authorization
 from wds_tensorcache.storage.remote.no_ranges import Copies, Copy
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import Request, TransientError
@@ -42,7 +42,7 @@ class HttpClient:
     def __init__(self, origin: str, credentials: tuple[str, str] | None) -> None:
         self.origin = origin
         self.pace = Pace()
-        self._transport = Transport(origin, basic(*credentials) if credentials else None)
+        self._transport = Transport(origin, basic_authorization(*credentials) if credentials else None)
         self._has_ranges: bool | None = None  # None until a response shows it
         self._num_suffixes_ignored = 0
         self._is_warned = False
@@ -271,9 +271,9 @@ def _refusal(response: Response, request: Request) -> Exception:
     """Return the error for a response with a status that does not pass."""
     status = response.status
     if status == 412:
-        return request.changed("the server has another version of it")
+        return request.changed_error("the server has another version of it")
     if status in (404, 410):
-        return request.missing()
+        return request.missing_error()
     problem = f"the server responds with status {status}"
     if status in (401, 403):
         problem += "; check the credentials: of the url, a netrc file or HF_TOKEN; a signed url may have expired"

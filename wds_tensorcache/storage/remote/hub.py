@@ -57,7 +57,7 @@ class HubClient(HttpClient):
         # raised here, so that the caught error, whose text may have a signed url, is not the context of another
         status, name = getattr(getattr(failed, "response", None), "status_code", None), type(failed).__name__
         if status in (404, 410) or isinstance(failed, self._hub.errors.RepositoryNotFoundError):
-            raise request.missing()
+            raise request.missing_error()
         if isinstance(failed, (ValueError, TypeError)):
             raise request.error(f"this is not a file in a repository ({name})", status)
         if status is None or status in TRANSIENT_STATUSES:

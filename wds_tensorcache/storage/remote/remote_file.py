@@ -80,7 +80,7 @@ class RemoteFile:
         try:
             reported = stat(self.url)
         except FileNotFoundError as exc:
-            raise self.missing() from exc
+            raise self.missing_error() from exc
         self.fix(reported)
 
     def expect(self, nbytes: int) -> None:
@@ -101,7 +101,7 @@ class RemoteFile:
             raise FormatError(f"{problem}: one of the two is stale; upload both again", kind="index").at(self.path)
         Request(self.url, state=expected).check(reported)
 
-    def missing(self) -> MissingShardError:
+    def missing_error(self) -> MissingShardError:
         """Return the error for an object that does not exist."""
         problem, remedy = "the shard does not exist", "check the url, or upload it again"
         if self.manifest is not None:
@@ -137,7 +137,7 @@ class RemoteFile:
         try:
             reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:
-            raise self.missing() from exc
+            raise self.missing_error() from exc
         self.fix(reported)
         return tail
 

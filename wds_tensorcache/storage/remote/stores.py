@@ -170,7 +170,7 @@ class StoreClient:
         if name in ("AlreadyExistsError", "PreconditionError"):
             return Unmet()
         if isinstance(failed, FileNotFoundError):
-            return request.missing()
+            return request.missing_error()
         if name in ("NotSupportedError", "NotImplementedError"):
             return request.error(NO_CONDITIONS, 501)
         check = f"check {_SETTINGS[self.scheme]}"
@@ -188,7 +188,7 @@ class StoreClient:
         if name not in ("GenericError", "JoinError"):
             return failed
         if status == 404:
-            return request.missing()
+            return request.missing_error()
         if status is None:
             return TransientError(f"no response: the server cannot be reached, or the connection was lost; {check}")
         if status == 501:
@@ -207,7 +207,7 @@ class StoreClient:
         try:
             result = self.call(request, lambda obstore, store, key: obstore.get(store, key, options=options))
         except Unmet:
-            raise request.changed("the store has another version of it") from None
+            raise request.changed_error("the store has another version of it") from None
         return result, time.monotonic() - begun
 
     def _body(self, result: Any, head_s: float, nbytes: int) -> memoryview:
