@@ -100,8 +100,8 @@ def check_shard(
 ) -> Checked:
     """Check a shard in one pass over its bytes. After each sample, call `reach` with the offset of its end.
 
-    Of samples with the same key, the first with the most caches is kept; one with its own headers comes before one that an
-    index has named. If that is not the first one, or a sample has lost a cache, there is a second pass.
+    If samples have the same key, one with the most caches is kept: if possible one with its own headers, and of these the
+    first. If this is not the first sample with the key, or a sample has lost a cache, there is a second pass.
 
     Raises:
         OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.
@@ -119,7 +119,7 @@ def _check_all(
     better: dict[str, int],
     reach: Callable[[int], object],
 ) -> Checked:
-    """Check a shard in one pass, which keeps the samples at the offsets in `better`, by key; add those to keep instead."""
+    """Check a shard in one pass. Keep the samples at the offsets in `better`, by key, and add better ones to it."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()

@@ -105,7 +105,7 @@ class ShardsToCheck:
         reached = dict.fromkeys(paths, 0)  # bytes
 
         def reach(path: str, offset: int) -> None:
-            # a second pass does not count, nor what was appended since
+            # neither a second pass nor appended bytes count
             reached[path] = max(reached[path], min(offset, sizes[path]))
 
         def show() -> None:
@@ -160,7 +160,7 @@ def _reason(error: FormatError | OSError) -> str:
 
 
 def _nbytes(path: str) -> int:
-    """Return the length of a file; 0 if it cannot be found, which is then a fault."""
+    """Return the length of a file; 0 if it cannot be found, which the check reports."""
     with suppress(OSError):
         return os.path.getsize(path)
     return 0

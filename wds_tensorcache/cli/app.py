@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run a command, print what is wrong, and return the exit status. BrokenPipeError and KeyboardInterrupt are raised."""
+    """Run a command, print its error, and return the exit status; let BrokenPipeError and KeyboardInterrupt pass."""
     try:
         instruction = os.environ.get(_COMPLETE_VARIABLE)
         if instruction:
@@ -158,7 +158,7 @@ def _fail(problem: object, status: int) -> int:
 
 
 def _say(text: str) -> None:
-    """Print a message on stderr. If it is closed or full, the exit status alone tells what happened."""
+    """Print a message on stderr. If stderr is closed or full, only the exit status shows the error."""
     if sys.stderr is not None:  # `print` would use stdout
         try:
             print(text, file=sys.stderr, flush=True)

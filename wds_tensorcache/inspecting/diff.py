@@ -89,7 +89,7 @@ def diff_caches(
 
 
 def _find_counterpart(cache: TensorCache, other: TensorCache, key: str, index: int) -> int | None:
-    """Return the index in the other cache of the sample that corresponds to sample `index`, which has this key."""
+    """Return the index of the corresponding sample in the other cache; None if there is none."""
     indices = other._find_all(key)
     place = cache._find_all(key).index(index)
     return indices[place] if place < len(indices) else None
@@ -199,7 +199,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """Return the largest difference of two tensors of one shape; NaN equals NaN. None if there is none, or no arithmetic."""
+    """Return the largest difference of two tensors of one shape; None if they are empty or lack arithmetic. NaN equals NaN."""
     largest = []
     for begin in range(0, first.numel(), _NUM_AT_ONCE):
         try:

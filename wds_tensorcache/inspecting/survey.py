@@ -120,13 +120,13 @@ class _Total:
 
 
 class Survey:
-    """Findings in some samples of a cache. All their tensors are read once, in parts of at most 4 MiB.
+    """Statistics of some samples of a cache, whose tensors are read once, in parts of at most 4 MiB.
 
     Args:
         cache: Cache, or a view of one.
         indices: Indices of the samples to examine, ascending.
-        progress: Called with the number of samples that were examined, and of those to examine.
-        for_page: Also find colors, unusual samples, and samples that cannot be read, which are an error otherwise.
+        progress: Function of the number of examined samples, and of all samples to examine.
+        for_page: Also compute colors and usual ranges, and record samples that cannot be read instead of raising an error.
 
     Attributes:
         description: Properties of all samples, from the indexes; of the examined samples alone if a sample is damaged.
@@ -138,10 +138,10 @@ class Survey:
             read, by index.
 
     Raises:
-        FormatError: Unless for a page, a shard is damaged, or a sample needs a class that is not in `allow=`.
+        FormatError: A shard is damaged, or a sample needs a class that is not in `allow=`; not raised with `for_page`.
 
-    Memory: 128 KiB for each examined tensor; at most 100 MB for digests; for a page, also some hundred bytes for each tensor in
-        each sample.
+    Memory: 128 KiB for each examined tensor, and at most 100 MB for digests. A page also takes some hundred bytes for each
+        tensor in each sample.
     Threads: immutable after `__init__`, so safe to share.
     """
 

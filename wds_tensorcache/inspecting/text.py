@@ -100,7 +100,7 @@ def as_json(value: Any) -> str:
 
 
 def num_stored(text: str) -> int:
-    """Return how many bytes a text takes in the page."""
+    """Return the number of bytes that a text takes in the page."""
     return len(as_json(text).encode()) - 2
 
 

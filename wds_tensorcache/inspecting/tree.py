@@ -18,13 +18,13 @@ _MAX_DEPTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One place of samples, and what they have there. Its texts may contain any character: escape them before showing them.
+    """A place in samples, with the values there. Its texts may contain any character: escape them before showing them.
 
     Attributes:
         name: Key or index in the container; `""` for the whole sample.
-        kind: `"tensor"` for a torch tensor, `"ndarray"` for a numpy array, `"value"` for a small value; the type of a
-            container, such as `"dict"`; or `"more"` for places that are not listed.
-        text: A tensor's dtype and shape, such as `bf16[77, 2048]`; the type and length of a container; an example of a value in
+        kind: Type of a container, such as `"dict"`. Otherwise `"tensor"` for a torch tensor, `"ndarray"` for a numpy array,
+            `"value"` for a small value, or `"more"` for places that are not listed.
+        text: Dtype and shape of a tensor, such as `bf16[77, 2048]`, type and length of a container, or an example of a value in
             about 200 characters.
         types: Types of the values there, such as `"tensor"`, `"str"` and `"None"`.
         num_samples: Number of the samples that have this place.

@@ -28,8 +28,8 @@ class Histogram:
         begin: Lower end of the first bin.
         width: Width of each bin; at least 1 for whole numbers, 0 if all values are equal.
         counts: Numbers of values in `[begin + i * width, begin + (i + 1) * width)`, at most 64 bins. The last one has its end.
-        num_below, num_above: Numbers of values outside the bins. They are 0 unless a few outliers would fill the histogram with
-            empty bins; then at most 0.1% of the values at either end are outside.
+        num_below, num_above: Numbers of values outside the bins. They are 0 unless a few outliers would leave most bins empty.
+            Then at most 0.1% of the values at either end are outside.
     """
 
     begin: float

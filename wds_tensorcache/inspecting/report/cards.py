@@ -30,7 +30,7 @@ _LATER_PICTURES = re.compile(r"flip|mask|control|cond|clean|ref", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of a sample is shown.
+    """Limits on the parts of a sample that the page shows.
 
     Attributes:
         text_nbytes: Bytes of all small values together, as they are encoded in the page.
@@ -70,7 +70,7 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
 
 
 def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
-    """Return the key and the small values of a sample as one text, in which to search. No tensor is read."""
+    """Return the key and the small values of a sample as one text to search. No tensor is read."""
     card = _new_card(survey, index)
     try:
         _add_texts(card, survey, index, survey.cache[index], max_nbytes)
@@ -105,7 +105,7 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
 
 
 def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of what is not a tensor, and the names and texts of other members."""
+    """Yield the path and value of each small value, and the name and text of each other member."""
     paths: list[tuple[Any, ...]] = []
     map_leaves(sample, lambda lazy: None, paths.append)
     for path in paths:
@@ -121,7 +121,7 @@ def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str
 
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
-    """Return how well a value serves as the text of a sample; `(0,)` if it does not."""
+    """Return the rank of a value as the text of a sample; `(0,)` if it cannot be the text."""
     is_text = isinstance(value, str) or (
         isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in islice(value, 8))
     )

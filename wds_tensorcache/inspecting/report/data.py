@@ -30,7 +30,7 @@ def overview(survey: Survey, title: str) -> dict[str, Any]:
     """Return the contents of the page, without the samples.
 
     Args:
-        survey: Findings for a page in some samples.
+        survey: Survey of some samples, made with `for_page=True`.
         title: Name of the cache.
     """
     cache, described = survey.cache, survey.description
