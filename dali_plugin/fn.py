@@ -49,13 +49,13 @@ def tensorcache(
 
     Returns:
         Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
-        width; elements of any other width than 1, 2, 4 or 8 bytes are bytes, in an additional last dimension.
+        width. Elements of any other width than 1, 2, 4 or 8 bytes are bytes, in an additional last dimension.
         `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them; use
         `as_float=[…]` to compute with bfloat16. If a computation changes the integer dtype, the iterator raises TypeError; if a
         computation keeps this dtype, as `fn.resize` does, the iterator cannot detect it.
 
     Raises:
-        ValueError: The pipeline already reads a cache, or its batch size differs from that of the source; or `parallel` is True
+        ValueError: The pipeline already reads a cache, its batch size differs from that of the source, or `parallel` is True
             for a stream, which only one process can read.
         TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
             bfloat16.

@@ -21,9 +21,9 @@ class TensorCacheIterator:
 
     A batch has the structure that `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. An output
     has the tensor's true dtype, or the dtype to which an operator converted it. Values that are not tensors are decoded on
-    first use. If a pipeline has more outputs (for example images decoded from a member), a batch is a pair: the structure, and
-    a dict of the additional outputs by name. A tensor whose shape differs between samples is a list of B. With several
-    pipelines, the iterator returns lists with one batch of each pipeline.
+    first use. If a pipeline has more outputs, for example images decoded from a member, a batch is a pair of the structure and
+    a dict of these outputs by name. A tensor whose shape differs between samples is a list of B. With several pipelines, the
+    iterator returns lists with one batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
     one.
@@ -40,7 +40,7 @@ class TensorCacheIterator:
             that is similar to that of a tensor which is not among the outputs causes a warning.
 
     Raises:
-        ValueError: `outputs` lacks `"number"` or repeats a name; there are no pipelines, or a pipeline occurs twice; or one of
+        ValueError: `outputs` lacks `"number"` or repeats a name, there are no pipelines, or a pipeline occurs twice. Or one of
             several pipelines reads a stream, or has another number of batches than the first.
         ValueError (when a batch is requested): The number of names differs from the number of the pipeline's outputs.
         TypeError (when a batch is requested): An operator computed with integers that hold the bits of another dtype, such as
@@ -205,7 +205,7 @@ class _Pipe:
         )
 
     def _warn_of_typos(self) -> None:
-        """Warn of new names of outputs that are similar to a name of the source's, if that one is not among the outputs."""
+        """Warn of new names of outputs that are similar to a missing output of the source."""
         left_out = [name for name in self.source.outputs if name not in self._names]
         for name in self._names:
             near = [] if name in self.source.outputs else difflib.get_close_matches(name, left_out, 1, _SIMILAR)

@@ -147,11 +147,11 @@ class BatchSource:
 class TensorCacheSource(BatchSource):
     """A source for `fn.external_source(source=…, num_outputs=source.num_outputs, batch=True, batch_info=True)`.
 
-    A call with a `BatchInfo` returns one batch. It contains, in the order of `outputs`: each tensor as `[B, …]`, or as a
-    list of B if shapes differ; each member as a list of B uint8 arrays; and the sample indices, int64 `[B]`.
+    A call with a `BatchInfo` returns one batch. It has the parts that `outputs` names, in order. A tensor is `[B, …]`, or a
+    list of B if shapes differ. A member is a list of B uint8 arrays. The sample indices are int64 `[B]`.
 
-    A batch depends only on the epoch and the iteration, so pipelines resume exactly from DALI's checkpoints, and any number
-    of processes (`parallel=True`) may make batches. Threads read the next batches of the epoch before DALI requests them.
+    A batch depends only on the epoch and the iteration. So pipelines resume exactly from DALI's checkpoints, and any number of
+    processes (`parallel=True`) may make batches. Threads read the next batches of the epoch before DALI requests them.
 
     Args:
         cache: A cache, or anything that `tc.open` takes.
@@ -226,7 +226,7 @@ class TensorCacheSource(BatchSource):
         self._begin()
 
     def _begin(self) -> None:
-        """Set what belongs to one pipeline and one process."""
+        """Set the state of one pipeline in one process."""
         self._pool: ThreadPoolExecutor | None = None
         self._jobs = deque[Future[Any]]()  # the batches that are read ahead
         self._next = (0, 0, 0)  # process id, epoch and iteration of the first of them
@@ -250,7 +250,7 @@ class TensorCacheSource(BatchSource):
         return source
 
     def read_on_request(self) -> None:
-        """Read nothing ahead, for DALI's worker processes, each of which reads only some of the batches."""
+        """Read nothing ahead: each of DALI's worker processes reads only some of the batches."""
         self._num_threads = 0
 
     def indices(self, epoch: int, iteration: int) -> Array:

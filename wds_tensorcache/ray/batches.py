@@ -22,8 +22,8 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     """Return the nested sample of one row, for example of `ds.take(1)[0]`.
 
     A row of `read_ray(…, exact=True)` or `ray_table` becomes the sample as it was written; columns that it has in addition
-    become new items. Any other row becomes a dict, nested at the dots of the names of its columns, in which tensors of
-    `read_ray` have their own dtypes again, for example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
+    become new items. Any other row becomes a dict, nested at the dots of its column names. Tensors of `read_ray` have their own
+    dtypes again, for example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
 
     Args:
         row: Values by column, as `ds.take`, `ds.iter_rows` and functions of `ds.map` have them.
@@ -62,7 +62,7 @@ def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
 
 
 class _Collate(ArrowBatchCollateFn):  # type: ignore[misc]
-    """Threads/fork/pickle: immutable, safe everywhere."""
+    """The function that `ray_collate` returns. Threads/fork/pickle: immutable, safe everywhere."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype] | None) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
         dtypes: Dtypes of tensors by column, for batches without the column `__tensorcache__`, which records them.
 
     Returns:
-        By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if the shapes agree; else a list of B tensors,
-        with None where a sample lacks the tensor. Numbers are a tensor `[B]`, other values a list. Arrays of texts and dates
-        stay arrays of numpy. The column `__tensorcache__` is left out.
+        By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if the shapes agree. Otherwise a list of B
+        tensors, with None where a sample lacks the tensor. Numbers are a tensor `[B]`, other values a list. Arrays of texts and
+        dates stay arrays of numpy. The column `__tensorcache__` is left out.
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`.

@@ -158,7 +158,7 @@ class _Compute:
 
 @contextlib.contextmanager
 def _raise_original_errors(dataset: Any) -> Iterator[None]:
-    """Let Ray raise errors of functions as what they are."""
+    """Let Ray raise the original errors of functions."""
     context = dataset.context
     before = context.raise_original_map_exception
     context.raise_original_map_exception = True
@@ -170,7 +170,7 @@ def _raise_original_errors(dataset: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _note_finished(path: str) -> Iterator[None]:
-    """Add a note to an exception about the samples that are finished."""
+    """Add a note about finished samples to an exception."""
     try:
         yield
     except BaseException as exc:

@@ -1,8 +1,8 @@
 """Rows of samples, of two forms.
 
-A row with *columns* has one for each tensor and each small value. An *exact* row has the two members that a shard has of the
-sample: `__skeleton__` and `__tensors__`. Both have the key in `__key__`, the members outside the cache in columns named by a
-dot and their suffix, such as `.jpg`, and a `Mark` as JSON in `__tensorcache__`.
+A row with *columns* has a column for each tensor and each small value. An *exact* row has the two members of the sample in a
+shard: `__skeleton__` and `__tensors__`. Both forms have the key in `__key__`, and a `Mark` as JSON in `__tensorcache__`.
+Members outside the cache are in columns named by a dot and their suffix, such as `.jpg`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Mark:
     """Facts about the sample of a row, which functions of batches must not lose.
 
     Attributes:
-        columns: Dtype of each tensor of the sample, and type of each small value, by column; None if only other samples of the
-            block have a value there.
+        columns: Dtype of each tensor of the sample, and type of each small value, by column. None for a column in which only
+            other samples of the block have a value.
         is_whole: True if the columns have all of the sample; False for example if it contains lists.
         is_described: True if the sample comes from a cache with a fingerprint.
         original: Original name of the sample, if its key has a hash of it.
@@ -131,7 +131,7 @@ def may_be_null(value: Any) -> bool:
 
 
 def undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
-    """Return the values of a column without what numpy and pandas make of the nulls in it."""
+    """Return the values of a column, without the changes that numpy and pandas make because of nulls."""
     kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if None not in kinds and not (may_be_float and "int" in kinds):

@@ -47,11 +47,12 @@ def write_ray(
     """Write a dataset of Ray as a cache.
 
     Each task of the write makes its own whole shards, `part-WRITE-TASK-….tar`. When all tasks have finished, the
-    driver lists their shards in `manifest.json`, in one change. Before, readers see the folder as it was. Ray runs a task that
-    fails or is killed again; only the shards of the attempt that succeeded are listed, and the rest are deleted.
+    driver lists their shards in `manifest.json`, in one change. Until then, readers see the folder as it was. Ray runs a task that
+    fails or is killed again; only the shards of the attempt that succeeded are listed, and other shards of the write are
+    deleted.
 
     Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; columns that they have in addition
-    become new items. Any other row becomes a dict, nested at the dots of the columns' names, with arrays as torch tensors; in
+    become new items. Any other row becomes a dict, nested at the dots of its column names, with arrays as torch tensors. In
     rows of `read_ray`, bfloat16 and other dtypes are exact, and nulls are left out. Columns whose names begin with a dot, such
     as `.jpg` and `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
 
@@ -60,7 +61,7 @@ def write_ray(
         out: A folder that the driver and all nodes share, made if it does not exist; or a url, `s3://bucket/cache`, also of
             `gs://` or `az://`.
         key: Name of the column with the keys: texts, or integers. Keys must be unique.
-        overwrite: Replace the cache in the folder when the write is complete. It also removes what a killed write left.
+        overwrite: Replace the cache in the folder when the write is complete. Files of killed writes are removed, too.
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `read_ray` need one if the cache that was read has one, because functions
@@ -78,8 +79,8 @@ def write_ray(
     Raises:
         FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set; or another write into it has
             finished meanwhile.
-        InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder; or is not a text or an integer;
-            or some reader would misread it. Nothing of the dataset is listed.
+        InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
+            integer, or some reader would misread it. Nothing of the dataset is listed.
         KeyError: There is no column `key`.
         EncodeError: A value cannot be stored, or two columns have one place in the sample; or columns of `read_ray` do not have
             all of the sample, for example not its lists: pass `exact=True` to it.

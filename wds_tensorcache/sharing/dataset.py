@@ -66,8 +66,8 @@ class SharedDataset(Cache[Any]):
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
         fingerprint: A string that describes the dataset, for example its version and transforms. All processes that share the
-            memory must agree on it, on the types and lengths of the dataset and of those that it wraps, on the indices that a
-            `Subset` selects, and on the fingerprints of Hugging Face's `datasets`. Code and samples are not compared.
+            memory must agree on it, and on the types and lengths of the dataset and of those that it wraps. The indices of a
+            `Subset` and the fingerprints of Hugging Face's `datasets` must also be equal. Code and samples are not compared.
         allow: Other classes that samples may contain.
         lazy: Samples have lazy tensors. False loads them: each access copies all tensors of the sample, for code that expects
             tensors, such as transforms of torchvision. Batches and views work the same.

@@ -194,7 +194,7 @@ def open_folder(
         name: Name of the shared memory.
         fingerprint: Description of the dataset, which the folder stores.
         persistent: Mark the folder, so that it is kept without holders.
-        create: Called with the path of a new folder to write files into it.
+        create: Function that writes the files of a new folder, by its path.
 
     Raises:
         InvalidKeyError: The name is not allowed.
@@ -267,7 +267,7 @@ def find_folders(base: str) -> list[str]:
 
 
 def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
-    """Return the fingerprint of a dataset: its type and length, what it wraps and selects, and a text of the user.
+    """Return the fingerprint of a dataset: its type and length, the datasets and indices in it, and a text of the user.
 
     Of torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
     of the indices. Of any dataset, it contains the attribute `_fingerprint`, if that is a string, as in Hugging Face's

@@ -31,8 +31,8 @@ _WRITING = 1 << 61  # plus its number: the lock of a segment, held while a recor
 _RECORD = Struct("<QQQ8x")  # index of the sample, bytes of the skeleton, bytes of the `.safetensors` member
 _DATA_ALIGN = 64
 _PAGE_NBYTES = mmap.PAGESIZE
-# A process that writes into a view gets private copies of its pages, which hide what is appended to them later.
-# So a `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller ones.
+# Hazard: a process that writes into a view gets private copies of its pages, and never sees bytes appended to them later. So a
+# `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller ones.
 LARGE_NBYTES = 1 << 16
 # A new segment has 1/16 of `max_nbytes`. Without a limit, it has 1/16 of the bytes in use, but at least 64 MiB. One that is
 # added for a larger sample has the length of that sample.
@@ -44,7 +44,7 @@ Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the `.sa
 
 
 class Full(Exception):
-    """There is no room for a sample within `max_nbytes`."""
+    """A sample for which there is no room within `max_nbytes`."""
 
 
 class SegmentSource(MemorySource):
@@ -203,7 +203,7 @@ class Segments:
     def _reserve(self, nbytes: int, locks: RangeLocks) -> Segment:
         """Reserve `nbytes` bytes in a segment; return it as it was before, locked in `locks`. The caller holds `_SPACE`.
 
-        What a killed writer had reserved in a segment is used by the next one.
+        The next writer uses the bytes that a killed writer had reserved in a segment.
 
         Raises:
             Full: There is no room.

@@ -26,7 +26,7 @@ from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.batches_ahead import NUM_THREADS, BatchesAhead, remote_url
 from wds_tensorcache.reading.choose import Choose
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
-from wds_tensorcache.storage.remote.fetch import MADE
+from wds_tensorcache.storage.remote.fetch import COUNTS
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Position, RowCounts, Step
@@ -361,7 +361,7 @@ class Loader(BaseLoader):
             jobs.clear()
 
     def _read(self, step: Step, after: Position, device: Any, with_info: bool) -> Read:
-        began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, MADE.num_requests
+        began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, COUNTS.num_requests
         transfer = Transfer(device)
         with transfer.copying():
             batch = self._thread_reader.read(step, self._read_options)
@@ -377,7 +377,7 @@ class Loader(BaseLoader):
             if self._transforms or callable(self._read_options["collate"]):
                 transfer.add(batch)
         transfer_s = SPENT.transfer_s - transfer_s
-        num_requests = MADE.num_requests - num_requests
+        num_requests = COUNTS.num_requests - num_requests
         timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, num_requests, done)
         return Read(step, after, [batch], is_padding, edits, timing, transfer)
 

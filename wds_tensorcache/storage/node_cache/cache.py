@@ -39,7 +39,7 @@ class NodeCache:
 
     Args:
         folder: Folder of the cache.
-        fetch: Reads ranges of remote files.
+        fetch: Function that reads ranges of remote files.
         max_open: The most local files that stay open while no read needs them.
 
     Threads/fork/pickle: safe everywhere; a copy in another process uses the same folder.

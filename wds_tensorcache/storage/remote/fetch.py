@@ -36,13 +36,13 @@ class _File(Protocol):
 Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
 
 
-class _Made(threading.local):
+class _Counts(threading.local):
     """The number of requests that `fetch_many` has made so far for calls of the current thread."""
 
     num_requests = 0
 
 
-MADE = _Made()
+COUNTS = _Counts()
 _executor = per_process(lambda: Threads(MAX_REQUESTS, "tensorcache-remote"))
 _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
@@ -94,7 +94,7 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
     """
     requests = _plan(ranges, merges)
     if requests:
-        MADE.num_requests += len(requests)
+        COUNTS.num_requests += len(requests)
         run_all([request.read for request in requests])
 
 
@@ -174,7 +174,7 @@ def list_objects(folder: str) -> list[str]:
 
 
 def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
-    """Begin to read from offset `begin` into a buffer; return the future, and what cancels it. Call `wait_for`."""
+    """Begin to read from offset `begin` into a buffer; return the future, and its `Cancel`. Call `wait_for`."""
     cancel = retry.Cancel()
     return _executor().submit(_work, _Range(file, begin, begin + len(view), [view]).read, cancel), cancel
 

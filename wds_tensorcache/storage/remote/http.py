@@ -23,14 +23,14 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 class HttpClient:
-    """Reads objects of one web server; see `Client`.
+    """A client of one web server; see `Client`.
 
     A server may send a strong ETag, a weak ETag, a date of modification, or nothing of that kind. A strong ETag is sent with
     every read (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with the known
     ones.
 
-    With a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
-    equivalent, may look unchanged. Without any of them, only its length is compared.
+    With a weak ETag or a date, some changes may go unnoticed: those within a second, and those that the server calls
+    equivalent. Without any of them, only its length is compared.
 
     Some servers ignore `Range`, and respond with the whole object. This client then keeps that body in a temporary file, and
     reads from there. A server that has obeyed ranges, or says that it does, is first asked twice more: its proxy may respond

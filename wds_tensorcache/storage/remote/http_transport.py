@@ -40,8 +40,8 @@ _sent = threading.local()  # the request that a thread sends
 class _Head(HTTPResponse):
     """The response of `http.client`, but heads that are damaged or cut short are errors.
 
-    `http.client` takes a head that a dropped connection has cut short for a whole one, and any interim head but
-    `100 Continue` for the response. urllib3 logs the url of a damaged head, with a query that may be a signature.
+    `http.client` accepts a head that a dropped connection has cut short, and returns any interim head but `100 Continue` as the
+    response. urllib3 logs the url of a damaged head, with a query that may be a signature.
     """
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
@@ -141,7 +141,7 @@ class Transport:
         origin: The client's server.
         authorization: Header for this server; None for the credentials of the netrc file.
 
-    Threads/fork/pickle: any thread may call; a forked child makes its own; not pickled.
+    Threads/fork/pickle: any thread may call. A forked child makes its own transport. Cannot be pickled.
     """
 
     def __init__(self, origin: str, authorization: str | None) -> None:

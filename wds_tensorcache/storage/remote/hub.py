@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 class HubClient(HttpClient):
-    """Reads files in repositories of a hub; see `Client`. `huggingface_hub` finds the token and the commits.
+    """A client of the repositories of a hub; see `Client`. `huggingface_hub` finds the token and the commits.
 
     A branch is resolved to its commit when it is first read, and the commit cannot change. So this process reads one version.
     The tag is the hash of the file's content. The hub redirects to servers with other tags and without its token.

@@ -44,14 +44,14 @@ _Version = dict[str, str]
 class ObjectFolder:
     """A folder at a url, with the methods of `LocalFolder`. Objects of web servers and hubs can be read, but not changed.
 
-    A store has no locks. A new file is one request that succeeds only if no object has its name; a change replaces exactly the
-    version of the object to which it was made. Before the first of these requests, the store is asked whether it obeys such
-    conditions.
+    A store has no locks. A new file is one request that succeeds only if no object has its name. A change replaces exactly the
+    version of the object that it was made from. Before the first of these requests, a test with a small object shows whether
+    the store obeys such conditions.
 
     Objects are not uploaded in parts: Google has no conditional multipart uploads, obstore makes none, and a killed process
     would leave parts in the bucket.
 
-    Threads/fork/pickle: any thread may call; an object store cannot be changed in a forked child; not pickled.
+    Threads/fork/pickle: any thread may call. A forked child cannot change an object store. Cannot be pickled.
     """
 
     is_remote = True

@@ -143,7 +143,7 @@ class RemoteFile:
 
     @contextmanager
     def read_through(self) -> Iterator[Callable[[int, int], bytes]]:
-        """Return a function as `read`, for one pass over the object, several requests ahead of the caller."""
+        """Yield a function like `read`, for one pass over the object, several requests ahead of the caller."""
         with Threads(_NUM_AHEAD, "tensorcache-scan") as pool, ReadAhead(self, Readers(pool, _NUM_AHEAD)) as ahead:
             yield ahead.read
 

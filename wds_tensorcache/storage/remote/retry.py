@@ -109,7 +109,7 @@ class Request:
 
     @property
     def deadline(self) -> float:
-        """When the time is over, by `time.monotonic`."""
+        """End of the time limit, by `time.monotonic`."""
         return self._begun + self.limit_s
 
     def watch(self, sock: socket.socket) -> None:

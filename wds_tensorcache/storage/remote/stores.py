@@ -98,7 +98,7 @@ def _check_endpoint(scheme: str, request: Request) -> None:
 
 
 class StoreClient:
-    """Reads and writes objects of one bucket or container, each call one attempt; see `Client`.
+    """A client of one bucket or container, which also writes. Each call is one attempt; see `Client`.
 
     The store is made from the environment, as obstore does. The strong ETag goes with every read (`If-Match`). obstore's calls
     block, and end by themselves when the time of the request is over.
