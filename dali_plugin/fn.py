@@ -55,7 +55,7 @@ def tensorcache(
         computation keeps this dtype, as `fn.resize` does, the iterator cannot detect it.
 
     Raises:
-        ValueError: The pipeline already reads a cache, its batch size differs from that of the source, or `parallel` is True
+        ValueError: The pipeline already reads a cache, or its batch size differs from that of the source. Or `parallel` is True
             for a stream, which only one process can read.
         TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
             bfloat16.

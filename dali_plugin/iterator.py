@@ -21,9 +21,9 @@ class TensorCacheIterator:
 
     A batch has the structure that `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. An output
     has the tensor's true dtype, or the dtype to which an operator converted it. Values that are not tensors are decoded on
-    first use. If a pipeline has more outputs, for example images decoded from a member, a batch is a pair of the structure and
-    a dict of these outputs by name. A tensor whose shape differs between samples is a list of B. With several pipelines, the
-    iterator returns lists with one batch of each pipeline.
+    first use. If a pipeline has more outputs, for example decoded images, a batch is a pair of the structure and a dict of
+    these outputs by name. A tensor whose shape differs between samples is a list of B. With several pipelines, the iterator
+    returns lists with one batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
     one.

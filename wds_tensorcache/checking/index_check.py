@@ -87,10 +87,8 @@ def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
-    """Yield key and suffix of each member, and its fields: offset, length, and for tensors layout, digest and names.
-
-    The last two fields are the further names of the tensors, and the texts of the references to them; None if unknown.
-    """
+    """Yield key and suffix of each member, and its fields: offset, length, and for tensors layout, digest and names."""
+    # the last two fields are the further names of the tensors, and the texts of the references to them; None if unknown
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.numbers, table.begins, table.sizes)
     for row, kind, at, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):

@@ -160,7 +160,7 @@ def _reason(error: FormatError | OSError) -> str:
 
 
 def _nbytes(path: str) -> int:
-    """Return the length of a file; 0 if it cannot be found, which the check reports."""
+    """Return the length of a file, or 0; the check of the shard reports the error."""
     with suppress(OSError):
         return os.path.getsize(path)
     return 0

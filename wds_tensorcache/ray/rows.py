@@ -39,8 +39,8 @@ class Mark:
     """Facts about the sample of a row, which functions of batches must not lose.
 
     Attributes:
-        columns: Dtype of each tensor of the sample, and type of each small value, by column. None for a column in which only
-            other samples of the block have a value.
+        columns: Dtype of each tensor of the sample, and type of each small value, by column. It is None for a column in which
+            only other samples of the block have a value.
         is_whole: True if the columns have all of the sample; False for example if it contains lists.
         is_described: True if the sample comes from a cache with a fingerprint.
         original: Original name of the sample, if its key has a hash of it.

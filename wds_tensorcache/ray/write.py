@@ -46,10 +46,9 @@ def write_ray(
 ) -> TensorCache[Any]:
     """Write a dataset of Ray as a cache.
 
-    Each task of the write makes its own whole shards, `part-WRITE-TASK-….tar`. When all tasks have finished, the
-    driver lists their shards in `manifest.json`, in one change. Until then, readers see the folder as it was. Ray runs a task that
-    fails or is killed again; only the shards of the attempt that succeeded are listed, and other shards of the write are
-    deleted.
+    Each task of the write makes its own whole shards, `part-WRITE-TASK-….tar`. When all tasks have finished, the driver lists
+    their shards in `manifest.json`, in one change. Until then, readers see the folder as it was. Ray runs a task again if it
+    fails or is killed. Only the shards of the attempt that succeeded are listed; other shards of the write are deleted.
 
     Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; columns that they have in addition
     become new items. Any other row becomes a dict, nested at the dots of its column names, with arrays as torch tensors. In
@@ -78,7 +77,7 @@ def write_ray(
 
     Raises:
         FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set; or another write into it has
-            finished meanwhile.
+            finished during this one.
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
             integer, or some reader would misread it. Nothing of the dataset is listed.
         KeyError: There is no column `key`.

@@ -61,7 +61,8 @@ class SharedDataset(Cache[Any]):
     Args:
         dataset: A map-style dataset: it has `len()`, and `dataset[i]` returns a sample for each `i` in `range(len(dataset))`.
         name: Name of the shared memory, 1 to 128 bytes. Processes that pass the same name share it.
-        max_nbytes: Maximum bytes of all samples in shared memory; further samples are loaded at each access. None for no limit.
+        max_nbytes: Maximum bytes of all samples in shared memory; None sets no limit. Samples beyond it are loaded at each
+            access.
         directory: Existing folder for the files; by default shared memory, `/dev/shm`. Use a folder on a local file system.
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.

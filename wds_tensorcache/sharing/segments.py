@@ -201,13 +201,8 @@ class Segments:
             os.close(fd)
 
     def _reserve(self, nbytes: int, locks: RangeLocks) -> Segment:
-        """Reserve `nbytes` bytes in a segment; return it as it was before, locked in `locks`. The caller holds `_SPACE`.
-
-        The next writer uses the bytes that a killed writer had reserved in a segment.
-
-        Raises:
-            Full: There is no room.
-        """
+        """Reserve `nbytes` bytes in a segment; return it as it was before, locked in `locks`. The caller holds `_SPACE`."""
+        # the bytes that a killed writer had reserved in a segment are reserved again here
         segments = self._table.segments()
         free = np.inf if self._max_nbytes is None else self._max_nbytes - sum(segment.reserved for segment in segments)
         for segment in sorted(segments, key=lambda segment: segment.number != self._last):

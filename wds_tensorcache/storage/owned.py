@@ -90,7 +90,7 @@ def explain_no_space(path: str, content: str) -> Iterator[None]:
 
     Args:
         path: Path of the file that is written.
-        content: What needs the memory, for the message.
+        content: Name of the content that needs the memory, for the message.
     """
     try:
         yield

@@ -41,7 +41,7 @@ class Comparison:
         self._has_looked_ahead = self._has_warned = False
 
     def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
-        """Return the place of the sample that was made from an item, as far as digests tell; None if there is none."""
+        """Return the place of the sample that was made from an item, by its digest; None if there is none."""
         items = self._items
         if item.digest is not None:
             text = item.digest.encode()

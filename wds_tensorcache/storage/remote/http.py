@@ -201,10 +201,8 @@ class HttpClient:
     def _keep(
         self, response: Response, state: ObjectInfo | None, request: Request, max_nbytes: int | None = None
     ) -> Copy:
-        """Return a copy of the whole object in a response that ignored the range.
-
-        A server that ignores the range of a request three times counts as one without ranges until it obeys one.
-        """
+        """Return a copy of the whole object in a response that ignored the range."""
+        # a server that ignores the range of a request three times has no ranges until it obeys one
         if max_nbytes is None and self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
             request.num_ignored += 1
             self._warn_once(request)

@@ -81,10 +81,8 @@ def check_not_forked(request: Request) -> None:
 
 
 def _check_endpoint(scheme: str, request: Request) -> None:
-    """Raise RemoteError if the environment names an endpoint of S3 that cannot work.
-
-    obstore panics if the endpoint is not a url, and does not say that `http://` is switched off.
-    """
+    """Raise RemoteError if the environment names an endpoint of S3 that cannot work."""
+    # Hazard: obstore panics if the endpoint is not a url, and its error for `http://` does not name the variable to set.
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL") if scheme == "s3" else ():
         # the value is not shown, because it may have credentials
         text = os.environ.get(name)
