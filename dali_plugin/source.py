@@ -296,7 +296,7 @@ class TensorCacheSource(BatchSource):
         return self._keep(*self._read(self._narrow, epoch, iteration, None))
 
     def _read_next(self, epoch: int, iteration: int) -> Any:
-        """Return a batch, and let threads read the next ones of the epoch. Any other batch than the next discards those."""
+        """Return a batch, and let threads read the next ones of the epoch. A request for any other batch discards them."""
         pid = os.getpid()
         if self._next[0] != pid:
             # Hazard: a forked child must not use what its parent's threads may have locked.

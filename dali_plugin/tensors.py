@@ -51,7 +51,7 @@ def _is_native(dtype: Any) -> bool:
 
 
 def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dicts of a pipeline's outputs by name: the tensors that have `carriers`, as such, and all other outputs.
+    """Return two dicts of a pipeline's outputs by name: the restored tensors with `carriers`, and all other outputs.
 
     A bool tensor that an operator has changed to another dtype keeps that dtype.
 

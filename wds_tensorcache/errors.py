@@ -145,7 +145,7 @@ class BatchError(TensorCacheError, ValueError):
 class RemoteError(TensorCacheError, OSError):
     """A request to a server or an object store that failed, after retries if the fault may pass.
 
-    The message says url, range and status, without credentials.
+    The message contains url, range and status, without credentials.
 
     Attributes:
         url: The object, without user name, password and query.

@@ -21,9 +21,9 @@ from wds_tensorcache.shards.names import NamedKey
 def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     """Return the nested sample of one row, for example of `ds.take(1)[0]`.
 
-    A row of `read_ray(…, exact=True)` or `ray_table` becomes the sample as it was written; columns that it has in addition
-    become new items. Any other row becomes a dict, nested at the dots of its column names. Tensors of `read_ray` have their own
-    dtypes again, for example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
+    A row of `read_ray(…, exact=True)` or `ray_table` becomes the sample that was written; additional columns become new items.
+    Any other row becomes a dict, nested at the dots of its column names. Tensors of `read_ray` have their own dtypes again, for
+    example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
 
     Args:
         row: Values by column, as `ds.take`, `ds.iter_rows` and functions of `ds.map` have them.
@@ -31,8 +31,8 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`, or an exact sample is damaged.
-        EncodeError: Two columns have one place in the sample; or columns cannot show all of the sample, for example its lists,
-            so that it needs `read_ray(…, exact=True)`.
+        EncodeError: Two columns have one place in the sample. Or the columns lack a part of the sample, for example its lists;
+            read it with `read_ray(…, exact=True)`.
         UnsafeSkeletonError: The sample contains a class that is not in `allow`.
 
     Memory: tensors are newly allocated, on the CPU.

@@ -45,7 +45,7 @@ def object_column(values: Sequence[Any]) -> Any:
 
 
 def value_kind(values: Iterable[Any]) -> str:
-    """Return the type in `PLAIN` of all values but None, `"object"` if they have none, "" without values."""
+    """Return the type in `PLAIN` of all values but None, `"object"` if they have no common one, "" without values."""
     kinds = set()
     for value in values:
         if value is not None:

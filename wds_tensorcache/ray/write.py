@@ -50,10 +50,10 @@ def write_ray(
     their shards in `manifest.json`, in one change. Until then, readers see the folder as it was. Ray runs a task again if it
     fails or is killed. Only the shards of the attempt that succeeded are listed; other shards of the write are deleted.
 
-    Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; columns that they have in addition
-    become new items. Any other row becomes a dict, nested at the dots of its column names, with arrays as torch tensors. In
-    rows of `read_ray`, bfloat16 and other dtypes are exact, and nulls are left out. Columns whose names begin with a dot, such
-    as `.jpg` and `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
+    Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; additional columns become new items.
+    Any other row becomes a dict, nested at the dots of its column names, with arrays as torch tensors. In rows of `read_ray`,
+    bfloat16 and other dtypes are exact, and nulls are left out. Columns whose names begin with a dot, such as `.jpg` and
+    `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
 
     Args:
         ds: A `ray.data.Dataset`.
@@ -81,8 +81,8 @@ def write_ray(
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
             integer, or some reader would misread it. Nothing of the dataset is listed.
         KeyError: There is no column `key`.
-        EncodeError: A value cannot be stored, or two columns have one place in the sample; or columns of `read_ray` do not have
-            all of the sample, for example not its lists: pass `exact=True` to it.
+        EncodeError: A value cannot be stored, or two columns have one place in the sample. Or columns of `read_ray` lack a part
+            of the sample, for example its lists: pass `exact=True` to it.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
@@ -126,7 +126,7 @@ def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterabl
 
 
 class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
-    """A datasink whose tasks write shards; `names` are those of the tasks that succeeded, on the driver, after the write."""
+    """A datasink whose tasks write shards. After the write, `names` on the driver lists those of the successful tasks."""
 
     def __init__(self, job: WriteJob, min_samples: int | None) -> None:
         self._job, self._min_samples = job, min_samples

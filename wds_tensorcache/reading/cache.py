@@ -139,7 +139,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return original_name(key) if stored is None else stored
 
     def _name_at(self, number: int, key: str) -> str | None:
-        """Return the original name of sample `number`, which has this key; None if it is unknown, or if there is none."""
+        """Return the original name of sample `number`, which has this key; None if it is unknown or missing."""
         stored = self._stored_name(number)
         with contextlib.suppress(InvalidKeyError):
             return original_name(key) if stored is None else stored

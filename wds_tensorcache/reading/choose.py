@@ -462,7 +462,7 @@ class ChosenRequest(Request):
         return self.alternatives.schema_of(whole_schema(self.store))
 
     def named_choices(self) -> Choices:
-        """Return the choices by name; decodes values that are alternatives."""
+        """Return the choices by name, after decoding values that are alternatives."""
         values, stored = self.values(), [self.picked.chosen[at] for at in self.picked.which.tolist()]
         chosen = {
             name: [alternative for alternative, _ in values[name]]

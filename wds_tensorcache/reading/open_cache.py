@@ -1,4 +1,4 @@
-"""Open shards for random access: `tc.open`, which chooses the cache and how to read it."""
+"""Open shards for random access by `tc.open`."""
 
 from __future__ import annotations
 

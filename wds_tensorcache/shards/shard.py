@@ -254,7 +254,7 @@ class Shard:
             self.note_template(rows, template)
 
     def knows_template(self, row: int) -> bool:
-        """Return whether `template` needs no read."""
+        """Return whether `template` returns its result without a read."""
         return bool(self._template_numbers.item(row))
 
     def skeleton_extent(self, row: int) -> tuple[int, int]:

@@ -176,7 +176,7 @@ class SharedDataset(Cache[Any]):
 
     @property
     def schema(self) -> dict[str, TensorSchema]:
-        """Properties of each tensor by name, in the samples that are in shared memory; without any, in the first sample.
+        """Properties of each tensor by name, in the samples that are in shared memory, or else in the first sample.
 
         Cost: parses each of these samples.
         """

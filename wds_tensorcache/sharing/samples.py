@@ -171,7 +171,7 @@ class Samples:
         return parsed.build(self.allow)
 
     def find_present(self) -> Array:
-        """Return which samples are in shared memory, bool `[len(dataset)]`."""
+        """Return the mask of the samples in shared memory, bool `[len(dataset)]`."""
         self._enter()
         return self._table.find_present()
 

@@ -126,7 +126,7 @@ class Table:
         self._slots[_slot(number) + _END] = end
 
     def find_present(self) -> Array:
-        """Return which samples are present, bool `[num_samples]`."""
+        """Return the mask of the present samples, bool `[num_samples]`."""
         present: Array = np.array(self.entries, np.uint64) > 0
         return present
 

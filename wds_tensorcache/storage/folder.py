@@ -62,7 +62,7 @@ class LocalFolder:
         self._fsync = fsync
 
     def make(self) -> None:
-        """Make the folder if it is missing; raise if an object store cannot be written to at all."""
+        """Make the folder if it is missing; raise an error if an object store cannot be written to at all."""
         os.makedirs(self.path or os.curdir, exist_ok=True)
 
     def locate(self, name: str) -> str:

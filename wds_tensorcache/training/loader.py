@@ -415,7 +415,7 @@ class Loader(BaseLoader):
 
 
 def _end(pool: Threads, jobs: Iterable[Future[Any]]) -> None:
-    """End the threads of an iteration; wait for those that read a batch, but not long."""
+    """End the threads of an iteration; wait briefly for those that read a batch."""
     running = [job for job in jobs if not job.cancel()]
     pool.shutdown(wait=False)
     if not _is_reader() and not wait(running, _LEFT_WAITS_S).not_done:

@@ -67,7 +67,7 @@ class StepReader:
             raise _stopped(step) from exc
 
     def request(self, step: Step) -> Any:
-        """Return the request for the samples of a step; raises as `read` does."""
+        """Return the request for the samples of a step; see `read` for errors."""
         cache = self._caches[step.source]
         try:
             if self.alternatives is None:

@@ -90,9 +90,9 @@ def build(
         digest: Function from an item to a text, which is stored as the member `digest.txt`. An item has changed if its text
             differs from the stored one, or if none is stored.
         num_workers: Number of worker processes that read a map-style dataset.
-        rank, world_size: Which rank this process is, of how many; by default from torch.distributed, else from torchrun's
-            environment, else one process. All ranks must have the same items in the same order. If the source of each rank
-            has only its own items, pass `rank=0, world_size=1`, `keys` and a folder for each rank.
+        rank, world_size: Rank of this process, and the number of ranks; by default from torch.distributed, else from torchrun's
+            environment, else one process. All ranks must have the same items in the same order. If the source of each rank has
+            only its own items, pass `rank=0, world_size=1`, `keys` and a folder for each rank.
         progress: Show a bar of `tqdm`; by default on rank 0, if `tqdm` is installed and stderr is a terminal. Or a function
             of this rank's finished samples and of all, None if the source has no length: `progress=lambda done, total: …`.
         max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.

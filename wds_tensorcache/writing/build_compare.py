@@ -27,7 +27,7 @@ class Comparison:
         folder: Folder of the samples, for messages.
 
     Attributes:
-        changed: Numbers of the items from which other samples were made than those that are stored.
+        changed: Numbers of the items that differ from those of the stored samples.
     """
 
     def __init__(self, items: Items, finished: FinishedShards, folder: str) -> None:
@@ -67,7 +67,7 @@ class Comparison:
         return None
 
     def has_changed(self) -> bool:
-        """Return whether an item has changed; if the source returns other values each time it is read, that is unknown."""
+        """Return whether an item has changed; False if the source returns other values at each read."""
         first, items = self._first_changed, self._items
         if first is not None and self._is_random is None and items.compares and items.is_map:
             self._is_random = items[first.number].origin != first.origin

@@ -135,7 +135,7 @@ class NewShard:
     Attributes:
         url: Path of the shard in the new folder.
         runs: Samples of the shard, in order; all have the same fingerprint.
-        footer, sidecar, dali_index: Which indexes to write.
+        footer, sidecar, dali_index: True to write this index.
     """
 
     url: str

@@ -103,7 +103,7 @@ def build_version(
     bar: SampleProgress,
     options: dict[str, Any],
 ) -> bool:
-    """Compute the samples that cannot be reused; on one process, then write the version, and return True.
+    """Compute the samples that cannot be reused. On one process, also write the version, and return True.
 
     Computed samples are first written to a hidden cache, as in a build without `reuse=`. A call resumes from there, also if
     other ranks have computed them.

@@ -39,7 +39,7 @@ class Client(Protocol):
         ...
 
     def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        """Return the state of an object and its bytes; none of them if there are more than `nbytes`."""
+        """Return the state of an object and its bytes, `b""` if there are more than `nbytes`."""
         ...
 
     def list_objects(self, request: Request, /) -> list[str]:

@@ -95,7 +95,7 @@ class Response:
         self.is_chunked = bool(self._raw.chunked)
 
     def read_into(self, view: memoryview) -> int:
-        """Read the next bytes of the body; return their number, fewer than `view` has only at the end of the body.
+        """Read the next bytes of the body into `view`; return their number, 0 at the end of the body.
 
         Raises:
             TransientError: The connection ended or stalled. Bytes of the last piece are not counted.

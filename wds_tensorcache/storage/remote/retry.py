@@ -127,12 +127,12 @@ class Request:
         _in_flight().discard(self)
 
     def extend(self, nbytes: int) -> None:
-        """Extend the time limit by the time that `nbytes` bytes take at 64 KiB/s; they have arrived."""
+        """Extend the time limit by the time that `nbytes` received bytes take at 64 KiB/s."""
         # announced bytes may never arrive, and a length of gigabytes would allow hours of attempts
         self.limit_s = max(self.limit_s, self._first_limit_s + nbytes / _SLOWEST)
 
     def error(self, problem: str, status: int | None = None) -> RemoteError:
-        """Return a RemoteError that says url, range and fault."""
+        """Return a RemoteError whose message has url, range and fault."""
         where = shown(self.url)
         if self.begin is not None:
             where += f": bytes [{self.begin}, {self.end})"
