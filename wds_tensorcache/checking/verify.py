@@ -36,7 +36,7 @@ from wds_tensorcache.storage.threads import Threads, run_in_order
 def verify(
     source: Any, *, num_threads: int | None = None, allow: Iterable[type] = (), progress: ProgressOption = None
 ) -> Report:
-    """Check every byte that a checksum or digest covers, and whether sidecars and manifest match the shards.
+    """Check every byte that a checksum or digest covers, and compare sidecars and manifest with the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
     compares the samples with the index at the shard's end or in its `.index` file, and with the `.idx` file. It also checks

@@ -1,4 +1,4 @@
-"""Urls of remote objects: which texts are urls, parts of them, their secrets, and how messages show them, without secrets.
+"""Urls of remote objects: their recognition, parts and secrets, and their form in messages, without secrets.
 
 Secrets are user name, password and query, which may be a signature. Paths of shards are in errors, reprs, pickles and files. So
 `conceal` turns a url from the caller into a `SecretUrl`, whose text is public, and clients `reveal` the query in requests.

@@ -253,7 +253,7 @@ def number_text(number: int) -> str:
 
 
 def number_in(key: str) -> int | None:
-    """Return the number of the item whose key this is; None if the key is not a number."""
+    """Return the item number that a key stands for; None if the key is not a number."""
     return int(key) if key.isascii() and key.isdecimal() and key == number_text(int(key)) else None
 
 

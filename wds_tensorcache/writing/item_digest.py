@@ -45,7 +45,7 @@ def digest_item(value: Any) -> int:
 
 
 class _NoDigest(Exception):
-    """An item has a part of a type without a digest."""
+    """An item with a part whose type has no digest."""
 
 
 def _feed(update: Any, value: Any) -> None:

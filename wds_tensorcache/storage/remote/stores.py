@@ -71,7 +71,7 @@ _pid: int | None = None  # of the process in which obstore started its threads
 
 
 class Unmet(Exception):
-    """The condition of a request is not met: the object exists, or has another version."""
+    """A request whose condition is not met: the object exists, or has another version."""
 
 
 def check_not_forked(request: Request) -> None:
