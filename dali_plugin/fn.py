@@ -49,27 +49,27 @@ def tensorcache(
 
     Returns:
         Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
-        width; elements of any other width than 1, 2, 4 or 8 bytes are bytes, in an additional last dimension.
+        width. Elements of any other width than 1, 2, 4 or 8 bytes are bytes, in an additional last dimension.
         `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them; use
         `as_float=[…]` to compute with bfloat16. If a computation changes the integer dtype, the iterator raises TypeError; if a
         computation keeps this dtype, as `fn.resize` does, the iterator cannot detect it.
 
     Raises:
-        ValueError: The pipeline already reads a cache, or its batch size differs from that of the source; or `parallel` is True
+        ValueError: The pipeline already reads a cache, or its batch size differs from that of the source. Or `parallel` is True
             for a stream, which only one process can read.
         TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
             bfloat16.
         KeyError: A name in `as_float` or `layouts` is not a tensor of the source.
         RuntimeError: No pipeline is being defined.
     """
-    pipeline = _current("tensorcache", device)
+    pipeline = _current_pipeline("tensorcache", device)
     if isinstance(cache, (TensorCacheSource, TensorCacheStream)):
         source: Any = cache.for_pipeline()
         if tensors is not None or members or options:
             raise TypeError("the source has its tensors, members and options already; leave them out here")
         if source.batch_size != pipeline.max_batch_size:
-            what = f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}"
-            raise ValueError(f"{what}; give source and pipeline the same batch_size")
+            problem = f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}"
+            raise ValueError(f"{problem}; give source and pipeline the same batch_size")
     else:
         options["batch_size"] = pipeline.max_batch_size
         if isinstance(cache, IterableDataset):
@@ -103,7 +103,7 @@ def tensorcache(
     )
     for at, name in enumerate(source.tensors):
         node = nodes[at].gpu() if device == "gpu" and is_tensor(source.schema[name]) else nodes[at]
-        nodes[at] = _floats(node) if name in source.as_float else node
+        nodes[at] = _as_floats(node) if name in source.as_float else node
     return tuple(nodes)
 
 
@@ -153,7 +153,7 @@ def native_reader(
         FileNotFoundError: A file in `index_paths` does not exist.
         RuntimeError: No pipeline is being defined.
     """
-    pipeline = _current("native_reader", device)
+    pipeline = _current_pipeline("native_reader", device)
     steps = {"batch_size": pipeline.max_batch_size, "shuffle": shuffle, "seed": seed, "rank": rank}
     steps |= {"world_size": world_size, "last_batch": last_batch}
     reader = NativeReader(paths, index_paths, tensors, members, steps)
@@ -176,7 +176,7 @@ class _Borrowed:
         return source(info)
 
 
-def _current(name: str, device: str) -> Any:
+def _current_pipeline(name: str, device: str) -> Any:
     pipeline: Any = Pipeline.current()  # type: ignore[no-untyped-call]
     if pipeline is None:
         raise RuntimeError(f"{name}() makes nodes of a pipeline; call it in the function that @pipeline_def decorates")
@@ -187,7 +187,7 @@ def _current(name: str, device: str) -> Any:
     return pipeline
 
 
-def _floats(node: Any) -> Any:
+def _as_floats(node: Any) -> Any:
     """Return bfloat16 bits as float32 values: the bits of a bfloat16 are the upper half of those of the equal float32."""
     upper: Any = fn.cast(fn.reinterpret(node, dtype=DALIDataType.UINT16), dtype=DALIDataType.UINT32)
     return fn.reinterpret(upper * Constant(np.uint32(1 << 16)), dtype=DALIDataType.FLOAT)  # type: ignore[no-untyped-call]

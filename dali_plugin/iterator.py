@@ -21,9 +21,9 @@ class TensorCacheIterator:
 
     A batch has the structure that `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. An output
     has the tensor's true dtype, or the dtype to which an operator converted it. Values that are not tensors are decoded on
-    first use. If a pipeline has more outputs (for example images decoded from a member), a batch is a pair: the structure, and
-    a dict of the additional outputs by name. A tensor whose shape differs between samples is a list of B. With several
-    pipelines, the iterator returns lists with one batch of each pipeline.
+    first use. If a pipeline has more outputs, for example decoded images, a batch is a pair of the structure and a dict of
+    these outputs by name. A tensor whose shape differs between samples is a list of B. With several pipelines, the iterator
+    returns lists with one batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
     one.
@@ -40,7 +40,7 @@ class TensorCacheIterator:
             that is similar to that of a tensor which is not among the outputs causes a warning.
 
     Raises:
-        ValueError: `outputs` lacks `"number"` or repeats a name; there are no pipelines, or a pipeline occurs twice; or one of
+        ValueError: `outputs` lacks `"number"` or repeats a name, there are no pipelines, or a pipeline occurs twice. Or one of
             several pipelines reads a stream, or has another number of batches than the first.
         ValueError (when a batch is requested): The number of names differs from the number of the pipeline's outputs.
         TypeError (when a batch is requested): An operator computed with integers that hold the bits of another dtype, such as
@@ -62,11 +62,11 @@ class TensorCacheIterator:
         if source is not None and len(pipelines) > 1:
             raise ValueError("source= is for a single pipeline; several pipelines need dali_plugin.fn in each")
         outputs = [outputs] if isinstance(outputs, str) else outputs
-        self._pipes = [_Pipe(each, source, outputs, copy) for each in pipelines]
+        self._pipes = [_Pipe(pipeline, source, outputs, copy) for pipeline in pipelines]
         self._source = self._pipes[0].source
         if self._source.num_batches is None and len(pipelines) > 1:
             raise ValueError("streams may differ in length; make an iterator for each pipeline that reads a stream")
-        if any(each.source.num_batches != self._source.num_batches for each in self._pipes):
+        if any(pipe.source.num_batches != self._source.num_batches for pipe in self._pipes):
             raise ValueError("the pipelines have different numbers of batches")
         self.is_padding: Any = None
         self._is_built = False
@@ -80,7 +80,7 @@ class TensorCacheIterator:
 
     def __repr__(self) -> str:
         epoch = "over" if self._is_over else f"at batch {self._iteration}"
-        return f"TensorCacheIterator({', '.join(repr(each.source) for each in self._pipes)}, epoch {epoch})"
+        return f"TensorCacheIterator({', '.join(repr(pipe.source) for pipe in self._pipes)}, epoch {epoch})"
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_over:
@@ -95,8 +95,8 @@ class TensorCacheIterator:
                 self._run()
             except StopIteration:
                 self._has_stopped = True
-        for each in self._pipes:
-            each.pipe.reset()
+        for pipe in self._pipes:
+            pipe.pipeline.reset()
         self._is_over = False
 
     def __next__(self) -> Any:
@@ -113,9 +113,9 @@ class TensorCacheIterator:
         except StopIteration:
             self._is_over, self._iteration = True, 0
             raise
-        found = [each.nested(outputs, self._iteration) for each, outputs in zip(self._pipes, ran, strict=True)]
+        results = [pipe.nest(outputs, self._iteration) for pipe, outputs in zip(self._pipes, ran, strict=True)]
         self._iteration += 1
-        batches, marks = map(list, zip(*found, strict=True))
+        batches, marks = map(list, zip(*results, strict=True))
         self.is_padding = marks[0] if self._is_one else marks
         return batches[0] if self._is_one else batches
 
@@ -132,15 +132,15 @@ class TensorCacheIterator:
             )
         self._build()
         try:
-            checkpoints = [each.pipe.checkpoint() for each in self._pipes]
+            checkpoints = [pipe.pipeline.checkpoint() for pipe in self._pipes]
         except RuntimeError as exc:
             raise RuntimeError("the pipeline has no checkpoint; was it made with enable_checkpointing=True?") from exc
         return {
             "checkpoints": checkpoints,
             "over": self._is_over,
             "iteration": self._iteration,
-            "settings": [each.source.settings for each in self._pipes],
-            "last_numbers": [each.source.last_number for each in self._pipes],
+            "settings": [pipe.source.settings for pipe in self._pipes],
+            "last_numbers": [pipe.source.last_number for pipe in self._pipes],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,32 +150,32 @@ class TensorCacheIterator:
             RuntimeError: The pipelines are already built; DALI restores the state of a pipeline only while building it.
             ValueError: The state belongs to other samples, or to batches in another order.
         """
-        if self._is_built or any(getattr(each.pipe, "_built", False) for each in self._pipes):
+        if self._is_built or any(getattr(pipe.pipeline, "_built", False) for pipe in self._pipes):
             raise RuntimeError("the pipelines are built already; load the state into an iterator over new pipelines")
-        for each, settings in zip(self._pipes, state["settings"], strict=True):
-            mine = each.source.settings or {}
-            for name in mine | settings:
-                if mine.get(name) != settings.get(name):
+        for pipe, settings in zip(self._pipes, state["settings"], strict=True):
+            expected = pipe.source.settings or {}
+            for name in expected | settings:
+                if expected.get(name) != settings.get(name):
                     raise ValueError(
-                        f"the state belongs to a source with {name}={settings.get(name)!r}, not {mine.get(name)!r}"
+                        f"the state belongs to a source with {name}={settings.get(name)!r}, not {expected.get(name)!r}"
                     )
-        for each, checkpoint, number in zip(self._pipes, state["checkpoints"], state["last_numbers"], strict=True):
-            each.pipe._checkpoint = checkpoint
-            each.source.last_number = number
+        for pipe, checkpoint, number in zip(self._pipes, state["checkpoints"], state["last_numbers"], strict=True):
+            pipe.pipeline._checkpoint = checkpoint
+            pipe.source.last_number = number
         self._is_over, self._iteration = state["over"], state["iteration"]
         self._has_stopped = not self._is_over
 
     def _build(self) -> None:
         if not self._is_built:
-            for each in self._pipes:
-                each.pipe.build()
+            for pipe in self._pipes:
+                pipe.pipeline.build()
             self._is_built = True
 
     def _run(self) -> list[Any]:
         """Return, for each pipeline, the outputs of its next batch."""
-        for each in self._pipes:
-            each.schedule()
-        return [each.outputs() for each in self._pipes]
+        for pipe in self._pipes:
+            pipe.schedule()
+        return [pipe.outputs() for pipe in self._pipes]
 
 
 class _Pipe:
@@ -184,7 +184,7 @@ class _Pipe:
     def __init__(self, pipe: Any, source: Any, names: Sequence[str] | None, copy: bool) -> None:
         if not hasattr(pipe, "build"):
             raise TypeError(f"{pipe!r:.100} is not a pipeline; call the function that @pipeline_def decorates")
-        self.pipe = pipe
+        self.pipeline = pipe
         self.source: Any = getattr(pipe, "tensorcache_source", source)
         if self.source is None:
             raise ValueError("the pipeline does not use dali_plugin.fn; pass its source as source=")
@@ -196,8 +196,8 @@ class _Pipe:
             )
         self._warn_of_typos()
         if self.source.batch_size != pipe.max_batch_size:
-            what = f"batches of {self.source.batch_size} for a pipeline of batch_size={pipe.max_batch_size}"
-            raise ValueError(f"{what}; give source and pipeline the same batch_size")
+            problem = f"batches of {self.source.batch_size} for a pipeline of batch_size={pipe.max_batch_size}"
+            raise ValueError(f"{problem}; give source and pipeline the same batch_size")
         self._copy = copy
         self._has_gpu = pipe.device_id is not None and torch.cuda.is_available()
         self._copied: Any = (
@@ -205,20 +205,20 @@ class _Pipe:
         )
 
     def _warn_of_typos(self) -> None:
-        """Warn of new names of outputs that are similar to a name of the source's, if that one is not among the outputs."""
+        """Warn of new names of outputs that are similar to a missing output of the source."""
         left_out = [name for name in self.source.outputs if name not in self._names]
         for name in self._names:
             near = [] if name in self.source.outputs else difflib.get_close_matches(name, left_out, 1, _SIMILAR)
             if near:
-                what = f"outputs={self._names} has {name!r}, which the source does not have, but lacks {near[0]!r}"
-                warnings.warn(f"{what}; is this a typo? If not, choose a less similar name", stacklevel=4)
+                problem = f"outputs={self._names} has {name!r}, which the source does not have, but lacks {near[0]!r}"
+                warnings.warn(f"{problem}; is this a typo? If not, choose a less similar name", stacklevel=4)
 
     def schedule(self) -> None:
         """Let DALI begin to make further outputs."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-        self.pipe.schedule_run()
+        self.pipeline.schedule_run()
 
     def outputs(self) -> Any:
         """Return the next outputs. With the dynamic executor, they are ready on the caller's CUDA stream, if there is one.
@@ -226,22 +226,22 @@ class _Pipe:
         With any other executor, this call waits for the GPU.
         """
         with self._on_device():
-            return self.pipe.outputs(self._stream() if self.pipe.exec_dynamic else None)
+            return self.pipeline.outputs(self._stream() if self.pipeline.exec_dynamic else None)
 
-    def nested(self, ran: Sequence[Any], iteration: int) -> tuple[Any, Any]:
+    def nest(self, ran: Sequence[Any], iteration: int) -> tuple[Any, Any]:
         """Return the batch made from the outputs `ran`, and the mask of its padding."""
         if len(ran) != len(self._names):
             raise ValueError(
                 f"the pipeline has {len(ran)} outputs, but {len(self._names)} names: {', '.join(self._names)}; pass outputs="
             )
-        is_shared = not self.pipe.exec_dynamic  # other executors write the next batch into the same memory
+        is_shared = not self.pipeline.exec_dynamic  # other executors write the next batch into the same memory
         with self._on_device():
             stream = self._stream()
             outputs = {
                 name: as_torch(output, is_shared or self._copy) for name, output in zip(self._names, ran, strict=True)
             }
             # now the stream waits for the outputs, and so for DALI's copies of the source's batch; other executors have waited
-            self.source.was_given(None if is_shared else stream)
+            self.source.note_handed_over(None if is_shared else stream)
             if is_shared and stream is not None:
                 self._copied = stream.record_event()
             count = len(outputs[NUMBER])
@@ -250,7 +250,7 @@ class _Pipe:
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Return a context in which the pipeline's GPU is current: DALI takes the default stream for that of this GPU."""
-        return torch.cuda.device(self.pipe.device_id) if self._has_gpu else nullcontext()
+        return torch.cuda.device(self.pipeline.device_id) if self._has_gpu else nullcontext()
 
     def _stream(self) -> Any:
-        return torch.cuda.current_stream(self.pipe.device_id) if self._has_gpu else None
+        return torch.cuda.current_stream(self.pipeline.device_id) if self._has_gpu else None

@@ -65,7 +65,7 @@ class NativeReader(BatchSource):
         self._by_path = {path.encode(): number for number, path in enumerate(self._paths)}
         self._begins: dict[int, tuple[list[int], list[int]]] = {}  # by shard; see `_begins_of`
         self._index_paths = (
-            None if index_paths is None else self._checked_indexes([os.fspath(path) for path in index_paths])
+            None if index_paths is None else self._check_index_paths([os.fspath(path) for path in index_paths])
         )
         self._has_host = False
         largest = -(-count // world_size)
@@ -93,7 +93,7 @@ class NativeReader(BatchSource):
             except UnicodeEncodeError as exc:
                 raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
 
-    def _checked_indexes(self, paths: list[str]) -> list[str]:
+    def _check_index_paths(self, paths: list[str]) -> list[str]:
         """Return `paths`; raise FileNotFoundError or ValueError unless they are indexes of the shards, in order."""
         for path in paths:
             if not os.path.isfile(path):
@@ -177,7 +177,7 @@ class NativeReader(BatchSource):
 
     def _number(self, origin: bytes) -> int:
         """Return the index of the sample whose tensor member has the origin `PATH:FIRST_BYTE:NAME`."""
-        for path, first_byte, name in _places(origin):
+        for path, first_byte, name in _split_origin(origin):
             number = self._by_path.get(path)
             if number is not None:
                 begins, rows = self._begins_of(number)
@@ -191,12 +191,12 @@ class NativeReader(BatchSource):
 
     def _begins_of(self, number: int) -> tuple[list[int], list[int]]:
         """Return the offsets of a shard's tensor members, ascending, and for each the number of its sample in the shard."""
-        known = self._begins.get(number)
-        if known is None:
+        sorted_begins = self._begins.get(number)
+        if sorted_begins is None:
             begins = self._shards[number].columns.tensors_begin
             order = np.argsort(begins, kind="stable")
-            known = self._begins[number] = begins[order].tolist(), order.tolist()
-        return known
+            sorted_begins = self._begins[number] = begins[order].tolist(), order.tolist()
+        return sorted_begins
 
     def _cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
         """Return the tensors of samples by name: `[B, …]` if their shapes are equal, else a list of B.
@@ -231,7 +231,7 @@ class NativeReader(BatchSource):
         return tensors
 
 
-def _places(origin: bytes) -> list[Sequence[bytes]]:
+def _split_origin(origin: bytes) -> list[Sequence[bytes]]:
     """Return every way to split `PATH:FIRST_BYTE:NAME` into its parts; path and name may contain colons."""
     if origin.count(b":") == 2:
         return [origin.split(b":")]

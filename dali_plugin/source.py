@@ -113,7 +113,7 @@ class BatchSource:
         """Keep at least the last `count` batches, because DALI may not have read them yet."""
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
-    def was_given(self, stream: Any) -> None:
+    def note_handed_over(self, stream: Any) -> None:
         """Record that the pipeline has passed its next batch to the iterator, for use on `stream` (None without CUDA)."""
 
     def is_padding(self, iteration: int, count: int) -> Array:
@@ -147,11 +147,11 @@ class BatchSource:
 class TensorCacheSource(BatchSource):
     """A source for `fn.external_source(source=…, num_outputs=source.num_outputs, batch=True, batch_info=True)`.
 
-    A call with a `BatchInfo` returns one batch. It contains, in the order of `outputs`: each tensor as `[B, …]`, or as a
-    list of B if shapes differ; each member as a list of B uint8 arrays; and the sample indices, int64 `[B]`.
+    A call with a `BatchInfo` returns one batch. It has the parts that `outputs` names, in order. A tensor is `[B, …]`, or a
+    list of B if shapes differ. A member is a list of B uint8 arrays. The sample indices are int64 `[B]`.
 
-    A batch depends only on the epoch and the iteration, so pipelines resume exactly from DALI's checkpoints, and any number
-    of processes (`parallel=True`) may make batches. Threads read the next batches of the epoch before DALI requests them.
+    A batch depends only on the epoch and the iteration. So pipelines resume exactly from DALI's checkpoints, and any number of
+    processes (`parallel=True`) may make batches. Threads read the next batches of the epoch before DALI requests them.
 
     Args:
         cache: A cache, or anything that `tc.open` takes.
@@ -226,7 +226,7 @@ class TensorCacheSource(BatchSource):
         self._begin()
 
     def _begin(self) -> None:
-        """Set what belongs to one pipeline and one process."""
+        """Set the state of one pipeline in one process."""
         self._pool: ThreadPoolExecutor | None = None
         self._jobs = deque[Future[Any]]()  # the batches that are read ahead
         self._next = (0, 0, 0)  # process id, epoch and iteration of the first of them
@@ -250,7 +250,7 @@ class TensorCacheSource(BatchSource):
         return source
 
     def read_on_request(self) -> None:
-        """Read nothing ahead, for DALI's worker processes, each of which reads only some of the batches."""
+        """Read nothing ahead: each of DALI's worker processes reads only some of the batches."""
         self._num_threads = 0
 
     def indices(self, epoch: int, iteration: int) -> Array:
@@ -296,7 +296,7 @@ class TensorCacheSource(BatchSource):
         return self._keep(*self._read(self._narrow, epoch, iteration, None))
 
     def _read_next(self, epoch: int, iteration: int) -> Any:
-        """Return a batch, and let threads read the next ones of the epoch. Any other batch than the next discards those."""
+        """Return a batch, and let threads read the next ones of the epoch. A request for any other batch discards them."""
         pid = os.getpid()
         if self._next[0] != pid:
             # Hazard: a forked child must not use what its parent's threads may have locked.
@@ -351,7 +351,7 @@ class TensorCacheSource(BatchSource):
             )
         torch.cuda.synchronize(self.device_id)
 
-    def was_given(self, stream: Any) -> None:
+    def note_handed_over(self, stream: Any) -> None:
         # torch does not wait for DALI's copies before it reuses pinned memory, so an event marks their end
         if self._is_pinned:
             self._events[self._num_given] = None if stream is None else stream.record_event()

@@ -34,9 +34,9 @@ class TensorCacheStream(BatchSource):
     Raises:
         KeyError: The first sample has no such tensor or member.
         ValueError: The stream has no samples, cannot be iterated over again, or yields no lazy tensors.
-        BatchError (when a batch is requested or nested): A sample lacks `field` or a tensor, a tensor's dtype differs from that
-            in the first sample, or the structures of two samples differ. Without `tensors`, also if a sample has a tensor that
-            the first sample lacks.
+        BatchError (when a batch is requested or nested): A sample lacks `field` or a tensor, or its dtypes differ from those of
+            the first sample. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor that the
+            first sample lacks.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class TensorCacheStream(BatchSource):
         if not isinstance(first, dict) or not isinstance(first.get("__key__", ""), str):
             raise ValueError("the stream yields batches, expected single samples: dicts from tc.decode()")
         if field not in first:
-            known = list_names(first, field)
+            names = list_names(first, field)
             raise KeyError(
-                f"samples have the fields {known}, but no {field!r:.100}; does the stream end in tc.decode()?"
+                f"samples have the fields {names}, but no {field!r:.100}; does the stream end in tc.decode()?"
             )
         lazies = tc.flatten(first[field])
         if not lazies:

@@ -41,7 +41,7 @@ def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
 
 
 def is_tensor(carrier: Carrier) -> bool:
-    """Return whether a carrier is that of a tensor of torch, not of an array of numpy."""
+    """Return whether a carrier carries tensors of torch, not arrays of numpy."""
     return isinstance(carrier.true, torch.dtype)
 
 
@@ -51,7 +51,7 @@ def _is_native(dtype: Any) -> bool:
 
 
 def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dicts of a pipeline's outputs by name: the tensors that have `carriers`, as such, and all other outputs.
+    """Return two dicts of a pipeline's outputs by name: the restored tensors with `carriers`, and all other outputs.
 
     A bool tensor that an operator has changed to another dtype keeps that dtype.
 
@@ -90,8 +90,8 @@ def _restore(name: str, value: Any, carrier: Carrier) -> Any:
 def as_dali(value: Any, layout: str, is_pinned: bool) -> Any:
     """Return an array, or a tuple of arrays, as DALI's own tensors. DALI feeds them to a pipeline as they are.
 
-    Hazard: from arrays, DALI would make these objects itself, in the thread that runs the pipeline. It makes new ones also from
-    its own objects if a node has a layout, and the new ones are not marked as page-locked: they are copied once more.
+    Hazard: from arrays, DALI would make these objects itself, in the thread that runs the pipeline. If a node has a layout, it
+    makes new objects even from its own. These are not marked as page-locked, so they are copied once more.
     """
     from nvidia.dali.tensors import TensorCPU, TensorListCPU
 
@@ -144,7 +144,7 @@ def match_names(names: Iterable[str] | str, known: Iterable[str], kind: str) -> 
     """Return `names` as a list, with patterns (`"text.*"`) replaced by their matches in `known`.
 
     Raises:
-        KeyError: A name or pattern matches none of `known`; `kind` says in the message what they name.
+        KeyError: A name or pattern matches none of `known`; the message calls the names `kind`.
         ValueError: A name occurs twice in the list.
     """
     known, matched = list(known), list[str]()

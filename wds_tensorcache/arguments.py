@@ -27,20 +27,20 @@ def as_int(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r:.100}, expected an integer") from None
 
 
-def check_options(call: Callable[..., Any], given: Iterable[str], known: Iterable[str]) -> None:
+def check_options(call: Callable[..., Any], passed: Iterable[str], accepted: Iterable[str]) -> None:
     """Raise TypeError if `call` got an unknown option.
 
     Args:
         call: Class or function that the user called.
-        given: Names of the options in its `**options`.
-        known: Names of the options that it accepts there.
+        passed: Names of the options in its `**options`.
+        accepted: Names of the options that it accepts there.
     """
-    known = list(known)
-    for name in given:
-        if name not in known:
+    accepted = list(accepted)
+    for name in passed:
+        if name not in accepted:
             parameters = inspect.signature(call).parameters.values()
             names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-            hint = f"there are {list_names(list(dict.fromkeys([*names, *known])), name)}"
+            hint = f"there are {list_names(list(dict.fromkeys([*names, *accepted])), name)}"
             raise TypeError(f"{call.__name__} has no argument {name!r:.100}; {hint}")
 
 

@@ -80,9 +80,9 @@ class FormatError(TensorCacheError, ValueError):
     """Bytes that break a rule of FORMAT.md, or two members (files in the tar) of a sample that do not belong together.
 
     Args:
-        reason: Description of the fault, for people.
+        reason: Description of the fault.
         offset: Byte offset of the fault in the file or stream; None if unknown.
-        kind: Kind of the fault, for code; None selects the default of the class.
+        kind: Kind of the fault; None selects the default of the class.
 
     Attributes:
         reason, offset, kind: The arguments of the constructor; `at` copies them.
@@ -145,7 +145,7 @@ class BatchError(TensorCacheError, ValueError):
 class RemoteError(TensorCacheError, OSError):
     """A request to a server or an object store that failed, after retries if the fault may pass.
 
-    The message says url, range and status, without credentials.
+    The message contains url, range and status, without credentials.
 
     Attributes:
         url: The object, without user name, password and query.

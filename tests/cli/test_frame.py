@@ -209,7 +209,7 @@ def test_a_fault_of_the_program(
         def fail(*arguments: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("wds_tensorcache.cli.looking.ls._matching", fail)
+        monkeypatch.setattr("wds_tensorcache.cli.looking.ls._match_entries", fail)
         assert run_here(["ls", str(cache)]) == 1
         said = capsys.readouterr().err
         assert "Traceback" in said

@@ -19,7 +19,7 @@ from wds_tensorcache.inspecting.report.cards import Limits, make_card, text_of_s
 from wds_tensorcache.inspecting.report.data import overview
 from wds_tensorcache.inspecting.report.page import build_page
 from wds_tensorcache.inspecting.survey import Survey
-from wds_tensorcache.inspecting.text import as_json, cut, json_number, page_text, visible
+from wds_tensorcache.inspecting.text import as_json, cut, escape_hidden, json_number, page_text
 
 
 def test_the_cache_is_described(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_hostile_content_stays_text(tmp_path: Path) -> None:
     assert b"{{report}}" in page
     assert not re.search("[\u202a-\u202e\u2066-\u2069\ud800-\udfff\x1b]", json.dumps(report, ensure_ascii=False))
     by_key = {card["key"]: card for card in report["samples"]}
-    assert visible(EVIL) in {card["text"] for card in report["samples"]}
+    assert escape_hidden(EVIL) in {card["text"] for card in report["samples"]}
     assert by_key["none"]["tensors"] == []
     assert by_key["text"]["text"] == "\\u202eשלם\\u202c <b>"
     assert by_key["video"]["text"] == "\ufffd</script> a caption"

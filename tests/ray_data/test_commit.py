@@ -13,7 +13,7 @@ import torch
 import wds_tensorcache as tc
 
 pytest.importorskip("ray", reason="ray is missing: pip install 'wds-tensorcache[ray]'")
-from wds_tensorcache.ray.commit import Mode, commit, writing
+from wds_tensorcache.ray.commit import Mode, commit, start_write
 from wds_tensorcache.ray.write import write_part
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
@@ -22,7 +22,7 @@ MADE = {"made": "here"}
 
 def begin(folder: Path, mode: Mode = "create", fingerprint: Any = MADE) -> Any:
     options = {"fingerprint": fingerprint, "fsync": False, "max_samples": 2, "allow": ()}
-    return writing(str(folder), mode, "__key__", options)
+    return start_write(str(folder), mode, "__key__", options)
 
 
 def blocks(numbers: Sequence[int]) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, measured_pace
+from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, pace_of
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
 
@@ -54,7 +54,7 @@ def test_large_ranges_are_split(http_server: HttpServer) -> None:
     file.read_into(buffers, 1)
     assert b"".join(buffers) == content[1:]
     assert len(http_server.log()) == 3
-    assert measured_pace(file.url).rate > 0
+    assert pace_of(file.url).rate > 0
 
 
 def test_the_surface_of_a_file(http_server: HttpServer, content: bytes) -> None:

@@ -75,9 +75,9 @@ class End(NamedTuple):
 class Salvage:
     """The contents of a damaged tar, in order: its members, unreadable ranges (`Break`) and `End`.
 
-    After damage, reading resumes at the next member of an index whose place is confirmed, or else at the next block with a
-    valid checksum and the name of a sample's member. Hazard: without an index, the files inside a tar that is itself a member
-    are taken for members if the header of that tar is lost.
+    After damage, reading resumes at the next member of an index whose place is confirmed. Without one, it resumes at the next
+    block with a valid checksum and the name of a sample's member. Hazard: without an index, the files inside a tar that is
+    itself a member are taken for members if the header of that tar is lost.
 
     Stock readers stop at the first block of zeros. Zeros are damage if an index says that the archive ends later, or if only
     one block is zero. Members after two or more blocks of zeros, such as those of an appended tar, belong to no archive.
@@ -137,7 +137,7 @@ class Salvage:
         is_early = self._end is not None and failed < self._end
         if kind == "zeros" and not is_early and not self._read_block(failed + BLOCK).strip(b"\0"):
             return None, None
-        if is_early and self._places.are_over(failed):
+        if is_early and self._places.is_last(failed):
             return None, self._end
         return None, self._search(failed, self._end if is_early else None)
 
@@ -191,10 +191,10 @@ def _may_begin_sample(header: bytes) -> bool:
 
 
 class _Places:
-    """The members that a shard's index lists, or else its sidecar, even a stale one.
+    """The members in a shard's index, or else in its sidecar, even a stale one.
 
-    Hazard: an index may be stale. So a place counts only if a header there names the member, or if that header is unreadable,
-    and the bytes match the digests in the index, the skeleton and the tensors. An index that a header contradicts is not used.
+    Hazard: an index may be stale. So a place counts only if a header there names the member. If that header is unreadable, the
+    bytes must match the digests in the index, the skeleton and the tensors. An index that a header contradicts is not used.
     """
 
     def __init__(self, file: ShardFile) -> None:
@@ -220,19 +220,19 @@ class _Places:
                     break
         return self._member
 
-    def are_over(self, offset: int) -> bool:
-        """Return whether at most one member, the damaged one, is after an offset."""
+    def is_last(self, offset: int) -> bool:
+        """Return whether at most one member follows an offset: the damaged one."""
         return not self._is_stale and bool((self._table.begins > offset).sum() <= 1)
 
-    def _listed(self, at: int) -> tuple[str, str, int, int]:
+    def _member_at(self, at: int) -> tuple[str, str, int, int]:
         """Return key, suffix, offset and length of a member."""
         table = self._table
         key, suffix = self._index.keys[table.rows.item(at)], table.suffixes[table.kinds.item(at)]
         return key, suffix, table.begins.item(at), table.sizes.item(at)
 
     def _header_of(self, at: int) -> int | None:
-        """Return where the headers of a member begin; None if none there names it."""
-        key, suffix, begin, nbytes = self._listed(at)
+        """Return the offset of a member's first header; None if no header there names the member."""
+        key, suffix, begin, nbytes = self._member_at(at)
         for raw, size, header_begin in names_of(self._file.read, begin, self._file.nbytes):
             split = split_member(raw.decode("utf-8", "surrogateescape"))
             if size == nbytes and split is not None and (split[0], split[1].lower()) == (key, suffix):
@@ -240,8 +240,8 @@ class _Places:
         return None
 
     def _is_contradicted(self, at: int) -> bool:
-        """Return whether an intact header is in front of a member, but not of that member."""
-        key, suffix, begin, nbytes = self._listed(at)
+        """Return whether the intact header before a member's content belongs to another member."""
+        key, suffix, begin, nbytes = self._member_at(at)
         # a longer name, or one that is not ASCII, is in an extended header, which may be lost
         is_plain = key.isascii() and suffix.isascii() and len(f"{key}.{suffix}") <= _MAX_FIELD_NBYTES
         with contextlib.suppress(OSError):
@@ -250,7 +250,7 @@ class _Places:
         return False
 
     def _confirm(self, at: int) -> Member | None:
-        key, suffix, begin, nbytes = self._listed(at)
+        key, suffix, begin, nbytes = self._member_at(at)
         if begin + nbytes > self._file.nbytes:
             return None
         name, end, header_begin = f"{key}.{suffix}", begin + nbytes + padding(nbytes), self._header_of(at)

@@ -24,58 +24,58 @@ _REMEDY = "`tensorcache index` writes it anew"
 _Places = Mapping[tuple[str, str], tuple[Any, ...]]  # the fields of each member, by key and suffix
 
 
-def check_indexes(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
-    """Add the faults of a shard's indexes to `found`; return the fingerprint that they contain, if any."""
+def check_indexes(checked: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
+    """Add the faults of a shard's indexes to `checked`; return the fingerprint that they contain, if any."""
     footer = sidecar = None
     try:
-        footer = _read_footer(found)
+        footer = _read_footer(checked)
     except (FormatError, OSError) as exc:
-        found.fault(None, None, f"{_FOOTER}: {exc}", "index")
-    where = os.path.basename(sidecar_path(found.path))
+        checked.fault(None, None, f"{_FOOTER}: {exc}", "index")
+    where = os.path.basename(sidecar_path(checked.path))
     try:
-        file = open_sidecar(found.path)
-        sidecar = None if file is None else parse_index(file.read(0, file.nbytes), found.nbytes)
+        file = open_sidecar(checked.path)
+        sidecar = None if file is None else parse_index(file.read(0, file.nbytes), checked.nbytes)
         if file is not None and sidecar is None:
-            found.fault(None, None, f"{where} is damaged or stale; {_REMEDY}", "index")
+            checked.fault(None, None, f"{where} is damaged or stale; {_REMEDY}", "index")
     except (FormatError, OSError) as exc:
-        found.fault(None, None, f"{where}: {exc}", "index")
+        checked.fault(None, None, f"{where}: {exc}", "index")
     lost: set[str] = set()  # keys
-    rebuilt = build_footer(found.index)
+    rebuilt = build_footer(checked.index)
     for name, index in ((_FOOTER, footer), (where, sidecar)):
         if index is not None and build_footer(replace(index, fingerprint=None, origins=None)) != rebuilt:
-            listed, present = list(_places(index)), list(_places(found.index))
+            listed, present = list(_places(index)), list(_places(checked.index))
             is_in_order = [member for member, _ in listed] == [member for member, _ in present]
-            _compare(found, dict(listed), dict(present), name, lost, is_in_order)
-    _check_idx(found, needs_idx, lost)
+            _compare(checked, dict(listed), dict(present), name, lost, is_in_order)
+    _check_idx(checked, needs_idx, lost)
     index = footer or sidecar
     if index is None:
         return None
     # the shard itself does not contain these, so they cannot be compared; `repair` keeps them
     try:
-        found.index = replace(found.index, origins=index.origins_of(found.index.keys))
+        checked.index = replace(checked.index, origins=index.origins_of(checked.index.keys))
     except FormatError as exc:
-        found.fault(None, None, f"{exc}", "index")
+        checked.fault(None, None, f"{exc}", "index")
     return index.fingerprint
 
 
-def _read_footer(found: Checked) -> ShardIndex | None:
+def _read_footer(checked: Checked) -> ShardIndex | None:
     """Return the index at the end of a shard, and check the bytes after the archive."""
-    file, end = ShardFile(found.path), found.end
-    if file.identity != found.identity:
+    file, end = ShardFile(checked.path), checked.end
+    if file.identity != checked.identity:
         raise FormatError("the shard was changed while it was checked")
     index = read_footer(file.read, file.nbytes)
     trailer = None if index is None else read_trailer(file.read, file.nbytes, file.nbytes)
     if end is None:
         return index
     if index is not None and index.end != end:
-        found.fault(None, end, f"{_FOOTER} says that the archive ends at byte {index.end}", "index")
+        checked.fault(None, end, f"{_FOOTER} says that the archive ends at byte {index.end}", "index")
         return index
     at = _next_byte(file, end + 512, file.nbytes if trailer is None else trailer.begin)
     if at is not None and index is not None:
-        found.fault(None, at, f"the bytes between the end-of-archive marker and {_FOOTER} are not zeros", "trailing")
+        checked.fault(None, at, f"the bytes between the end-of-archive marker and {_FOOTER} are not zeros", "trailing")
     elif at is not None:
-        what = "the bytes after the end-of-archive marker are not an index, or are a damaged or stale index"
-        found.fault(None, at, what if at >= end + 1024 else "the end-of-archive marker is damaged", "trailing")
+        problem = "the bytes after the end-of-archive marker are not an index, or are a damaged or stale index"
+        checked.fault(None, at, problem if at >= end + 1024 else "the end-of-archive marker is damaged", "trailing")
     return index
 
 
@@ -89,10 +89,8 @@ def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
-    """Yield key and suffix of each member, and its fields: offset, length, and for tensors layout, digest and names.
-
-    The last two fields are the further names of the tensors, and the texts of the references to them; None if unknown.
-    """
+    """Yield key and suffix of each member, and its fields: offset, length, and for tensors layout, digest and names."""
+    # the last two fields are the further names of the tensors, and the texts of the references to them; None if unknown
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.numbers, table.begins, table.sizes)
     for row, kind, at, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):
@@ -106,43 +104,50 @@ def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...
 
 
 def _compare(
-    found: Checked, says: _Places, has: _Places, where: str, lost: set[str], is_in_order: bool = False
+    checked: Checked,
+    listed_places: _Places,
+    present_places: _Places,
+    where: str,
+    lost: set[str],
+    is_in_order: bool = False,
 ) -> None:
     """Add a fault for each sample or member that only an index has, and one for all other differences."""
-    keys = {key for key, _ in has}
-    if keys and not any(key in keys for key, _ in says):
-        found.fault(None, None, f"{where} belongs to a different shard, or is wrong; {_REMEDY}", "index")
+    keys = {key for key, _ in present_places}
+    if keys and not any(key in keys for key, _ in listed_places):
+        checked.fault(None, None, f"{where} belongs to a different shard, or is wrong; {_REMEDY}", "index")
         return
     differing: dict[str, None] = {}
-    for key, suffix in sorted(says.keys() | has.keys()):
-        listed, present = says.get((key, suffix)), has.get((key, suffix))
-        if key in found.damaged or key in lost or (listed and present and _are_equal(found, key, listed, present)):
+    for key, suffix in sorted(listed_places.keys() | present_places.keys()):
+        listed, present = listed_places.get((key, suffix)), present_places.get((key, suffix))
+        if key in checked.damaged or key in lost or (listed and present and _are_equal(checked, key, listed, present)):
             continue
-        if present is not None or (key in keys and not found.is_broken):
+        if present is not None or (key in keys and not checked.is_broken):
             differing[key] = None
             continue
         lost.add(key)
-        what = f"the sample is lost: {where} lists it, but the shard does not contain it"
+        problem = f"the sample is lost: {where} lists it, but the shard does not contain it"
         if key in keys:
-            what = f"member {suffix!r} is lost: {where} lists it, but the shard does not contain it"
-        found.report.num_lost += key not in keys
-        found.fault(key, None, what, "lost")
-    if differing or not (is_in_order or lost or found.damaged or found.is_broken):
+            problem = f"member {suffix!r} is lost: {where} lists it, but the shard does not contain it"
+        checked.report.num_lost += key not in keys
+        checked.fault(key, None, problem, "lost")
+    if differing or not (is_in_order or lost or checked.damaged or checked.is_broken):
         samples = f" about {format_count(len(differing), 'sample')}" if differing else ""
-        found.fault(next(iter(differing), None), None, f"{where} disagrees with the shard{samples}; {_REMEDY}", "index")
+        checked.fault(
+            next(iter(differing), None), None, f"{where} disagrees with the shard{samples}; {_REMEDY}", "index"
+        )
 
 
-def _are_equal(found: Checked, key: str, listed: tuple[Any, ...], present: tuple[Any, ...]) -> bool:
-    if listed == present or key in found.doubtful:
+def _are_equal(checked: Checked, key: str, listed: tuple[Any, ...], present: tuple[Any, ...]) -> bool:
+    if listed == present or key in checked.doubtful:
         return listed == present
     # A writer may not have read references, because they need `allow=`. Old writers did not list further names.
     pairs = zip(listed[-2:], present[-2:], strict=True)
     return listed[:-2] == present[:-2] and all(a == b or a is None or b is None for a, b in pairs)
 
 
-def _check_idx(found: Checked, needs_idx: bool, lost: set[str]) -> None:
-    """Add the faults of DALI's index to `found`."""
-    path, samples, expected = dali_index_path(found.path), list_members(found.index), None
+def _check_idx(checked: Checked, needs_idx: bool, lost: set[str]) -> None:
+    """Add the faults of DALI's index to `checked`."""
+    path, samples, expected = dali_index_path(checked.path), list_members(checked.index), None
     where = os.path.basename(path)
     with contextlib.suppress(InvalidKeyError):  # for example names from other writers
         expected = build_dali_index(samples)
@@ -154,17 +159,17 @@ def _check_idx(found: Checked, needs_idx: bool, lost: set[str]) -> None:
         width, lines = split_lines(content)
     except FileNotFoundError:
         if needs_idx and expected is not None:
-            found.fault(None, None, f"{where} is missing, although other shards have an `.idx` file", "index")
+            checked.fault(None, None, f"{where} is missing, although other shards have an `.idx` file", "index")
         return
     except (FormatError, OSError) as exc:
-        found.fault(None, None, f"{where}: {exc}", "index")
+        checked.fault(None, None, f"{where}: {exc}", "index")
         return
     members = [member for sample in samples for member in sample]
     if width == 4:
         listed = [fields for line in lines for fields in split_line(line, width) if len(fields) == width]
-        _compare(found, _by_name(listed), _by_name(list(map(str, member)) for member in members), where, lost)
+        _compare(checked, _by_name(listed), _by_name(list(map(str, member)) for member in members), where, lost)
     elif " ".join(lines) != " ".join(f"{suffix} {begin} {nbytes}" for suffix, begin, nbytes, _ in members):
-        found.fault(None, None, f"{where} disagrees with the shard; {_REMEDY}", "index")
+        checked.fault(None, None, f"{where} disagrees with the shard; {_REMEDY}", "index")
 
 
 def _by_name(members: Iterable[list[str]]) -> _Places:

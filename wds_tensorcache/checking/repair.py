@@ -33,14 +33,14 @@ def repair(
     """Write the intact samples of shards into a new folder, with new indexes and a manifest; `source` is not changed.
 
     Samples without a fault are copied with their tar headers, byte for byte. Entries that belong to no sample, such as folders
-    and links, may be left out. Where headers are damaged, the samples are found through the index at the shard's end or in its
-    sidecar, even a stale one. Such a sample is recovered, with new tar headers, if its bytes match the digests in the index,
-    the skeleton and the tensors.
-    Without an index, reading resumes at the next intact header. Samples after the point where a shard was cut off are lost.
-    Reading also resumes after a single block of zeros, and after more zeros if an index says that the archive ends later.
-    Members after the end-of-archive marker are dropped, since readers do not see them. A sample that has lost only a member
-    outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have the same key, the
-    first intact one with the most caches is kept. If a copy of another shard has replaced a shard, the copy is left out.
+    and links, may be left out. Where headers are damaged, the index at the shard's end or in its sidecar, even a stale one,
+    shows the places of samples. Such a sample is recovered, with new tar headers, if its bytes match the digests in the index,
+    the skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a
+    shard was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that
+    the archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that
+    has lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have
+    the same key, the first intact one with the most caches is kept. If a copy of another shard has replaced a shard, the copy
+    is left out.
 
     Shards keep their names, their order and their fingerprints. A damaged shard without intact members is not written. The
     folder appears by one rename when it is complete. A killed process leaves a hidden folder next to `out`, which the next
@@ -73,15 +73,19 @@ def repair(
     report = RepairReport()
     shards = ShardsToCheck(source, report)
     with closing(Progress(progress, 2 * shards.nbytes, desc="repair", unit="B", unit_scale=True)) as bar:
-        found = shards.check(num_threads, allow, bar, keep=True)
-        _check_names([checked.path for checked, _ in found])
-        if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
-            what = f"{len(report.faults)} faults, and drop=False (--strict) allows no loss, so nothing was written"
-            raise FormatError(f"{what}; the first fault: {report.faults[0]}")
+        checked_shards = shards.check(num_threads, allow, bar, keep=True)
+        _check_names([checked.path for checked, _ in checked_shards])
+        if not drop and (
+            report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in checked_shards)
+        ):
+            problem = f"{len(report.faults)} faults, and drop=False (--strict) allows no loss, so nothing was written"
+            raise FormatError(f"{problem}; the first fault: {report.faults[0]}")
         # Hazard: a shard and its copy would repeat keys. The one with the most samples is kept.
-        by_size = sorted((checked for checked, _ in found), key=lambda part: (len(part.index.keys), not part.copy_of))
+        by_size = sorted(
+            (checked for checked, _ in checked_shards), key=lambda part: (len(part.index.keys), not part.copy_of)
+        )
         best = set({part.copy_of or part.path: part.path for part in by_size}.values())
-        kept = [part for part in found if part[0].path in best and (part[0].ranges or not _has_lost(part[0]))]
+        kept = [part for part in checked_shards if part[0].path in best and (part[0].ranges or not _has_lost(part[0]))]
         if kept:
             with new_folder(out) as folder:
                 _write(kept, folder, report, lambda nbytes: bar.show(shards.nbytes + nbytes))
@@ -103,19 +107,19 @@ def _check_names(paths: list[str]) -> None:
     for path in paths:
         idx = os.path.basename(dali_index_path(path))
         if idx in by_name:
-            what = f"its DALI index would be named {idx!r}, but {by_name[idx]} uses that name"
-            raise ValueError(f"{path}: {what}; repair the two shards one by one")
+            problem = f"its DALI index would be named {idx!r}, but {by_name[idx]} uses that name"
+            raise ValueError(f"{path}: {problem}; repair the two shards one by one")
         by_name[idx] = path
 
 
 def _write(
-    found: list[tuple[Checked, Mapping[str, Any] | None]],
+    checked_shards: list[tuple[Checked, Mapping[str, Any] | None]],
     folder: str,
     report: RepairReport,
     show: Callable[[int], object],
 ) -> None:
     manifest, files, done = Manifest(), Files(), 0
-    for checked, fingerprint in found:
+    for checked, fingerprint in checked_shards:
         if files.get(checked.path).identity != checked.identity:
             raise FormatError(f"{checked.path}: the shard was changed during the repair; try again")
         path = os.path.join(folder, os.path.basename(checked.path))

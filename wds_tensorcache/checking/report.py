@@ -18,11 +18,11 @@ class Fault:
         shard: Path of the shard or manifest.
         key: Key of the sample; None if the fault is not in a sample, or the sample is unknown.
         offset: Byte offset of the fault in the shard; None if the fault is not in the shard's bytes.
-        what: Description for people.
-        kind: Description for code, as in `FormatError.kind`. Faults of a tar are `truncated`, `compressed`, `checksum`,
-            `header`, `extended-header`, `sparse`, `zeros` or `trailing`, and those of a sample `duplicate`, `damaged`, `lost`
-            or `unsafe`. A member or a shard may be `missing`, and a file `unreadable`. A sidecar or manifest that is damaged
-            or disagrees with the shards is `index`. `format` is any other violation of FORMAT.md.
+        what: Description of the fault.
+        kind: Kind of the fault, as in `FormatError.kind`. Faults of a tar are `truncated`, `compressed`, `checksum`, `header`,
+            `extended-header`, `sparse`, `zeros` or `trailing`, and those of a sample `duplicate`, `damaged`, `lost` or
+            `unsafe`. A member or a shard may be `missing`, and a file `unreadable`. A sidecar or manifest that is damaged or
+            disagrees with the shards is `index`. `format` is any other violation of FORMAT.md.
     """
 
     shard: str
@@ -78,9 +78,9 @@ class Report:
 
     def add(self, part: Report) -> None:
         """Add the faults and counts of another report."""
-        for each in fields(part):
-            value, more = getattr(self, each.name), getattr(part, each.name)
-            setattr(self, each.name, value | more if isinstance(value, set) else value + more)
+        for attribute in fields(part):
+            value, more = getattr(self, attribute.name), getattr(part, attribute.name)
+            setattr(self, attribute.name, value | more if isinstance(value, set) else value + more)
 
     def __str__(self) -> str:
         faults = "nothing is wrong"

@@ -100,16 +100,16 @@ def check_shard(
 ) -> Checked:
     """Check a shard in one pass over its bytes. After each sample, call `reach` with the offset of its end.
 
-    Of samples with the same key, the first with the most caches is kept; one with its own headers comes before one that an
-    index has named. If that is not the first one, or a sample has lost a cache, there is a second pass.
+    If samples have the same key, one with the most caches is kept: if possible one with its own headers, and of these the
+    first. If this is not the first sample with the key, or a sample has lost a cache, there is a second pass.
 
     Raises:
         OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.
     """
     file = ShardFile(path)
     better: dict[str, int] = {}
-    found = _check_all(file, allow, readers, better, reach)
-    return _check_all(file, allow, readers, better, reach) if better else found
+    checked = _check_all(file, allow, readers, better, reach)
+    return _check_all(file, allow, readers, better, reach) if better else checked
 
 
 def _check_all(
@@ -119,14 +119,14 @@ def _check_all(
     better: dict[str, int],
     reach: Callable[[int], object],
 ) -> Checked:
-    """Check a shard in one pass, which keeps the samples at the offsets in `better`, by key; add those to keep instead."""
+    """Check a shard in one pass. Keep the samples at the offsets in `better`, by key, and add better ones to it."""
     report = Report(num_shards=1, nbytes=file.nbytes)
-    found = Checked(file.path, file.nbytes, file.identity, report)
+    checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()
     ranks: dict[str, tuple[int, bool]] = {}  # of the samples without a fault, by key
     wanted = dict(better)
     with ReadAhead(file, readers) as ahead:
-        for sample in _complete(_samples(found, file, ahead), ahead):
+        for sample in _complete(_samples(checked, file, ahead), ahead):
             key = sample.key
             reach(sample.ranges[-1].end)
             caches, others = _check(sample, allow)
@@ -137,41 +137,43 @@ def _check_all(
                     better[key], ranks[key] = sample.first, rank
                 sample.faults.append((sample.first, "an earlier sample has the same key", "duplicate"))
             elif wanted.get(key) == _LOST:
-                what = "members of a cache are lost: the index of the shard lists more caches"
-                sample.faults.append((sample.first, what, "lost"))
+                problem = "members of a cache are lost: the index of the shard lists more caches"
+                sample.faults.append((sample.first, problem, "lost"))
             elif wanted.get(key, sample.first) != sample.first:
                 sample.faults.append(
                     (sample.first, "another sample has the same key, and more intact caches", "duplicate")
                 )
             for fault in sample.faults:
-                found.fault(key, *fault)
+                checked.fault(key, *fault)
             for offset, suffix in sample.rebuilt:
-                what = f"the tar header of member {suffix!r} is lost; index and digests show that its bytes are intact"
-                found.fault(key, offset, what, "header")
+                problem = (
+                    f"the tar header of member {suffix!r} is lost; index and digests show that its bytes are intact"
+                )
+                checked.fault(key, offset, problem, "header")
             if sample.faults:
                 report.num_damaged += 1
-                found.damaged.add(key)
+                checked.damaged.add(key)
                 continue
             ranks[key] = rank
             report.num_unverified += sample.is_unverified
             report.num_unread += bool(sample.needs)
             report.needs.update(sample.needs)
             if sample.needs and sample.is_unverified:
-                found.doubtful.add(key)
+                checked.doubtful.add(key)
             builder.add(key, caches, others)
             for span in sample.ranges:
-                append_range(found.ranges, span.path, span.begin, span.end, span.header)
+                append_range(checked.ranges, span.path, span.begin, span.end, span.header)
     if report.faults:
-        # Hazard: what is left of a sample would count as finished when the cache is built again.
+        # Hazard: a partial sample would count as finished when the cache is built again.
         listed = _count_caches(file)
         better |= {key: _LOST for key, (count, _) in ranks.items() if count < listed.get(key, 0)}
-    found.damaged -= ranks.keys()  # another sample with such a key has no fault
-    parts, found.ranges = sorted(found.ranges), []
+    checked.damaged -= ranks.keys()  # another sample with such a key has no fault
+    parts, checked.ranges = sorted(checked.ranges), []
     for span in parts:
-        append_range(found.ranges, span.path, span.begin, span.end, span.header)
+        append_range(checked.ranges, span.path, span.begin, span.end, span.header)
     report.faults.sort(key=lambda fault: (fault.offset is None, fault.offset))
-    found.index = builder.finish(file.nbytes if found.end is None else found.end)
-    return found
+    checked.index = builder.finish(file.nbytes if checked.end is None else checked.end)
+    return checked
 
 
 def _count_caches(file: ShardFile) -> dict[str, int]:
@@ -198,12 +200,12 @@ def _complete(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample]
     yield from waiting
 
 
-def _samples(found: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sample]:
-    """Yield the samples of a shard; record tar faults, and members that belong to no sample, in `found`."""
+def _samples(checked: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sample]:
+    """Yield the samples of a shard; record tar faults, and members that belong to no sample, in `checked`."""
     sample: _Sample | None = None
     for part in Salvage(file, ahead.read):
         if not isinstance(part, Member):
-            _note_damage(found, part)
+            _note_damage(checked, part)
             continue
         name, first, begin, nbytes, end, is_rebuilt = part
         header = rebuild_header(name, nbytes) if is_rebuilt else b""
@@ -213,7 +215,7 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sam
         else:
             split = split_member(name)
             if split is None:
-                append_range(found.ranges, file.path, first, end, header)
+                append_range(checked.ranges, file.path, first, end, header)
                 continue
             if sample is not None:
                 yield sample
@@ -228,20 +230,20 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sam
         yield sample
 
 
-def _note_damage(found: Checked, part: Break | End) -> None:
+def _note_damage(checked: Checked, part: Break | End) -> None:
     offset = part.offset
     if isinstance(part, Break):
         lost = f"; no member could be read from byte {offset} to {part.end}" if offset < part.end else ""
-        found.fault(None, offset, part.reason + lost, part.kind)
-        found.is_broken = True
+        checked.fault(None, offset, part.reason + lost, part.kind)
+        checked.is_broken = True
         return
-    found.end = offset
+    checked.end = offset
     if part.unseen is not None:
-        what = f"members from here on are after the end-of-archive marker at byte {offset}: readers do not see them"
-        found.fault(None, part.unseen, what, "trailing")
-        found.is_broken = True
-    if found.nbytes < offset + 1024:
-        found.fault(None, offset, "the file ends inside the end-of-archive marker", "truncated")
+        problem = f"members from here on are after the end-of-archive marker at byte {offset}: readers do not see them"
+        checked.fault(None, part.unseen, problem, "trailing")
+        checked.is_broken = True
+    if checked.nbytes < offset + 1024:
+        checked.fault(None, offset, "the file ends inside the end-of-archive marker", "truncated")
 
 
 def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
@@ -290,8 +292,8 @@ def _check(
             elif half.is_skeleton:
                 tensors = members[half.other]
                 if tensors.digest is not None and tensors.digest.error is None:
-                    found = _check_cache(sample, half, member, tensors, tensors.digest.value, allow)
-                    caches += () if found is None else (found,)
+                    entry = _check_cache(sample, half, member, tensors, tensors.digest.value, allow)
+                    caches += () if entry is None else (entry,)
         except (TensorCacheError, OSError) as exc:
             kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
             sample.faults.append((begin, f"{suffix!r}: {exc}", kind))
@@ -303,7 +305,7 @@ def _check_cache(
     half: Half,
     skeleton: _Member,
     tensors: _Member,
-    found: int,
+    tensors_digest: int,
     allow: Mapping[tuple[str, str], type],
 ) -> CacheEntry | None:
     """Return the index entry of a cache, or None if the header of its tensors is damaged; add faults to `sample`."""
@@ -318,15 +320,15 @@ def _check_cache(
     declared = parse_preamble(text)[2] if digest is None else digest
     if digest is None or body_digest is None:
         sample.is_unverified = True
-    if digest is not None and found != digest:
+    if digest is not None and tensors_digest != digest:
         sample.faults.append(
             (begin, "the safetensors member is damaged: its digest does not match its bytes", "damaged")
         )
-    elif digest is None and found == declared:
+    elif digest is None and tensors_digest == declared:
         sample.faults.append((begin, "the safetensors member is damaged where it declares its digest", "damaged"))
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
-        what = "the skeleton is damaged: its digest does not match its bytes"
-        sample.faults.append((skeleton.begin, what, "damaged"))
+        problem = "the skeleton is damaged: its digest does not match its bytes"
+        sample.faults.append((skeleton.begin, problem, "damaged"))
     else:
         _decode(sample, text, body, entry, allow)
     return entry

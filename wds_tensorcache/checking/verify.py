@@ -36,7 +36,7 @@ from wds_tensorcache.storage.threads import Threads, run_in_order
 def verify(
     source: Any, *, num_threads: int | None = None, allow: Iterable[type] = (), progress: ProgressOption = None
 ) -> Report:
-    """Check every byte that a checksum or digest covers, and whether sidecars and manifest match the shards.
+    """Check every byte that a checksum or digest covers, and compare sidecars and manifest with the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
     compares the samples with the index at the shard's end or in its `.index` file, and with the `.idx` file. It also checks
@@ -105,7 +105,7 @@ class ShardsToCheck:
         reached = dict.fromkeys(paths, 0)  # bytes
 
         def reach(path: str, offset: int) -> None:
-            # a second pass does not count, nor what was appended since
+            # neither a second pass nor appended bytes count
             reached[path] = max(reached[path], min(offset, sizes[path]))
 
         def show() -> None:
@@ -160,7 +160,7 @@ def _reason(error: FormatError | OSError) -> str:
 
 
 def _nbytes(path: str) -> int:
-    """Return the length of a file; 0 if it cannot be found, which is then a fault."""
+    """Return the length of a file, or 0; the check of the shard reports the error."""
     with suppress(OSError):
         return os.path.getsize(path)
     return 0
@@ -221,9 +221,9 @@ class _Manifest:
             self._fault(self._path, f"{entry.url} is not a local path, so it was not checked")
         elif error is not None:
             is_missing = isinstance(error, FileNotFoundError)
-            what = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
-            what = f"{what}; {self._where} lists it with {entry.num_samples} samples"
-            self._fault(path, what, "missing" if is_missing else "unreadable")
+            problem = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
+            problem = f"{problem}; {self._where} lists it with {entry.num_samples} samples"
+            self._fault(path, problem, "missing" if is_missing else "unreadable")
             self._report.num_missing += 1
             self._report.num_lost += entry.num_samples
         else:
@@ -249,8 +249,8 @@ class _Manifest:
         if entry is None or checked.copy_of is not None:
             return fingerprint
 
-        def differ(what: str, says: object) -> None:
-            checked.fault(None, None, f"the shard {what}, but {self._where} says {says}", "index")
+        def differ(fact: str, listed_value: object) -> None:
+            checked.fault(None, None, f"the shard {fact}, but {self._where} says {listed_value}", "index")
 
         num_samples, caches = checked.report.num_samples, {name: len(of) for name, of in checked.index.caches.items()}
         counts, listed = self._caches.get(entry.url), self._fingerprints.get(entry.url)

@@ -59,8 +59,8 @@ class _Commands(click.Group):
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
         commands = [CompletionItem(name, help=summary) for name, (_, summary) in _COMMANDS.items()]
-        found = [item for item in commands if item.value.startswith(incomplete)]
-        return found + click.Command.shell_complete(self, context, incomplete)
+        matches = [item for item in commands if item.value.startswith(incomplete)]
+        return matches + click.Command.shell_complete(self, context, incomplete)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run a command, print what is wrong, and return the exit status. BrokenPipeError and KeyboardInterrupt are raised."""
+    """Run a command, print its error, and return the exit status; let BrokenPipeError and KeyboardInterrupt pass."""
     try:
         instruction = os.environ.get(_COMPLETE_VARIABLE)
         if instruction:
@@ -158,7 +158,7 @@ def _fail(problem: object, status: int) -> int:
 
 
 def _say(text: str) -> None:
-    """Print a message on stderr. If it is closed or full, the exit status alone tells what happened."""
+    """Print a message on stderr. If stderr is closed or full, only the exit status shows the error."""
     if sys.stderr is not None:  # `print` would use stdout
         try:
             print(text, file=sys.stderr, flush=True)

@@ -74,8 +74,8 @@ def find_tensor(sample: Any, key: str, name: str) -> Lazy:
     tensors = flatten(sample)
     if name not in tensors:
         raise KeyError(f"sample {key!r}: {unknown_name('tensor', name, tensors)}")
-    found: Lazy = tensors[name]
-    return found
+    lazy: Lazy = tensors[name]
+    return lazy
 
 
 cache_argument = click.argument("path", metavar="CACHE", type=click.Path())

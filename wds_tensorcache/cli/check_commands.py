@@ -33,14 +33,14 @@ def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
     output = Output(as_json)
     results: list[dict[str, Any]] = []
     with output.progress("indexing") as show:
-        for number, path in enumerate(shards):
+        for done, path in enumerate(shards):
             if os.path.isdir(path):
                 report = index_folder(path, dali_index=not no_dali_index, show=show)
                 results.append({"folder": path, **dataclasses.asdict(report)})
             else:
-                show(number, len(shards))
-                made, manifest = index_shard(path, not no_dali_index)
-                results.append({"shard": path, "num_samples": len(made.keys), "added_to": manifest})
+                show(done, len(shards))
+                shard_index, manifest = index_shard(path, not no_dali_index)
+                results.append({"shard": path, "num_samples": len(shard_index.keys), "added_to": manifest})
     for result in results:
         if "folder" in result:
             _print_folder(output, result)
@@ -97,7 +97,7 @@ def repair(source: str, out: str, strict: bool, threads: int | None, as_json: bo
 def _print(output: Output, report: Report) -> int:
     """Print a report, and return the exit status."""
     # a line break in the name of a shard must not begin a line that looks like ours
-    faults = [dataclasses.replace(each, shard=plain(each.shard), what=plain(each.what)) for each in report.faults]
+    faults = [dataclasses.replace(fault, shard=plain(fault.shard), what=plain(fault.what)) for fault in report.faults]
     output.text(dataclasses.replace(report, faults=faults))
     output.result({**dataclasses.asdict(report), "needs": sorted(report.needs), "ok": report.ok})
     return 0 if report.ok else 1

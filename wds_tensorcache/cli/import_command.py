@@ -19,13 +19,13 @@ from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 
 def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    pairs = {}
     for value in values:
         name, mark, text = value.partition("=")
         if not mark or not name:
             raise click.BadParameter(f"{value!r}, expected {option.metavar}")
-        found[name] = text
-    return found
+        pairs[name] = text
+    return pairs
 
 
 @click.command("import")
@@ -33,7 +33,7 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
 @click.option(
     "--format",
     "format_name",
-    type=click.Choice(["auto", *(each.name for each in FORMATS)]),
+    type=click.Choice(["auto", *(source_format.name for source_format in FORMATS)]),
     metavar="NAME",
     default="auto",
     show_default=True,
@@ -91,8 +91,8 @@ def import_command(
     """
     output = Output(as_json)
     if list_formats:
-        output.table(["format", "files"], [(each.name, each.title) for each in FORMATS])
-        output.result([{"format": each.name, "files": each.title} for each in FORMATS])
+        output.table(["format", "files"], [(source_format.name, source_format.title) for source_format in FORMATS])
+        output.result([{"format": source_format.name, "files": source_format.title} for source_format in FORMATS])
         return 0
     if len(paths) < 2:
         raise click.UsageError("expected a source and the folder OUT", context)
@@ -115,9 +115,9 @@ def import_command(
         if options["on_error"] == "stop":
             output.note("--on-error skip leaves bad samples out, and lists them")
         raise
-    for each in report.skipped:
-        has_name = each.what.startswith((each.name, *each.files))
-        output.note(f"skipped {each.what}" if has_name else f"skipped {each.name}: {each.what}")
+    for skipped in report.skipped:
+        has_name = skipped.what.startswith((skipped.name, *skipped.files))
+        output.note(f"skipped {skipped.what}" if has_name else f"skipped {skipped.name}: {skipped.what}")
     for text in report.notes:
         output.note(text)
     if report.num_hashed:

@@ -1,4 +1,4 @@
-"""Results on stdout, for people or as JSON; messages and progress on stderr. Control characters are escaped."""
+"""Results on stdout, as text or JSON; messages and progress on stderr. Control characters are escaped."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Output:
 
     @property
     def is_terminal(self) -> bool:
-        """True if people read the result on a terminal."""
+        """True if the result is text on a terminal."""
         return self.console.is_terminal and not self.as_json
 
     def result(self, value: Any) -> None:
@@ -96,7 +96,7 @@ class Output:
             _write("[]\n" if mark == "[" else "\n]\n")
 
     def line(self, text: object = "", style: str = "") -> None:
-        """Print one line for people, unless JSON was requested. A line break in the text is an escape."""
+        """Print one line of text, unless JSON was requested. A line break in the text is an escape."""
         if not self.as_json:
             if style:
                 self.console.print(Text(plain(text), style), soft_wrap=True)
@@ -104,7 +104,7 @@ class Output:
                 _write(f"{plain(text)}\n")
 
     def text(self, text: object, style: str = "") -> None:
-        """Print lines for people, unless JSON was requested.
+        """Print lines of text, unless JSON was requested.
 
         Hazard: a line break in a name would begin a line that looks like ours; make names `plain` first, or call `line`.
         """
@@ -112,7 +112,7 @@ class Output:
             self.line(line, style)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
-        """Print a table for people, unless JSON was requested; the columns `right` are aligned to the right.
+        """Print a table, unless JSON was requested; the columns `right` are aligned to the right.
 
         A cell is a `Text`, whose parts must be `plain`, or any object. If a terminal is too narrow for four columns or more,
         each cell has its own line. In a file, no cell is wrapped.
@@ -137,7 +137,7 @@ class Output:
         return self.console.options.update(width=_WIDEST)
 
     def show(self, renderable: RenderableType) -> None:
-        """Print an object of `rich` for people, unless JSON was requested; its texts must be `plain`.
+        """Print an object of `rich`, unless JSON was requested; its texts must be `plain`.
 
         Lines are wrapped at the width of a terminal, and not in a file.
         """
@@ -155,14 +155,14 @@ class Output:
         self._errors.print(Text(plain(text)), soft_wrap=True)
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Any]:
+    def progress(self, title: str) -> Iterator[Any]:
         """Yield a function of (done, total) that shows a bar on stderr, if that is a terminal."""
         if not self._errors.is_terminal:
             yield lambda done, total: None
             return
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         bar = Progress(*columns, console=self._errors, transient=True)
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
 
         shown_at = 0.0
 

@@ -1,4 +1,4 @@
-"""The table of dtypes in FORMAT.md 3.2: how each dtype of torch and numpy is stored.
+"""The table in FORMAT.md 3.2 of the stored form of each dtype of torch and numpy.
 
 The *true* dtype is the dtype of the tensor or array in the sample. The *stored* dtype is the dtype of its entry in the
 `.safetensors` file. Every supported release of stock safetensors can load the stored dtypes, except `F8_E4M3FNUZ` and

@@ -84,8 +84,8 @@ class Layout:
         further: Further names of tensors, each with the tensor's name.
         named: Tensors by all of their names.
         references: References by their strings; filled by `resolve`.
-        resolved: A template; its references, in the order of the template; and the strings of these references, in the order of
-            the tensors. Set by `sample.py`.
+        resolved: A template, its references in its own order, and their strings in the order of the tensors. Set by
+            `sample.py`.
     """
 
     tensors: dict[str, StoredTensor]

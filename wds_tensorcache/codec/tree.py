@@ -141,8 +141,8 @@ class _Copier:
 
     Args:
         tensor: Function of a lazy tensor and its place. Dicts lose a tensor for which it returns `_DROPPED`.
-        leaf: Function of a path that returns the replacement of any other value there, of a dropped tensor in a sequence, and
-            of a sequence without lazy tensors. None keeps other values.
+        leaf: Function of a path that returns the replacement of any other leaf, a dropped tensor in a sequence, or a sequence
+            without lazy tensors. With None, these values stay.
     """
 
     def __init__(self, tensor: Callable[[Lazy, _Place], Any], leaf: Callable[[Path], Any] | None = None) -> None:

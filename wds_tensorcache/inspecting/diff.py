@@ -15,7 +15,7 @@ from wds_tensorcache.codec.sample import encode_sample
 from wds_tensorcache.codec.tensor_names import component, join_path
 from wds_tensorcache.codec.tree import ATOMS, DICTS, SEQUENCES, flatten
 from wds_tensorcache.errors import EncodeError
-from wds_tensorcache.inspecting.text import tensor_text, words
+from wds_tensorcache.inspecting.text import tensor_text, value_text
 from wds_tensorcache.reading.cache import TensorCache
 
 _PART_NBYTES = 1 << 22
@@ -89,7 +89,7 @@ def diff_caches(
 
 
 def _find_counterpart(cache: TensorCache, other: TensorCache, key: str, index: int) -> int | None:
-    """Return the index in the other cache of the sample that corresponds to sample `index`, which has this key."""
+    """Return the index of the corresponding sample in the other cache; None if there is none."""
     indices = other._find_all(key)
     place = cache._find_all(key).index(index)
     return indices[place] if place < len(indices) else None
@@ -133,9 +133,9 @@ def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:
         first, second = one.cache[one.index], two.cache[two.index]
         yield from _compare_samples(key, first, second)
     for suffix in dict.fromkeys([*one.shard.index.members, *two.shard.index.members]):
-        what = _compare_members(one, two, suffix)
-        if what is not None:
-            yield Change(key, f".{suffix}", what)
+        difference_text = _compare_members(one, two, suffix)
+        if difference_text is not None:
+            yield Change(key, f".{suffix}", difference_text)
 
 
 def _compare_members(one: _Stored, two: _Stored, suffix: str) -> str | None:
@@ -159,8 +159,8 @@ def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:
             yield from _compare_tensors(key, name, tensors[name], others[name])
         else:
             yield Change(key, name, f"is a tensor only in the {'first' if name in tensors else 'second'} cache")
-    for name, what in _compare_values(first, second):
-        yield Change(key, name, what)
+    for name, difference_text in _compare_values(first, second):
+        yield Change(key, name, difference_text)
 
 
 def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator[Change]:
@@ -171,10 +171,12 @@ def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator
         texts = [tensor_text(lazy) for lazy in (first, second)]
         if type(first) is not type(second):
             texts = [f"{text} ({type(lazy).__name__})" for text, lazy in zip(texts, (first, second), strict=True)]
-        what = f"is {texts[0]}, and {texts[1]} in the second cache"
+        difference_text = f"is {texts[0]}, and {texts[1]} in the second cache"
         if has_numbers and (difference := _max_difference(one, two)) is not None:
-            what += f"; the numbers differ by up to {difference:.4g}" if difference else "; the numbers are equal"
-        yield Change(key, name, what, None, difference)
+            difference_text += (
+                f"; the numbers differ by up to {difference:.4g}" if difference else "; the numbers are equal"
+            )
+        yield Change(key, name, difference_text, None, difference)
     elif not has_numbers:  # texts, for example
         if one.tobytes() != two.tobytes():
             yield Change(key, name, "has other elements")
@@ -184,9 +186,9 @@ def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator
             return
         num_different = int((bits[0] != bits[1]).any(1).sum())
         difference = _max_difference(one, two)
-        what = f"{num_different:,} of {one.numel():,} elements differ"
-        what += f", by up to {difference:.4g}" if difference is not None else ""
-        yield Change(key, name, what, num_different, difference)
+        difference_text = f"{num_different:,} of {one.numel():,} elements differ"
+        difference_text += f", by up to {difference:.4g}" if difference is not None else ""
+        yield Change(key, name, difference_text, num_different, difference)
 
 
 def _as_tensor(value: Any) -> Any:
@@ -197,7 +199,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """Return the largest difference of two tensors of one shape; NaN equals NaN. None if there is none, or no arithmetic."""
+    """Return the largest difference of two tensors of one shape; None if they are empty or lack arithmetic. NaN equals NaN."""
     largest = []
     for begin in range(0, first.numel(), _NUM_AT_ONCE):
         try:
@@ -249,7 +251,7 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
             else:
                 inner += ((join_path(path, str(at)), *pair) for at, pair in enumerate(zip(one, two, strict=True)))
         elif not _is_same(one, two):
-            yield place, f"is {words(one, 60)}, and {words(two, 60)} in the second cache"
+            yield place, f"is {value_text(one, 60)}, and {value_text(two, 60)} in the second cache"
         todo += reversed(inner)
 
 

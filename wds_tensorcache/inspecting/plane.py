@@ -1,4 +1,4 @@
-"""Which planes of a tensor are drawn, and the levels of their colors, for the page and for the terminal."""
+"""Planes of a tensor to draw, and the levels of their colors, for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MASK = re.compile(r"mask|alpha|image|depth|canny|pixel|digit", re.IGNORECASE)
 _NUM_FITTED = 1024  # pixels of each sample from which colors are computed
 _MAX_ELEMENTS = 1 << 26  # larger tensors are not drawn
 _HUGE = 1e30
-_FAR = 10  # ranges of a sample, in medians, from which it has no influence on the colors
+_FAR = 10  # a sample with a range of more medians than this does not influence the colors
 NOT_FINITE = (255, 0, 90)  # red, which the other colors do not have
 # viridis, at equal distances
 _COLORS = np.array(
@@ -32,7 +32,7 @@ _COLORS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """The planes of a tensor that are drawn.
+    """The planes of a tensor to draw.
 
     Attributes:
         kind: `"picture"` for the channels of one picture, `"map"` for planes of numbers.
@@ -77,7 +77,7 @@ class Planes:
 
 
 def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:
-    """Return how to draw a tensor; None if it is not drawn: less than two numbers, or more than 67 million.
+    """Return the planes of a tensor to draw; None if it has fewer than two elements, more than 67 million, or no numbers.
 
     Pictures are latents and images `[C, H, W]`, uint8 images `[H, W, C]`, the middle frame of videos `[C, T, H, W]`, and
     masks `[H, W]`. Leading dimensions of length 1 do not count. Of moments, which are means and deviations or variances, the
@@ -121,7 +121,7 @@ def _is_byte(dtype: Any) -> bool:
 
 
 def shrink(planes: Array, height: int, width: int) -> Array:
-    """Return planes `[C, H, W]` of at most this size, each element the mean of a rectangle; not finite if one in it is not."""
+    """Return planes `[C, H, W]` of at most this size: means of rectangles, not finite where a rectangle contains NaN or Inf."""
     height, width = min(height, planes.shape[1]), min(width, planes.shape[2])
     if (height, width) == planes.shape[1:]:
         return planes
@@ -132,7 +132,7 @@ def shrink(planes: Array, height: int, width: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Colors:
-    """How the numbers of one tensor become levels, the same for all samples.
+    """The map from the numbers of one tensor to levels, the same for all samples.
 
     Attributes:
         mean, basis: Center `[C]` and principal components `[3, C]`; None for tensors of one or three channels.

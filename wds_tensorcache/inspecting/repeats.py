@@ -10,7 +10,7 @@ _NUM_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """One tensor that is stored `count` times, with its name and sample where it was first found."""
+    """A tensor that is stored `count` times, with its name and sample at the first occurrence."""
 
     name: str
     key: str
@@ -38,8 +38,8 @@ class Repeats:
 class RepeatCounter:
     """A count of equal tensors by digest.
 
-    Memory: at most 262,144 tensors are remembered, about 100 MB. Beyond that, only tensors whose digests end in zeros are, and
-        their counts are multiplied.
+    Memory: at most 262,144 tensors are remembered, about 100 MB. Beyond that, it remembers only tensors whose digests end in
+        zeros, and multiplies their counts.
     """
 
     def __init__(self, max_kept: int = _MAX_KEPT) -> None:

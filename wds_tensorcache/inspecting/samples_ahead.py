@@ -21,7 +21,7 @@ _MAX_NBYTES = 1 << 22  # of a member; the tensors of a larger one are read when 
 
 
 def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], _Result]) -> Iterator[_Result]:
-    """Yield `run(index)` in order; on threads for remote shards, up to 17 samples ahead, and in the caller for local ones."""
+    """Yield `run(index)` in order: in the caller's thread, or for remote shards on threads, up to 17 samples ahead."""
     if remote_url([cache]) is None:
         yield from map(run, indices)
         return

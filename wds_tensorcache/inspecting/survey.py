@@ -16,7 +16,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.inspecting.plane import Colors, Planes, find_planes, fit_colors, shrink
 from wds_tensorcache.inspecting.repeats import RepeatCounter
 from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS, read_samples
-from wds_tensorcache.inspecting.text import visible
+from wds_tensorcache.inspecting.text import escape_hidden
 from wds_tensorcache.inspecting.values import (
     ValueSample,
     ValueStatistics,
@@ -120,13 +120,13 @@ class _Total:
 
 
 class Survey:
-    """Findings in some samples of a cache. All their tensors are read once, in parts of at most 4 MiB.
+    """Statistics of some samples of a cache, whose tensors are read once, in parts of at most 4 MiB.
 
     Args:
         cache: Cache, or a view of one.
         indices: Indices of the samples to examine, ascending.
-        progress: Called with the number of samples that were examined, and of those to examine.
-        for_page: Also find colors, unusual samples, and samples that cannot be read, which are an error otherwise.
+        progress: Function of the number of examined samples, and of all samples to examine.
+        for_page: Also compute colors and usual ranges, and record samples that cannot be read instead of raising an error.
 
     Attributes:
         description: Properties of all samples, from the indexes; of the examined samples alone if a sample is damaged.
@@ -138,10 +138,10 @@ class Survey:
             read, by index.
 
     Raises:
-        FormatError: Unless for a page, a shard is damaged, or a sample needs a class that is not in `allow=`.
+        FormatError: A shard is damaged, or a sample needs a class that is not in `allow=`; not raised with `for_page`.
 
-    Memory: 128 KiB for each examined tensor; at most 100 MB for digests; for a page, also some hundred bytes for each tensor in
-        each sample.
+    Memory: 128 KiB for each examined tensor, and at most 100 MB for digests. A page also takes some hundred bytes for each
+        tensor in each sample.
     Threads: immutable after `__init__`, so safe to share.
     """
 
@@ -177,7 +177,7 @@ class Survey:
             except READ_ERRORS as exc:
                 if not for_page:
                     raise
-                self.errors[index] = visible(str(exc), 500)
+                self.errors[index] = escape_hidden(str(exc), 500)
             progress(done, len(indices))
         self.sample_nbytes = sizes.values() or ValueStatistics()
         self.repeats = self._repeats.result()
@@ -215,9 +215,9 @@ class Survey:
         for name, lazy in lazies.items():
             planes = find_planes(name, lazy.dtype, lazy.shape) if name in self.positions else None
             if planes is not None:
-                some = kept.setdefault(_color_key(name, lazy, planes), [])
-                if len(some) < _MAX_FITTED:
-                    some.append(shrink(planes.load(lazy), _FITTED_SIDE, _FITTED_SIDE))
+                fitted = kept.setdefault(_color_key(name, lazy, planes), [])
+                if len(fitted) < _MAX_FITTED:
+                    fitted.append(shrink(planes.load(lazy), _FITTED_SIDE, _FITTED_SIDE))
 
     def colors_of(self, name: str, lazy: Lazy, planes: Planes, loaded: Array) -> Colors:
         """Return the colors of a tensor: the same for all samples, or its own if no examined sample has such a tensor."""
@@ -253,7 +253,7 @@ class Survey:
         for name, values in sample.items():
             if values is None:
                 continue
-            shown = visible(name, 100) or "the tensor"
+            shown = escape_hidden(name, 100) or "the tensor"
             for word, count in (("NaN", values.num_nan), ("Inf", values.num_inf)):
                 if count:
                     of = f"{count:,} of {values.num_values:,} numbers"

@@ -25,7 +25,7 @@ _BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), di
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
-def words(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
+def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
     """Return a value as Python writes it, in about `limit` characters."""
     # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than it.
     if isinstance(value, (str, bytes, bytearray)):
@@ -47,7 +47,7 @@ def words(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
             parts.append("…")
             break
         pair = item if is_dict else (item,)
-        parts.append(": ".join(words(part, limit - size, depth - 1) for part in islice(pair, 2)))
+        parts.append(": ".join(value_text(part, limit - size, depth - 1) for part in islice(pair, 2)))
         size += len(parts[-1]) + 2
     return f"{begin}{', '.join(parts)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
 
@@ -82,15 +82,15 @@ def tensor_text(tensor: Any) -> str:
     return dtype_text(tensor.dtype) + shape_text(tensor.shape)
 
 
-def visible(text: str, limit: int = 200) -> str:
+def escape_hidden(text: str, limit: int = 200) -> str:
     """Return at most `limit` characters of a text; characters that hide or reorder text become escapes."""
     cut_text = text[:limit] + "…" * (len(text) > limit)
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), cut_text)
 
 
 def page_text(value: Any, limit: int = 200) -> str:
-    """Return a value for the page: a string unquoted, any other value as `words`."""
-    return visible(value if isinstance(value, str) else words(value, limit), limit)
+    """Return a value for the page: a string unquoted, any other value as `value_text`."""
+    return escape_hidden(value if isinstance(value, str) else value_text(value, limit), limit)
 
 
 def as_json(value: Any) -> str:
@@ -100,7 +100,7 @@ def as_json(value: Any) -> str:
 
 
 def num_stored(text: str) -> int:
-    """Return how many bytes a text takes in the page."""
+    """Return the number of bytes that a text takes in the page."""
     return len(as_json(text).encode()) - 2
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding
-from wds_tensorcache.inspecting.text import tensor_text, words
+from wds_tensorcache.inspecting.text import tensor_text, value_text
 
 _MAX_ITEMS = 100  # of one container
 _MAX_NODES = 2000
@@ -18,13 +18,13 @@ _MAX_DEPTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One place of samples, and what they have there. Its texts may contain any character: escape them before showing them.
+    """A place in samples, with the values there. Its texts may contain any character: escape them before showing them.
 
     Attributes:
         name: Key or index in the container; `""` for the whole sample.
-        kind: `"tensor"` for a torch tensor, `"ndarray"` for a numpy array, `"value"` for a small value; the type of a
-            container, such as `"dict"`; or `"more"` for places that are not listed.
-        text: A tensor's dtype and shape, such as `bf16[77, 2048]`; the type and length of a container; an example of a value in
+        kind: Type of a container, such as `"dict"`. Otherwise `"tensor"` for a torch tensor, `"ndarray"` for a numpy array,
+            `"value"` for a small value, or `"more"` for places that are not listed.
+        text: Dtype and shape of a tensor, such as `bf16[77, 2048]`, type and length of a container, or an example of a value in
             about 200 characters.
         types: Types of the values there, such as `"tensor"`, `"str"` and `"None"`.
         num_samples: Number of the samples that have this place.
@@ -75,7 +75,7 @@ class _Builder:
         if lazy is not None:
             text = tensor_text(self._tensors.get(lazy.name, lazy))
             return Node(name, lazy._reference.kind, text, types, num, lazy.name)
-        return Node(name, "value", words(next(filter(_is_example, values), values[-1])), types, num)
+        return Node(name, "value", value_text(next(filter(_is_example, values), values[-1])), types, num)
 
     def _is_container(self, value: Any) -> bool:
         return (type(value) in DICTS and bool(value)) or (type(value) in SEQUENCES and self._holds(value))
@@ -91,7 +91,7 @@ class _Builder:
             if self._num_nodes >= _MAX_NODES:
                 break
             count += 1
-            yield self.visit(key[:200] if isinstance(key, str) else words(key), values, depth + 1)
+            yield self.visit(key[:200] if isinstance(key, str) else value_text(key), values, depth + 1)
         if left_out := max(len(items), *map(len, containers)) - count:
             yield Node("", "more", f"… and {left_out:,} more")
 

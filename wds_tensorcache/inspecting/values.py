@@ -28,8 +28,8 @@ class Histogram:
         begin: Lower end of the first bin.
         width: Width of each bin; at least 1 for whole numbers, 0 if all values are equal.
         counts: Numbers of values in `[begin + i * width, begin + (i + 1) * width)`, at most 64 bins. The last one has its end.
-        num_below, num_above: Numbers of values outside the bins. They are 0 unless a few outliers would fill the histogram with
-            empty bins; then at most 0.1% of the values at either end are outside.
+        num_below, num_above: Numbers of values outside the bins. They are 0 unless a few outliers would leave most bins empty.
+            Then at most 0.1% of the values at either end are outside.
     """
 
     begin: float
@@ -94,8 +94,8 @@ def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatist
     nan_inf_zero = one.num_nan + two.num_nan, one.num_inf + two.num_inf, one.num_zero + two.num_zero
     counts = (one.num_values + two.num_values, *nan_inf_zero)
     if not one.num_finite or not two.num_finite:
-        some = one if one.num_finite else two
-        return ValueStatistics(*counts, some.min, some.max, some.mean, some.std)
+        finite = one if one.num_finite else two
+        return ValueStatistics(*counts, finite.min, finite.max, finite.mean, finite.std)
     a: Any = one  # no None: there are finite values
     b: Any = two
     # Chan's method: no difference of large sums

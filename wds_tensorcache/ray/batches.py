@@ -14,16 +14,16 @@ from wds_tensorcache.codec.carriers import arrow_carrier
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.ray.columns import column_values, values_by_column
-from wds_tensorcache.ray.rows import KEY, Mark, as_tensor, exact_columns, marks_of, own_values, sample_of
+from wds_tensorcache.ray.rows import KEY, Mark, as_tensor, exact_columns, marks_of, sample_of, undo_nulls
 from wds_tensorcache.shards.names import NamedKey
 
 
 def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     """Return the nested sample of one row, for example of `ds.take(1)[0]`.
 
-    A row of `read_ray(…, exact=True)` or `ray_table` becomes the sample as it was written; columns that it has in addition
-    become new items. Any other row becomes a dict, nested at the dots of the names of its columns, in which tensors of
-    `read_ray` have their own dtypes again, for example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
+    A row of `read_ray(…, exact=True)` or `ray_table` becomes the sample that was written; additional columns become new items.
+    Any other row becomes a dict, nested at the dots of its column names. Tensors of `read_ray` have their own dtypes again, for
+    example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
 
     Args:
         row: Values by column, as `ds.take`, `ds.iter_rows` and functions of `ds.map` have them.
@@ -31,15 +31,15 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`, or an exact sample is damaged.
-        EncodeError: Two columns have one place in the sample; or columns cannot show all of the sample, for example its lists,
-            so that it needs `read_ray(…, exact=True)`.
+        EncodeError: Two columns have one place in the sample. Or the columns lack a part of the sample, for example its lists;
+            read it with `read_ray(…, exact=True)`.
         UnsafeSkeletonError: The sample contains a class that is not in `allow`.
 
     Memory: tensors are newly allocated, on the CPU.
     """
     columns = {name: column_values([value]) for name, value in row.items()}
     (mark,) = marks_of(columns) or [None]
-    values = {name: own_values(name, column, [mark])[0] for name, column in columns.items()}
+    values = {name: undo_nulls(name, column, [mark])[0] for name, column in columns.items()}
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Lazy):
@@ -62,7 +62,7 @@ def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
 
 
 class _Collate(ArrowBatchCollateFn):  # type: ignore[misc]
-    """Threads/fork/pickle: immutable, safe everywhere."""
+    """The function that `ray_collate` returns. Threads/fork/pickle: immutable, safe everywhere."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype] | None) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
         dtypes: Dtypes of tensors by column, for batches without the column `__tensorcache__`, which records them.
 
     Returns:
-        By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if the shapes agree; else a list of B tensors,
-        with None where a sample lacks the tensor. Numbers are a tensor `[B]`, other values a list. Arrays of texts and dates
-        stay arrays of numpy. The column `__tensorcache__` is left out.
+        By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if the shapes agree. Otherwise a list of B
+        tensors, with None where a sample lacks the tensor. Numbers are a tensor `[B]`, other values a list. Arrays of texts and
+        dates stay arrays of numpy. The column `__tensorcache__` is left out.
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`.
@@ -96,7 +96,7 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
     for name, values in columns.items():
         dtype = (dtypes or {}).get(name)
         types = [dtype or (None if mark is None else mark.columns.get(name)) for mark in marks]
-        tensors[name] = _torch_column(own_values(name, values, marks), types)
+        tensors[name] = _torch_column(undo_nulls(name, values, marks), types)
     return tensors
 
 

@@ -15,9 +15,9 @@ from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.ray.batches import ray_to_torch
 from wds_tensorcache.ray.columns import column_values
-from wds_tensorcache.ray.commit import commit, key_digests, load_shards, writing
+from wds_tensorcache.ray.commit import commit, key_digests, load_shards, start_write
 from wds_tensorcache.ray.rows import KEY, Mark, as_key, exact_columns, key_column
-from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, checked_folder, open_written
+from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, open_output, resolve_folder
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.fingerprint import as_fingerprint
 from wds_tensorcache.shards.manifest import Manifest
@@ -90,10 +90,10 @@ def build_ray(
     """
     check_options(build_ray, options, WRITER_OPTIONS)
     described = as_fingerprint(fingerprint)
-    path, allow = checked_folder(out), tuple(allow)
+    path, allow = resolve_folder(out), tuple(allow)
     options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
     smallest, largest = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
-    with _noting(path), writing(path, "build", key, options) as job:
+    with _note_finished(path), start_write(path, "build", key, options) as job:
         folder = folder_of(path)
         shards = load_shards(folder, Manifest.of(folder).entries)
         finished = key_digests(name for _, index in shards.values() for name in index.keys)
@@ -112,11 +112,11 @@ def build_ray(
             **(ray_remote_args or {}),
         )
         sink = CacheDatasink(job, min_samples)
-        with _own_errors(computed):
+        with _raise_original_errors(computed):
             shared = {name: value for name, value in (ray_remote_args or {}).items() if name == "runtime_env"}
             computed.write_datasink(sink, ray_remote_args=shared)
         commit(job, sink.names)
-    return open_written(path, described, allow)
+    return open_output(path, described, allow)
 
 
 def _keys(table: Any, key: str) -> list[str]:
@@ -157,8 +157,8 @@ class _Compute:
 
 
 @contextlib.contextmanager
-def _own_errors(dataset: Any) -> Iterator[None]:
-    """Let Ray raise errors of functions as what they are."""
+def _raise_original_errors(dataset: Any) -> Iterator[None]:
+    """Let Ray raise the original errors of functions."""
     context = dataset.context
     before = context.raise_original_map_exception
     context.raise_original_map_exception = True
@@ -169,8 +169,8 @@ def _own_errors(dataset: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting(path: str) -> Iterator[None]:
-    """Add a note to an exception about the samples that are finished."""
+def _note_finished(path: str) -> Iterator[None]:
+    """Add a note about finished samples to an exception."""
     try:
         yield
     except BaseException as exc:

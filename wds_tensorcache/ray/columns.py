@@ -45,7 +45,7 @@ def object_column(values: Sequence[Any]) -> Any:
 
 
 def value_kind(values: Iterable[Any]) -> str:
-    """Return the type in `PLAIN` of all values but None, `"object"` if they have none, "" without values."""
+    """Return the type in `PLAIN` of all values but None, `"object"` if they have no common one, "" without values."""
     kinds = set()
     for value in values:
         if value is not None:
@@ -90,10 +90,10 @@ def column_values(column: Any) -> Any:
         column = column.to_numpy()
     if isinstance(column, np.ndarray) and column.dtype != object:
         return column
-    return [_plain(value) for value in column]
+    return [_unwrap(value) for value in column]
 
 
-def _plain(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     """Return a value of pandas or Ray without its wrapper: the array of a tensor element, None for NA."""
     if type(value).__name__ == "TensorArrayElement":
         return value.to_numpy()

@@ -1,4 +1,4 @@
-"""The driver's part of a write: prepare the folder, list the finished shards in the manifest, remove what is left.
+"""The driver's part of a write: prepare the folder, list the finished shards in the manifest, delete the unlisted ones.
 
 A write has a marker in its folder: a file, which the driver of a write to a local folder locks until its process ends. In an
 object store, and without locks, a write counts as running until its marker is deleted. The shards of a write are named
@@ -89,8 +89,8 @@ def delete_shards(folder: Folder, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
-    """Prepare a folder for a write, and remove at the end what the manifest does not list."""
+def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
+    """Prepare a folder for a write; at the end, remove its shards that the manifest does not list."""
     folder = folder_of(path)
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]

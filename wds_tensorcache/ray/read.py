@@ -40,15 +40,15 @@ def read_ray(
 ) -> Any:
     """Return a cache as a `ray.data.Dataset` with one row for each sample.
 
-    A row has the column `__key__`, a column for each tensor, by its name in `tc.flatten`, and a column for each small value, by
-    its path, such as `cond.0.prompt`. The column `__tensorcache__` has their types. Members outside the cache, such as
+    A row has the column `__key__`, and a column for each tensor, by its name in `tc.flatten`. Each small value has a column
+    named by its path, such as `cond.0.prompt`. The column `__tensorcache__` has their types. Members outside the cache, such as
     pictures, are columns of bytes, named by a dot and the suffix: `.jpg`.
 
-    Tensors are columns of one shape, or ragged if shapes differ or some samples lack the tensor, which is null there, and an
-    empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit; `ray_collate` gives
-    batches of torch. Complex numbers have a last dimension of 2, and texts one of bytes or code points. Small values are
-    columns of text, bools, 64-bit ints, floats or bytes. Anything else, also a tensor whose dtype or number of dimensions
-    differs, is a column of Python objects.
+    Tensors are columns of one shape, or ragged columns if shapes differ or some samples lack the tensor. A missing tensor is
+    null, and an empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit;
+    `ray_collate` gives batches of torch. Complex numbers have a last dimension of 2, and texts one of bytes or code points.
+    Small values are columns of text, bools, 64-bit ints, floats or bytes. Anything else, also a tensor whose dtype or number of
+    dimensions differs, is a column of Python objects.
 
     With `exact=True`, a row has the whole sample in two columns of bytes in place of the columns of tensors and values.
     `ray_sample(row)` returns the nested sample, and `write_ray` writes it, bit for bit.
@@ -124,7 +124,7 @@ def _open(source: Any, options: dict[str, Any]) -> TensorCache[Any]:
 
 
 def _nbytes(cache: TensorCache[Any], alternatives: Alternatives | None) -> Array:
-    """Return the bytes of each sample that a task reads, int64 `[N]`: of members and tensors; of the average alternative."""
+    """Return the bytes that a task reads of each sample, int64 `[N]`. Alternatives count as their average."""
     nbytes = np.zeros(len(cache), np.int64)
     for shard, which, rows in by_shard(cache._store, cache._where):
         layouts, numbers = shard.layouts_of(rows)

@@ -1,8 +1,8 @@
 """Rows of samples, of two forms.
 
-A row with *columns* has one for each tensor and each small value. An *exact* row has the two members that a shard has of the
-sample: `__skeleton__` and `__tensors__`. Both have the key in `__key__`, the members outside the cache in columns named by a
-dot and their suffix, such as `.jpg`, and a `Mark` as JSON in `__tensorcache__`.
+A row with *columns* has a column for each tensor and each small value. An *exact* row has the two members of the sample in a
+shard: `__skeleton__` and `__tensors__`. Both forms have the key in `__key__`, and a `Mark` as JSON in `__tensorcache__`.
+Members outside the cache are in columns named by a dot and their suffix, such as `.jpg`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Mark:
     """Facts about the sample of a row, which functions of batches must not lose.
 
     Attributes:
-        columns: Dtype of each tensor of the sample, and type of each small value, by column; None if only other samples of the
-            block have a value there.
+        columns: Dtype of each tensor of the sample, and type of each small value, by column. It is None for a column in which
+            only other samples of the block have a value.
         is_whole: True if the columns have all of the sample; False for example if it contains lists.
         is_described: True if the sample comes from a cache with a fingerprint.
         original: Original name of the sample, if its key has a hash of it.
@@ -123,22 +123,22 @@ def _is_nested(value: Any, seen: set[int]) -> bool:
     )
 
 
-def is_nothing(value: Any) -> bool:
+def may_be_null(value: Any) -> bool:
     """Return whether a value may stand for a null in a batch of numpy or pandas."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and not value.size
     return value is None or (isinstance(value, (float, np.floating)) and bool(value != value))
 
 
-def own_values(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
-    """Return the values of a column without what numpy and pandas make of the nulls in it."""
+def undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
+    """Return the values of a column, without the changes that numpy and pandas make because of nulls."""
     kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if None not in kinds and not (may_be_float and "int" in kinds):
         return values
 
     def own(value: Any, kind: Any) -> Any:
-        if kind is None and is_nothing(value):
+        if kind is None and may_be_null(value):
             return None
         # nulls in other rows turn ints into floats
         return int(value) if kind == "int" and isinstance(value, float) and value.is_integer() else value
@@ -249,7 +249,7 @@ def samples_of_block(
     columns = values_by_column(block)
     marks = marks_of(columns)
     keys = key_column(columns, key) if marks else ()
-    columns = {name: own_values(name, values, marks) for name, values in columns.items() if name != key}
+    columns = {name: undo_nulls(name, values, marks) for name, values in columns.items() if name != key}
     for at, mark in enumerate(marks):
         if mark is not None and mark.is_described and not has_fingerprint:
             raise StaleCacheError(

@@ -11,7 +11,7 @@ from typing import Any
 from ray.data import Datasink
 
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.ray.commit import Mode, WriteJob, commit, delete_shards, is_running, writing
+from wds_tensorcache.ray.commit import Mode, WriteJob, commit, delete_shards, is_running, start_write
 from wds_tensorcache.ray.rows import KEY, samples_of_block
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
@@ -46,21 +46,21 @@ def write_ray(
 ) -> TensorCache[Any]:
     """Write a dataset of Ray as a cache.
 
-    Each task of the write makes its own whole shards, `part-WRITE-TASK-….tar`. When all tasks have finished, the
-    driver lists their shards in `manifest.json`, in one change. Before, readers see the folder as it was. Ray runs a task that
-    fails or is killed again; only the shards of the attempt that succeeded are listed, and the rest are deleted.
+    Each task of the write makes its own whole shards, `part-WRITE-TASK-….tar`. When all tasks have finished, the driver lists
+    their shards in `manifest.json`, in one change. Until then, readers see the folder as it was. Ray runs a task again if it
+    fails or is killed. Only the shards of the attempt that succeeded are listed; other shards of the write are deleted.
 
-    Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; columns that they have in addition
-    become new items. Any other row becomes a dict, nested at the dots of the columns' names, with arrays as torch tensors; in
-    rows of `read_ray`, bfloat16 and other dtypes are exact, and nulls are left out. Columns whose names begin with a dot, such
-    as `.jpg` and `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
+    Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; additional columns become new items.
+    Any other row becomes a dict, nested at the dots of its column names, with arrays as torch tensors. In rows of `read_ray`,
+    bfloat16 and other dtypes are exact, and nulls are left out. Columns whose names begin with a dot, such as `.jpg` and
+    `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
 
     Args:
         ds: A `ray.data.Dataset`.
         out: A folder that the driver and all nodes share, made if it does not exist; or a url, `s3://bucket/cache`, also of
             `gs://` or `az://`.
         key: Name of the column with the keys: texts, or integers. Keys must be unique.
-        overwrite: Replace the cache in the folder when the write is complete. It also removes what a killed write left.
+        overwrite: Replace the cache in the folder when the write is complete. Files of killed writes are removed, too.
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `read_ray` need one if the cache that was read has one, because functions
@@ -77,12 +77,12 @@ def write_ray(
 
     Raises:
         FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set; or another write into it has
-            finished meanwhile.
-        InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder; or is not a text or an integer;
-            or some reader would misread it. Nothing of the dataset is listed.
+            finished during this one.
+        InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
+            integer, or some reader would misread it. Nothing of the dataset is listed.
         KeyError: There is no column `key`.
-        EncodeError: A value cannot be stored, or two columns have one place in the sample; or columns of `read_ray` do not have
-            all of the sample, for example not its lists: pass `exact=True` to it.
+        EncodeError: A value cannot be stored, or two columns have one place in the sample. Or columns of `read_ray` lack a part
+            of the sample, for example its lists: pass `exact=True` to it.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
@@ -97,16 +97,16 @@ def write_ray(
     check_options(write_ray, options, WRITER_OPTIONS)
     described = None if fingerprint is None else as_fingerprint(fingerprint)
     mode: Mode = "overwrite" if overwrite else "append" if append else "create"
-    path, allow = checked_folder(out), tuple(allow)
+    path, allow = resolve_folder(out), tuple(allow)
     options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
-    with writing(path, mode, key, options) as job:
+    with start_write(path, mode, key, options) as job:
         sink = CacheDatasink(job, min_samples)
         ds.write_datasink(sink, concurrency=concurrency, ray_remote_args=ray_remote_args)
         commit(job, sink.names)
-    return open_written(path, described, allow)
+    return open_output(path, described, allow)
 
 
-def checked_folder(out: str | os.PathLike[str]) -> str:
+def resolve_folder(out: str | os.PathLike[str]) -> str:
     """Return the path or url of a folder that can contain shards."""
     path = os.fsdecode(out)
     path = (path.rstrip("/") or path) if is_url(path) else os.path.abspath(path)
@@ -118,7 +118,7 @@ def _in_folder(path: str, name: str) -> str:
     return join_url(path, name) if is_url(path) else os.path.join(path, name)
 
 
-def open_written(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
+def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
     """Open the cache in a folder, which may have no shards."""
     if not Manifest.of(folder_of(path)).entries:
         return TensorCache(Store([], Files(), Pool(0), 1, fingerprint or {}))
@@ -126,7 +126,7 @@ def open_written(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterab
 
 
 class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
-    """A datasink whose tasks write shards; `names` are those of the tasks that succeeded, on the driver, after the write."""
+    """A datasink whose tasks write shards. After the write, `names` on the driver lists those of the successful tasks."""
 
     def __init__(self, job: WriteJob, min_samples: int | None) -> None:
         self._job, self._min_samples = job, min_samples

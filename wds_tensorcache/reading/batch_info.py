@@ -27,8 +27,8 @@ class BatchInfo:
         indices: Sample indices in the cache, int64 `[B]`, read-only.
         is_padding: True for each row that is padding, bool `[B]`, on the batch's device. Training should ignore these rows.
         epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch`, both are 0.
-        source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; with both, a tuple of name and value;
-            None without these options.
+        source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`. With both, a tuple of name and value;
+            with neither, None.
         cache: Cache of the samples; None in a pickled copy, which has keys, shapes and choices.
 
     Threads/fork/pickle: safe everywhere; a copy has keys, shapes and choices in place of the cache. Records are equal if
@@ -97,10 +97,10 @@ class BatchInfo:
         """A random seed for each row, int64 `[B]`, in `[0, 2^63)`.
 
         A seed is a pure function of the loader's seed, the epoch and the sample index. So it does not depend on the batch
-        size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over
-        the sample's cache replaces the epoch, so a sample has another seed in each pass. A sample that `weights` draw twice
-        in an epoch has the same seed twice. In a mix with weights of samples, as many draws as the cache or bucket has
-        samples count as one pass. A row that fills an epoch's last step has the seed of the row that it repeats.
+        size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over the
+        sample's cache replaces the epoch. So a sample has another seed in each pass. A sample that `weights` draw twice in an
+        epoch has the same seed twice. In a mix with weights of samples, as many draws as the cache or bucket has samples count
+        as one pass. A row that fills an epoch's last step has the seed of the row that it repeats.
         """
         return self._randomness.seeds(self.indices)
 

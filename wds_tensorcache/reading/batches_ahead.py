@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from wds_tensorcache.storage.remote.fetch import measured_pace
+from wds_tensorcache.storage.remote.fetch import pace_of
 from wds_tensorcache.storage.urls import is_url
 
 NUM_THREADS = 16  # each waits for the requests of one batch; a process has at most 128 requests in flight
@@ -26,11 +26,11 @@ class BatchesAhead:
 
     Args:
         url: Url of a shard, whose server is measured; None if all shards are local: the number is then 2.
-        fixed: The number, if it does not change.
+        fixed: Number that never changes; None for a number that adapts.
 
     Attributes:
-        count: The number. Its batches have at most 1 GiB, unless they are 2.
-        most: The greatest number that `count` can be.
+        count: Current number. More than 2 batches take at most 1 GiB.
+        most: Maximum of `count`.
         is_local: True after eight batches in a row that needed no request; two threads then read as fast as more.
     """
 
@@ -43,7 +43,7 @@ class BatchesAhead:
         self._url = None if fixed is not None else url
 
     def note(self, nbytes: int, *, has_waited: bool, has_requested: bool) -> None:
-        """Record that training received a batch of `nbytes` bytes; whether it had to wait, and whether requests were made."""
+        """Record that training received a batch of `nbytes` bytes, whether it waited, and whether the batch needed requests."""
         self._num_local = 0 if has_requested else self._num_local + 1
         self.is_local = self._num_local >= _NUM_LOCAL
         if self._url is None:
@@ -52,7 +52,7 @@ class BatchesAhead:
             self.count = _LEAST if self.is_local else self.count
             return
         if has_waited and self.count < _MOST:
-            pace = measured_pace(self._url)
+            pace = pace_of(self._url)
             if self.count * nbytes < _REQUIRED * pace.latency_s * pace.total_rate:
                 self.count *= 2
         self.count = min(self.count, max(_LEAST, _MAX_NBYTES // max(1, nbytes)), _MOST)

@@ -77,8 +77,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     and memory with the cache. A cache is also a map-style dataset for torch's `DataLoader`.
 
     Threads/fork/pickle: safe everywhere. A copy in another process opens the shards again, and raises FormatError for a
-        shard that was changed or replaced. `close`, or the end of a `with` block, closes the files and threads of the cache
-        and all its views; lazy tensors that were not loaded can then no longer be read.
+        shard that was changed or replaced. `close`, or the end of a `with` block, closes the files and threads of the cache and
+        all its views. After that, lazy tensors that were not loaded cannot be read.
     """
 
     @overload
@@ -131,15 +131,15 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return the name from which `tc.safe_key` made the key of a sample, also if the key has only a hash of it.
 
         Raises:
-            InvalidKeyError: `tc.safe_key` did not make the key; or the key has a hash, and the index of the shard no longer has
-                the name, for example because another tool wrote the index.
+            InvalidKeyError: `tc.safe_key` did not make the key. Or the key has a hash, and the index of the shard lacks the
+                name, for example because another tool wrote it.
             KeyError: There is no such sample.
         """
         stored = self._stored_name(self._find(key))
         return original_name(key) if stored is None else stored
 
     def _name_at(self, number: int, key: str) -> str | None:
-        """Return the original name of sample `number`, which has this key; None if it is unknown, or if there is none."""
+        """Return the original name of sample `number`, which has this key; None if it is unknown or missing."""
         stored = self._stored_name(number)
         with contextlib.suppress(InvalidKeyError):
             return original_name(key) if stored is None else stored
@@ -174,8 +174,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Raises:
             FormatError: A shard is damaged, or does not match its index; or a sample needs a class that is not in `allow=`.
 
-        Cost: loads the index of every shard; a few numpy operations per shard and tensor; and reads at most 64 skeletons of
-            each cache. No tensor is read.
+        Cost: loads the index of every shard, takes a few numpy operations per shard and tensor, and reads at most 64 skeletons
+            of each cache. No tensor is read.
         """
         from wds_tensorcache.reading.description import Contents
 
@@ -262,16 +262,16 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             IndexError, KeyError: An index is out of range, or no sample has a key.
             ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, or an
                 alternative is a container of tensors.
-            BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or samples lack a
-                tensor; with `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than `to`; or a name in
-                `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys. Or a sample has none
-                of the alternatives in `choose`, for example because a name there is misspelled.
+            BatchError: Structures or dtypes differ between samples; the message names two keys. With `"stack"`, shapes differ,
+                or samples lack a tensor. With `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than
+                `to`. A name in `collate` or `pad_value` matches no tensor. Or a sample has none of the alternatives in
+                `choose`, for example because a name there is misspelled.
             FormatError: A shard is damaged, or does not match its index.
             RuntimeError: `device` is not available, or there is no GPU to pin memory for.
 
-        Memory: one block of recycled memory per batch, reused after the batch's last tensor is freed; the cache keeps at
-            most `pool_nbytes` of idle blocks (see `tc.open`). One small tensor keeps its whole block alive, so clone a
-            tensor that outlives its batch.
+        Memory: one block of recycled memory per batch, reused after the batch's last tensor is freed. The cache keeps at most
+            `pool_nbytes` of idle blocks (see `tc.open`). One small tensor keeps its whole block alive, so clone a tensor that
+            outlives its batch.
         """
         if choose is None and choices is None:
             return self._read_batch(self._request(indices, collate=collate), device, pin_memory, collate, pad_value)
@@ -376,7 +376,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return "\n".join([*lines, *([f"  fingerprint: {self.fingerprint!r:.1000}"] if self.fingerprint else [])])
 
     def _file_nbytes(self, path: str) -> int:
-        """Return the length of a shard; raise OSError if it cannot be found, or is unknown."""
+        """Return the length of a shard; raise OSError if it is unknown."""
         return os.path.getsize(path)
 
     def _numbers(self, indices: Any) -> Array:
@@ -481,7 +481,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @property
     def _left_out(self) -> str | None:
-        """Message about shards that the cache lacks, since the manifest of their folder does not list them."""
+        """Message about shards of the folder that the cache lacks, since the manifest does not list them."""
         return None
 
     @abstractmethod
@@ -519,8 +519,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 class TensorCache(Cache[_Sample]):
     """The samples of one or many shards; opened by `tc.open`.
 
-    Memory: about 22 bytes per sample, plus its key. The first look-up by key adds 8 bytes per sample; in a view that
-        is no slice, 8 bytes more.
+    Memory: about 22 bytes per sample, plus its key. The first look-up by key adds 8 bytes per sample; in a view that is not a
+        slice, 8 bytes more.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""`choose=`: alternatives among the tensors and values of a sample, of which a batch has the chosen one.
+"""`choose=`: alternatives among the tensors and values of a sample; a batch has the chosen one.
 
-A chosen tensor is one more name of its alternative, so a batch reads it like any other tensor, and reads nothing else of the
+A chosen tensor is another name of its alternative. So a batch reads it like any other tensor, and reads none of the other
 alternatives. Chosen values are taken from the decoded samples.
 """
 
@@ -140,9 +140,9 @@ class Alternatives:
         """Raise an error unless `cache` has these alternatives. Warn if choices seem to belong together, but are made apart.
 
         Raises:
-            BatchError: A name or pattern matches no tensor of the cache; or a name in the batch is that of a tensor that is
-                not one of its alternatives.
-            ValueError: A name is that of a container of tensors, whose tensors have the pattern `NAME.*`.
+            BatchError: A name or pattern matches no tensor of the cache. Or a name in the batch belongs to a tensor outside its
+                alternatives.
+            ValueError: A name belongs to a container of tensors; use the pattern `NAME.*` for the tensors in it.
         """
         names = list(cache.schema)
         self.check_patterns(names)
@@ -462,7 +462,7 @@ class ChosenRequest(Request):
         return self.alternatives.schema_of(whole_schema(self.store))
 
     def named_choices(self) -> Choices:
-        """Return the choices by name; decodes values that are alternatives."""
+        """Return the choices by name, after decoding values that are alternatives."""
         values, stored = self.values(), [self.picked.chosen[at] for at in self.picked.which.tolist()]
         chosen = {
             name: [alternative for alternative, _ in values[name]]
@@ -483,7 +483,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
 
     Raises:
         BatchError: A sample has none of the alternatives of a name, or different numbers of alternatives for names that are
-            chosen together; a pattern matches no tensor, or a name is that of another tensor.
+            chosen together. Or a pattern matches no tensor, or a name belongs to another tensor.
     """
     request.find_names()  # an old index may lack names of alternatives
     rest, stored = _Rest.of(request.structures, alternatives), layouts_of(request.rows)

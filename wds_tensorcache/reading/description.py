@@ -210,7 +210,7 @@ def _type_name(value: object) -> str:
 
 
 class Contents:
-    """Tensors and values that `Cache.describe` has found so far, in one cache or in all parts of a joined cache.
+    """Tensors and values that `Cache.describe` has collected so far, in one cache or in all parts of a joined cache.
 
     Attributes:
         num_counted, num_examined: As in `Description`.

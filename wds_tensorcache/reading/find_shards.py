@@ -43,13 +43,13 @@ def find_shards(
     """Return the shards of a `source` as in `open`. Warn if a folder contains shards that are left out.
 
     Args:
-        listed: Replaces the function that returns the shards of a manifest, or None if there is no such file.
+        listed: Function in place of the one that returns the shards of a manifest, or None without such a file.
         local_for: Past participle of an action that needs local shards, such as `"verified"`. Urls then raise ValueError.
         copies: A new cache is made of the shards: raise FormatError instead of the warning.
 
     Raises:
-        FileNotFoundError: There is no such file or object, or no shard; or the folder has no manifest, and the server has no
-            listings.
+        FileNotFoundError: The file or object does not exist, or the folder has no shard. Or it has no manifest, and the server
+            has no listings.
         FormatError: A manifest is damaged, or lists a shard that is not in its folder.
         RemoteError: A request failed.
         TypeError, ValueError: The source is not valid.

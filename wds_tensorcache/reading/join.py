@@ -60,10 +60,10 @@ def join(
             map to one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
 
     Raises:
-        KeyError: With `"exact"`, keys are missing in one of the caches (the message lists some); or a key occurs twice in a
+        KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some. Or a key occurs twice in a
             cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
-        ValueError: There are no caches; `how` is unknown; `keys` names a cache that does not exist, or the first one.
+        ValueError: There are no caches, `how` is unknown, or `keys` names a cache that does not exist, or the first one.
         BatchError: The first samples of a list of caches are not dicts, or have names in common.
         Errors of `tc.open`: A path among `caches` cannot be opened.
 

@@ -24,8 +24,8 @@ def match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
     order.
 
     Args:
-        key_map: Maps a key of `first` to a key of `other`. Several samples of `first` may then match one sample of `other`, and
-            no keys of `other` are returned.
+        key_map: Function or mapping from a key of `first` to a key of `other`. Several samples of `first` may then match one
+            sample of `other`, and no keys of `other` are returned.
 
     Raises:
         KeyError: A key occurs twice in `other`.

@@ -111,7 +111,7 @@ class Store:
             self._unloaded.difference_update(wanted)
 
     def find_names(self, numbers: Iterable[int] | None = None) -> bool:
-        """Look for further names that the old indexes of shards, by default of all, lack; return whether there are such names.
+        """Look for further names that old indexes lack, by default in all shards; return whether there are such names.
 
         The shards then have other indexes. Cost: one skeleton of each form, and all skeletons of the shards in which such a
         sample has further names. A shard is examined only once.

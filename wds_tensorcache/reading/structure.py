@@ -41,8 +41,8 @@ def insert(sample: Any, name: str) -> Any:
     """Return a sample with a placeholder of a tensor at the path `name`, in place of None or of nothing.
 
     Raises:
-        ValueError: The sample has another value there, or in place of a container of the tensor; or the type of a container
-        that the sample lacks does not follow from the name.
+        ValueError: The sample has another value there, or in place of a container of the tensor. Or the name does not determine
+        the type of a container that the sample lacks.
     """
     lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
     return _insert(sample, name.split("."), lazy)
@@ -176,8 +176,8 @@ def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[st
 
     `first` may have tensors that `other` lacks. Tensors whose names `wanted` refuses are all equal.
 
-    If one container occurs several times in the first sample, the other sample must have one container in the same places,
-    because `map_leaves` visits it only once.
+    If a container occurs several times in the first sample, the other sample must have one container in the same places:
+    `map_leaves` visits it only once.
     """
     mismatch = _Difference(other, wanted).between(first, other, ())
     return None if mismatch is None else (_at(mismatch[0]), mismatch[1], mismatch[2])
@@ -190,7 +190,7 @@ class _Difference:
         self._met: dict[int, tuple[Any, Path]] = {}  # id of a container in the first -> the other's, and its path
 
     def _kind(self, value: Any) -> Any:
-        """Return the name of a tensor, "" if it is not wanted; the type of a container that `map_leaves` copies; else None."""
+        """Return the name of a wanted tensor, "" for any other, the type of a copied container, or else None."""
         if isinstance(value, Lazy):
             return value.name if self._wanted is None or self._wanted(value.name) else ""
         cls = type(value)

@@ -1,7 +1,7 @@
 """Check the bytes after the end of an archive: tools index or copy a shard only if they are zeros, an index, or both.
 
 Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come after
-the zeros, and a copy or an index of the part before them would lose these members.
+the zeros. A copy or an index of the part before them would lose these members.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def load_whole(path: str) -> ShardIndex:
 
 
 def check_end(file: ShardFile, end: int, num_samples: int) -> None:
-    """Raise TarFormatError if a shard has more members than a scan found; `end` and `num_samples` are its results."""
+    """Raise TarFormatError if a shard has more members than a scan saw; `end` and `num_samples` are its results."""
 
     def refuse(problem: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
         raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind=kind).at(file.path)

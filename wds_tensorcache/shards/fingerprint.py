@@ -1,4 +1,4 @@
-"""Check fingerprints, which record how a cache was made: with which model, revision, dtype, scaling, crop, …"""
+"""Check fingerprints, which record the model, revision, dtype, scaling, crop, … with which a cache was made."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Trailer(NamedTuple):
 def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> Trailer | None:
     """Return the trailer at the end of a shard or sidecar of `nbytes` bytes, whose index may be stale or damaged.
 
-    None if the last bytes are not a trailer, or if it declares another length of the shard than `shard_nbytes`.
+    Return None if the last bytes are not a trailer, or if it declares another length of the shard than `shard_nbytes`.
     """
     tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):

@@ -2,8 +2,8 @@
 
 A *layout* is the content of a safetensors header. Each distinct layout is stored once, and has a number. Layouts with the
 same *form* (names, dtypes, numbers of dimensions, references) differ only in shapes and in the offset of the first tensor.
-A sample takes 22 to 24 bytes plus its key: 4 for the end of the key, 8 for the offsets of its two members, 1 or 2 for the
-skeleton's length, 1 or 2 for the layout's number, and 8 for the digest.
+A sample takes 22 to 24 bytes plus its key: 4 for the end of the key, 8 for the offsets of its two members, and 8 for the
+digest. The skeleton's length and the layout's number take 1 or 2 each.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class ShardIndex:
         end: Byte offset of the end-of-archive marker.
         fingerprint: Description of how the cache was made; None if unknown.
         origins: Digests of the items and original names of the samples; None if there are none.
-        hidden: Byte offset of a tar header after the end, whose member readers do not see; None if a scan found no such
-            header, or if the index was not made by a scan.
+        hidden: Byte offset of a tar header after the end, whose member readers do not see. It is None if a scan saw no such
+            header, or if no scan made the index.
         digest: Digest in the trailer of the footer or sidecar that contains the index, as in a manifest; None after a scan.
     """
 

@@ -142,7 +142,7 @@ class KeyTable:
     def find(self, key: str) -> list[int]:
         """Return the positions of the key, ascending: at most one, unless several shards contain the key.
 
-        A key is also found under the key that an earlier version of `safe_key` made of the same name.
+        A look-up also accepts the key that an earlier version of `safe_key` made of the same name.
         """
         positions = self._find(key)
         older = None if positions else older_key(key)

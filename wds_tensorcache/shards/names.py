@@ -115,7 +115,7 @@ def original_name(key: str) -> str:
     """Return the text from which `safe_key` made a key.
 
     Raises:
-        InvalidKeyError: `safe_key` does not return such a key; or the text was so long that the key contains its hash, and the
+        InvalidKeyError: `safe_key` does not return such a key. Or the text was so long that the key contains its hash, and the
             key is not the object that `safe_key` returned. `cache.original_name` knows such names, too.
         TypeError: `key` is not a str.
     """

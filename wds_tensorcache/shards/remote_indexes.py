@@ -26,7 +26,7 @@ _DENIED = (401, 403)  # of stores that do not tell a missing object from one tha
 
 @dataclass(frozen=True, slots=True)
 class RemoteIndexes:
-    """The places, besides a shard and its sidecar, where the indexes of remote shards are looked for."""
+    """The places of remote shards' indexes besides the shards and their sidecars."""
 
     folder: str | None = None  # path or url of a folder that contains `NAME.tar.index` for shards `NAME.tar`
     kept: KeptIndexes | None = None  # from earlier runs

@@ -164,7 +164,7 @@ class Shard:
         return index
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that a scan, with this result, did not see; None if nothing shows any."""
+        """Return the error for members that the scan with this result did not see; None if there is no sign of any."""
         # the numbers of samples of shards in a manifest are compared in any case
         is_alone = index.digest is None and not self.is_remote and self._entry is None
         if index.hidden is None and not is_alone:
@@ -254,7 +254,7 @@ class Shard:
             self.note_template(rows, template)
 
     def knows_template(self, row: int) -> bool:
-        """Return whether `template` needs no read."""
+        """Return whether `template` returns its result without a read."""
         return bool(self._template_numbers.item(row))
 
     def skeleton_extent(self, row: int) -> tuple[int, int]:

@@ -61,13 +61,14 @@ class SharedDataset(Cache[Any]):
     Args:
         dataset: A map-style dataset: it has `len()`, and `dataset[i]` returns a sample for each `i` in `range(len(dataset))`.
         name: Name of the shared memory, 1 to 128 bytes. Processes that pass the same name share it.
-        max_nbytes: Maximum bytes of all samples in shared memory; further samples are loaded at each access. None for no limit.
+        max_nbytes: Maximum bytes of all samples in shared memory; None sets no limit. Samples beyond it are loaded at each
+            access.
         directory: Existing folder for the files; by default shared memory, `/dev/shm`. Use a folder on a local file system.
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
         fingerprint: A string that describes the dataset, for example its version and transforms. All processes that share the
-            memory must agree on it, on the types and lengths of the dataset and of those that it wraps, on the indices that a
-            `Subset` selects, and on the fingerprints of Hugging Face's `datasets`. Code and samples are not compared.
+            memory must agree on it, and on the types and lengths of the dataset and of those that it wraps. The indices of a
+            `Subset` and the fingerprints of Hugging Face's `datasets` must also be equal. Code and samples are not compared.
         allow: Other classes that samples may contain.
         lazy: Samples have lazy tensors. False loads them: each access copies all tensors of the sample, for code that expects
             tensors, such as transforms of torchvision. Batches and views work the same.
@@ -175,16 +176,16 @@ class SharedDataset(Cache[Any]):
 
     @property
     def schema(self) -> dict[str, TensorSchema]:
-        """Properties of each tensor by name, in the samples that are in shared memory; without any, in the first sample.
+        """Properties of each tensor by name, in the samples that are in shared memory, or else in the first sample.
 
         Cost: parses each of these samples.
         """
-        present = self._present()
+        present = self._find_present()
         return self._schema_of(present if len(present) else self._indices[:1])
 
-    def _present(self) -> Array:
+    def _find_present(self) -> Array:
         """Return the indices of the samples of this view that are in shared memory, int64, ascending."""
-        is_selected = np.zeros_like(present := self._samples.present())
+        is_selected = np.zeros_like(present := self._samples.find_present())
         is_selected[self._indices] = True
         return np.flatnonzero(is_selected & present)
 
@@ -218,7 +219,7 @@ class SharedDataset(Cache[Any]):
         """Return a summary: number of samples, some of their tensors, and the fingerprint. No sample is loaded."""
         name = f"{type(self).__name__} {self.name!r}: {len(self):,} samples"
         try:
-            present = self._present()
+            present = self._find_present()
             lines = [f"{name}, {len(present):,} of them in shared memory"]
             schema = self._schema_of(present[:_SHOWN])
             lines += [f"  {name}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
@@ -243,7 +244,7 @@ class SharedDataset(Cache[Any]):
         Cost: if all samples are in shared memory, parses them one by one until each pattern has matched.
         """
         patterns = as_patterns(patterns)
-        if self._samples.present()[self._indices].all():
+        if self._samples.find_present()[self._indices].all():
             unknown, names = patterns, dict[str, None]()
             for number in map(int, self._indices):
                 if not unknown:
@@ -309,7 +310,7 @@ class SharedDataset(Cache[Any]):
             yield make_entry(str(number), sum(tensor.nbytes for tensor in tensors.values()), shapes)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
-        present = self._present()
+        present = self._find_present()
         numbers = [present.item(at) for at in spread(len(present), _NUM_COUNTED)]
         samples = list(map(self._samples.peek, numbers))
         contents.num_counted = min(contents.num_counted, len(samples))

@@ -22,9 +22,9 @@ from wds_tensorcache.sharing.reaper import (
     IN_USE,
     IS_PERSISTENT,
     NUM_HOLDER_BYTES,
-    reaped,
     remove_folder,
     remove_if_abandoned,
+    start_reaper,
 )
 from wds_tensorcache.storage.locks import Flock, locked_folder
 from wds_tensorcache.storage.owned import check_owner, open_owned, write_file
@@ -194,7 +194,7 @@ def open_folder(
         name: Name of the shared memory.
         fingerprint: Description of the dataset, which the folder stores.
         persistent: Mark the folder, so that it is kept without holders.
-        create: Called with the path of a new folder to write files into it.
+        create: Function that writes the files of a new folder, by its path.
 
     Raises:
         InvalidKeyError: The name is not allowed.
@@ -206,7 +206,7 @@ def open_folder(
     """
     path = named_folder(base, name)
     # This process may be killed at any moment. So the reaper is there before the folder.
-    with contextlib.nullcontext() if persistent else reaped(path), locked_folder(base):
+    with contextlib.nullcontext() if persistent else start_reaper(path), locked_folder(base):
         for other in find_folders(base):
             with contextlib.suppress(OSError):  # for example, a folder that another program made, with folders in it
                 remove_if_abandoned(other)
@@ -227,7 +227,7 @@ def open_folder(
             os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         )
     else:
-        with reaped(path):
+        with start_reaper(path):
             pass  # the one that was there has removed another folder with this path
     return folder
 
@@ -267,7 +267,7 @@ def find_folders(base: str) -> list[str]:
 
 
 def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
-    """Return the fingerprint of a dataset: its type and length, what it wraps and selects, and a text of the user.
+    """Return the fingerprint of a dataset: its type and length, the datasets and indices in it, and a text of the user.
 
     Of torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
     of the indices. Of any dataset, it contains the attribute `_fingerprint`, if that is a string, as in Hugging Face's

@@ -53,7 +53,7 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
                 SharedInfo(
                     head["name"],
                     head["fingerprint"],
-                    int(table.present().sum()),
+                    int(table.find_present().sum()),
                     sum(segment.reserved for segment in table.segments()),
                     tuple(folder_holders(path)),
                     os.path.exists(os.path.join(path, IS_PERSISTENT)),

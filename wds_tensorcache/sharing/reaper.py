@@ -67,7 +67,7 @@ def remove_folder(folder: str) -> None:
 
 
 @contextmanager
-def reaped(folder: str) -> Iterator[None]:
+def start_reaper(folder: str) -> Iterator[None]:
     """Start the reaper of a folder, unless it has one. At the end of the `with` block, it begins to wait for the holders.
 
     Without a reaper, for example because the system allows no more processes, the next process that opens a folder removes

@@ -38,8 +38,8 @@ class SharedStats:
     Attributes:
         hits: Number of samples that this process took from shared memory.
         misses: Number of samples that this process loaded from the dataset.
-        passed_through: Number of misses that this process did not add to the shared memory: there was no room, the sample
-            cannot be encoded, or another thread or process was loading it and waiting could have been a deadlock.
+        passed_through: Number of misses that this process did not add to the shared memory. There was no room, the sample
+            cannot be encoded, or waiting for another thread or process that was loading it could have been a deadlock.
         num_samples: Number of samples in shared memory, of all processes.
         nbytes: Bytes of shared memory that these samples take, without the table.
         holders: Process ids of the processes that hold the shared memory, ascending.
@@ -90,7 +90,7 @@ def _parse(members: Members) -> ParsedSample:
 
 @dataclass(slots=True)
 class _Unencodable:
-    """A sample as the dataset returned it, and the reason for which it cannot be encoded."""
+    """A sample that cannot be encoded, as the dataset returned it, and the error."""
 
     sample: Any
     error: EncodeError
@@ -170,10 +170,10 @@ class Samples:
         self._hits -= 1
         return parsed.build(self.allow)
 
-    def present(self) -> Array:
-        """Return which samples are in shared memory, bool `[len(dataset)]`."""
+    def find_present(self) -> Array:
+        """Return the mask of the samples in shared memory, bool `[len(dataset)]`."""
         self._enter()
-        return self._table.present()
+        return self._table.find_present()
 
     def stats(self) -> SharedStats:
         """Return counts of this process, and of the memory that all processes share."""
@@ -182,7 +182,7 @@ class Samples:
             self._hits,
             self._misses,
             self._passed,
-            int(self._table.present().sum()),
+            int(self._table.find_present().sum()),
             self._segments.nbytes,
             tuple(self.folder.holders()),
         )
@@ -219,7 +219,7 @@ class Samples:
         return parsed
 
     def _load_many(self, indices: Sequence[int]) -> list[ParsedSample | _Unencodable]:
-        """Find samples; load the missing ones, those that no other thread or process is loading first."""
+        """Find samples, and load missing ones; begin with those that no other thread or process is loading."""
         samples: dict[int, ParsedSample | _Unencodable | None] = {index: self._find(index) for index in indices}
         missing = [index for index, loaded in samples.items() if loaded is None]
         for wait in (False, True):
@@ -228,7 +228,7 @@ class Samples:
         return [loaded for index in indices if (loaded := samples[index]) is not None]
 
     def _load(self, index: int, wait: bool) -> ParsedSample | _Unencodable | None:
-        """Load a sample. If another thread or process is loading it now, wait for that one, or return None.
+        """Load a sample. If another thread or process is loading it, wait for it, or without `wait` return None.
 
         Raises:
             RecursionError: This thread is loading the same sample already.

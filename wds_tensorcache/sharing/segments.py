@@ -20,7 +20,7 @@ from wds_tensorcache.codec.sample import EncodedSample
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.sharing.table import ALIGN, MAX_SEGMENT_NBYTES, Segment, Table
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.owned import explained_no_space, open_owned
+from wds_tensorcache.storage.owned import explain_no_space, open_owned
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 
@@ -31,8 +31,8 @@ _WRITING = 1 << 61  # plus its number: the lock of a segment, held while a recor
 _RECORD = Struct("<QQQ8x")  # index of the sample, bytes of the skeleton, bytes of the `.safetensors` member
 _DATA_ALIGN = 64
 _PAGE_NBYTES = mmap.PAGESIZE
-# A process that writes into a view gets private copies of its pages, which hide what is appended to them later.
-# So a `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller ones.
+# Hazard: a process that writes into a view gets private copies of its pages, and never sees bytes appended to them later. So a
+# `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller ones.
 LARGE_NBYTES = 1 << 16
 # A new segment has 1/16 of `max_nbytes`. Without a limit, it has 1/16 of the bytes in use, but at least 64 MiB. One that is
 # added for a larger sample has the length of that sample.
@@ -44,7 +44,7 @@ Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the `.sa
 
 
 class Full(Exception):
-    """There is no room for a sample within `max_nbytes`."""
+    """A sample for which there is no room within `max_nbytes`."""
 
 
 class SegmentSource(MemorySource):
@@ -189,7 +189,7 @@ class Segments:
         """Write `parts` from byte `begin` on, after reserving memory up to byte `end`."""
         fd, _ = self._open(segment.number, os.O_WRONLY)
         try:
-            with explained_no_space(self._path(segment.number), f"a sample of {end - begin:,} bytes"):
+            with explain_no_space(self._path(segment.number), f"a sample of {end - begin:,} bytes"):
                 # SIGBUS. Reading a mapped page for which the system has no memory kills the process.
                 os.posix_fallocate(fd, begin, end - begin)
             rest: Sequence[memoryview] = [memoryview(part).cast("B") for part in parts if len(part)]
@@ -201,13 +201,8 @@ class Segments:
             os.close(fd)
 
     def _reserve(self, nbytes: int, locks: RangeLocks) -> Segment:
-        """Reserve `nbytes` bytes in a segment; return it as it was before, locked in `locks`. The caller holds `_SPACE`.
-
-        What a killed writer had reserved in a segment is used by the next one.
-
-        Raises:
-            Full: There is no room.
-        """
+        """Reserve `nbytes` bytes in a segment; return it as it was before, locked in `locks`. The caller holds `_SPACE`."""
+        # the bytes that a killed writer had reserved in a segment are reserved again here
         segments = self._table.segments()
         free = np.inf if self._max_nbytes is None else self._max_nbytes - sum(segment.reserved for segment in segments)
         for segment in sorted(segments, key=lambda segment: segment.number != self._last):

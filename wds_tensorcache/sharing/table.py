@@ -1,9 +1,9 @@
-"""The table that all processes map: where each sample is, and how full each segment is.
+"""The table that all processes map: the place of each sample, and the number of bytes used in each segment.
 
-The file contains 64-bit unsigned integers in native byte order: `_HEAD` numbers, of which the first one is the number of
-segments; a slot of `_WIDTH` numbers for each segment; and an entry for each sample. An entry is 0 if the sample is absent,
-otherwise `segment << 30 | offset // 16`, with the byte offset of the sample's record in the segment. One aligned store
-publishes a sample, after its bytes were written. An entry never changes again.
+The file contains 64-bit unsigned integers in native byte order. The first of `_HEAD` numbers is the number of segments. A slot
+of `_WIDTH` numbers for each segment follows, then an entry for each sample. An entry is 0 if the sample is absent, otherwise
+`segment << 30 | offset // 16`, with the byte offset of the sample's record in the segment. One aligned store publishes a
+sample, after its bytes were written. An entry never changes again.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def create_table(path: str, num_samples: int) -> None:
 class Table:
     """A map of the table for `num_samples` samples.
 
-    Threads/fork: safe everywhere. A caller of `publish` holds the sample's lock, a caller of `reserve` and `extend` the
-        segment's, and a caller of `add` the lock `_SPACE` of `Segments`. All other methods need no lock.
+    Threads/fork: safe everywhere. The caller of `publish` holds the sample's lock, that of `reserve` or `extend` the segment's
+        lock, and that of `add` the lock `_SPACE` of `Segments`. All other methods need no lock.
 
     Attributes:
         entries: Entry of each sample, uint64 `[num_samples]`.
@@ -125,8 +125,8 @@ class Table:
         """Record that all bytes of a segment up to `end` were written."""
         self._slots[_slot(number) + _END] = end
 
-    def present(self) -> Array:
-        """Return which samples are present, bool `[num_samples]`."""
+    def find_present(self) -> Array:
+        """Return the mask of the present samples, bool `[num_samples]`."""
         present: Array = np.array(self.entries, np.uint64) > 0
         return present
 

@@ -37,7 +37,7 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
 
     Args:
         path: Path of the file; its folder must exist.
-        parts: Content of the file, in pieces; a list if other writers may begin in the folder meanwhile.
+        parts: Content of the file, in pieces. Pass a list if other writers may begin in the folder during the call.
         fsync: Wait until the file is on disk. Otherwise the file survives the death of this process, but perhaps not a
             crash of the machine.
 

@@ -241,8 +241,8 @@ class ShardFile:
     def address(self) -> int:
         """Return the address of a map of the file; 0 if the file has no map, and must be read.
 
-        A file has no map on network file systems and outside Linux, where a page fault or a truncated file costs too much; and
-        beyond the bounds on the maps of a process.
+        A file has no map on network file systems and outside Linux, where a page fault or a truncated file costs too much. It
+        has none beyond the bounds on the maps of a process, either.
         """
         if self._map is not None:
             return self._map.address
@@ -370,7 +370,7 @@ class Files:
             nbytes: Length of a remote file, if it is known.
 
         Raises:
-            OSError: The file cannot be found; MissingShardError if it does not exist.
+            OSError: The file cannot be examined; MissingShardError if it does not exist.
         """
         if manifest is not None:
             self._manifests[path] = manifest

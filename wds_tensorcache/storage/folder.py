@@ -38,7 +38,7 @@ def folder_of(path: str, fsync: bool = True) -> Folder:
 
 
 class LocalFolder:
-    """A folder of shards, their indexes and a manifest. A `name` is that of a file directly in the folder.
+    """A folder of shards, their indexes and a manifest. A `name` names a file directly in the folder.
 
     `ObjectFolder` is a folder at a url, with the same methods. Changes of one local file are made under the lock of the
     folder.
@@ -62,7 +62,7 @@ class LocalFolder:
         self._fsync = fsync
 
     def make(self) -> None:
-        """Make the folder if it is missing; raise if an object store cannot be written to at all."""
+        """Make the folder if it is missing; raise an error if an object store cannot be written to at all."""
         os.makedirs(self.path or os.curdir, exist_ok=True)
 
     def locate(self, name: str) -> str:
@@ -104,8 +104,8 @@ class LocalFolder:
 
         Args:
             name: The file.
-            apply: Function from the content, None if there is no file, to the new content. It is called again if another
-                process was faster.
+            apply: Function from the content (None without a file) to the new content. It is called again if another process was
+                faster.
         """
         from wds_tensorcache.storage.atomic import find_temporary, remove_stray
         from wds_tensorcache.storage.locks import locked_folder
@@ -126,7 +126,7 @@ class LocalFolder:
                 os.remove(self.locate(name))
 
     def new_file(self, name: str) -> Output:
-        """Return a new file to append to. It appears under its name with `finish`, which never replaces another file.
+        """Return a new file to append to. `finish` gives it its name, and never replaces another file.
 
         Raises:
             FileExistsError: There is such a file in a local folder; `finish` raises it for one that appears later.

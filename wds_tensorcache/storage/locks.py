@@ -97,7 +97,7 @@ def _flock(fd: int, kind: int) -> bool | None:
 
 @contextlib.contextmanager
 def locked_folder(folder: str) -> Iterator[bool]:
-    """Hold the lock of a folder, so that one process at a time changes shared files in it.
+    """Hold the lock of a folder, which protects changes of shared files in it.
 
     Yields False, and has no effect, if the file system has no locks. NFS has none for folders.
 

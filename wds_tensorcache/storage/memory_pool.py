@@ -25,7 +25,7 @@ class Pool:
         max_idle_nbytes: Maximum total length of idle arenas. Arenas above the limit are returned to the system: at once if
             those of one size alone exceed it, otherwise at the next lease.
 
-    Threads/fork/pickle: any thread; a forked child has private copies; a pickled copy is a new pool with the same limit.
+    Threads/fork/pickle: any thread. A forked child has private copies; a pickled copy is a new pool with the same limit.
     """
 
     def __init__(self, max_idle_nbytes: int = 1 << 30) -> None:

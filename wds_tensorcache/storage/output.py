@@ -30,9 +30,9 @@ class Output:
     Pieces are copied into a stage, which a thread writes while the caller encodes the next samples. On a memory file system,
     the copy of 450 KB takes 40 us, and the system call 130 us. Large pieces are written by the caller, without a copy.
 
-    After a write, the thread waits for the GIL. Each torch call of the caller releases it for an instant, which
-    wakes the thread in vain, so that encoding samples of 4 KB takes 1.3 times as long. Therefore the caller itself writes a
-    stage that contains only small pieces, which takes far less time than encoding them.
+    After a write, the thread waits for the GIL. Each torch call of the caller releases it for an instant, which wakes the
+    thread in vain: encoding samples of 4 KB takes 1.3 times as long. Therefore the caller itself writes a stage that contains
+    only small pieces, which takes far less time than encoding them.
 
     Args:
         path: Final path of the file.

@@ -76,7 +76,7 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.fchmod(fd, 0o600)  # a umask may have removed permissions
-        with explained_no_space(path, f"a file of {max(nbytes, len(content)):,} bytes"):
+        with explain_no_space(path, f"a file of {max(nbytes, len(content)):,} bytes"):
             if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
             os.write(fd, content)
@@ -85,12 +85,12 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def explained_no_space(path: str, content: str) -> Iterator[None]:
+def explain_no_space(path: str, content: str) -> Iterator[None]:
     """Add sizes and the remedy to the OSError of a full file system.
 
     Args:
         path: Path of the file that is written.
-        content: What needs the memory, for the message.
+        content: Name of the content that needs the memory, for the message.
     """
     try:
         yield

@@ -77,8 +77,7 @@ class ReadAhead:
     """The bytes of a file, for a caller that reads them mostly in order.
 
     A piece is hashed only after the caller has read the headers in it: this is better for the processor's caches. If a piece
-    cannot be read, `read` and `hash` read only the bytes they need from the file again, so that only requests for unreadable
-    bytes fail.
+    cannot be read, `read` and `hash` read only the bytes that they need again. So only requests for unreadable bytes fail.
 
     Args:
         file: File to read.

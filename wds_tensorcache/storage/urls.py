@@ -1,4 +1,4 @@
-"""Urls of remote objects: which texts are urls, parts of them, their secrets, and how messages show them, without secrets.
+"""Urls of remote objects: their recognition, parts and secrets, and their form in messages, without secrets.
 
 Secrets are user name, password and query, which may be a signature. Paths of shards are in errors, reprs, pickles and files. So
 `conceal` turns a url from the caller into a `SecretUrl`, whose text is public, and clients `reveal` the query in requests.
@@ -163,7 +163,7 @@ def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
 
 
 def check_writable(url: str) -> None:
-    """Raise ValueError unless a url is one of an object store, with a bucket and without credentials."""
+    """Raise ValueError unless a url names a bucket of an object store, without credentials."""
     scheme, _, rest = conceal(url).partition("://")
     if scheme.lower() not in WRITABLE:
         raise ValueError(f"{shown(url)}: shards are written to s3://, gs:// or az:// urls, or to a local path")
@@ -172,7 +172,7 @@ def check_writable(url: str) -> None:
 
 
 def is_web(url: str) -> bool:
-    """Return whether a url is that of a web server (`http`, `https`), whose names are percent-encoded."""
+    """Return whether a url names a web server (`http`, `https`), whose names are percent-encoded."""
     return url.partition("://")[0].lower() in _WEB
 
 
@@ -196,7 +196,7 @@ def name_of(url: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return the parts of a url: up to the server or bucket; the path; and a web server's query, with its mark."""
+    """Return the parts of a url: the part up to the server or bucket, the path, and a web server's query, with its mark."""
     scheme, user_info, host, path, rest = _split(url)
     return f"{scheme}://{user_info}{host}", path, rest
 

@@ -26,7 +26,7 @@ from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.batches_ahead import NUM_THREADS, BatchesAhead, remote_url
 from wds_tensorcache.reading.choose import Choose
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
-from wds_tensorcache.storage.remote.fetch import MADE
+from wds_tensorcache.storage.remote.fetch import COUNTS
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Position, RowCounts, Step
@@ -185,10 +185,10 @@ class BaseLoader(ABC):
 
         `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with such weights.
 
-        In an iteration, `prefetch_batches` steps are scheduled after the last batch returned (32 by default if shards are at
-        urls, however many of them are read ahead; none without threads), but none of the next epoch. So ranks that change the
-        weights at the same step also use them from the same step on. A state has the weights at the time of `state_dict`, so
-        a run that resumes before the first step with new weights uses them at once.
+        In an iteration, `prefetch_batches` steps of the same epoch are scheduled after the last batch returned. By default
+        these are 32 if shards are at urls, however many are read ahead; without threads, none are scheduled. So ranks that
+        change the weights at the same step also use them from the same step on. A state has the weights at the time of
+        `state_dict`. So a run that resumes before the first step with new weights uses them at once.
 
         Returns:
             Number of the first step with the new weights.
@@ -264,9 +264,9 @@ class Loader(BaseLoader):
             order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The
             default is 2. If shards are at urls, it is 16, since their threads wait for requests most of the time.
-        prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4, and
-            grows while training waits for requests, up to 32 batches or 1 GiB, if the server's latency and rate require
-            that. After eight batches in a row that needed no request, it is 2, and may grow again.
+        prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4. While
+            training waits for requests, it grows up to 32 batches or 1 GiB, as the server's latency and rate require. After
+            eight batches in a row that needed no request, it is 2, and may grow again.
         steps: Other options of `StepSampler`.
 
     Raises:
@@ -275,7 +275,8 @@ class Loader(BaseLoader):
         RuntimeError (when a batch is requested): A transform failed; the message names the step.
 
     Memory: `prefetch_batches + 1` batches, besides those that the caller keeps. On a GPU, a batch keeps its memory until the
-        work that was queued on it has ended; if the CPU runs several steps ahead of the GPU, that is as many more batches.
+        work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in
+        memory.
     Threads/fork/pickle: one thread iterates, any thread may call `close`; only in the process that made the loader.
         Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch. A forked child
         begins its own iterations.
@@ -361,7 +362,7 @@ class Loader(BaseLoader):
             jobs.clear()
 
     def _read(self, step: Step, after: Position, device: Any, with_info: bool) -> Read:
-        began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, MADE.num_requests
+        began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, COUNTS.num_requests
         transfer = Transfer(device)
         with transfer.copying():
             batch = self._thread_reader.read(step, self._read_options)
@@ -377,7 +378,7 @@ class Loader(BaseLoader):
             if self._transforms or callable(self._read_options["collate"]):
                 transfer.add(batch)
         transfer_s = SPENT.transfer_s - transfer_s
-        num_requests = MADE.num_requests - num_requests
+        num_requests = COUNTS.num_requests - num_requests
         timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, num_requests, done)
         return Read(step, after, [batch], is_padding, edits, timing, transfer)
 
@@ -414,7 +415,7 @@ class Loader(BaseLoader):
 
 
 def _end(pool: Threads, jobs: Iterable[Future[Any]]) -> None:
-    """End the threads of an iteration; wait for those that read a batch, but not long."""
+    """End the threads of an iteration; wait briefly for those that read a batch."""
     running = [job for job in jobs if not job.cancel()]
     pool.shutdown(wait=False)
     if not _is_reader() and not wait(running, _LEFT_WAITS_S).not_done:

@@ -1,11 +1,11 @@
 """Normal random numbers from seeds: bit for bit the same on every device, in any batch and at any position in it.
 
-torch's own generators promise neither. Each number comes from 32 bits of SplitMix64, which is a counter-based generator
-(Steele, Lea and Flood, 2014), and from a table of the inverse normal distribution: linear pieces, 128 for each power of two
-of the tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from
-Uniform Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that
-IEEE 754 rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in
-one operation, as in `addcmul`, which some devices round once, and other devices twice.
+torch's own generators promise neither. Each number comes from 32 bits of SplitMix64, a counter-based generator (Steele, Lea and
+Flood, 2014), and from a table of the inverse normal distribution. The table has linear pieces, 128 for each power of two of the
+tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from Uniform
+Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that IEEE 754
+rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in one
+operation, as in `addcmul`, which some devices round once, and other devices twice.
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor)
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device, stream: Any) -> torch.Tensor:
-    """Return the number at the start of each piece, and the slope in it per unit of the lower bits, float32 `[2, 2^16]`.
-
-    Each stream of a GPU has its own table, because no other stream waits for the copy to the GPU.
-    """
+    """Return the number at the start of each piece, and the slope in it per unit of the lower bits, float32 `[2, 2^16]`."""
+    # Hazard: no other stream waits for the copy to a GPU, so each stream has its own table.
     # float32 rounds the largest integers up to 2^31, for which the number is 0
     units = [*_edges(NormalDist().inv_cdf), 0, 0]
     edges = torch.tensor(units, dtype=torch.float64, device="cpu") / _UNIT

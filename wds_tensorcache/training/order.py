@@ -18,9 +18,9 @@ _TABLE_BITS = 12  # of a half; up to 2^24 samples, the round function is read fr
 class EpochOrder:
     """The order of `count` samples in each epoch: a pure function of seed, epoch and position.
 
-    A shuffled epoch is a permutation that is never stored: a Feistel network over the next power of two, applied again to
-    results that are out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is
-    the finalizer of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
+    A shuffled epoch is a permutation that is never stored. It is a Feistel network over the next power of two, applied again to
+    results out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the finalizer
+    of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
 
     Memory: none per sample. Up to 2^24 samples, tables of the round function take at most 8 MB for all orders of a process.
     Threads/fork/pickle: immutable, safe everywhere; the same order on every machine and in every release.
@@ -123,10 +123,8 @@ def _round(half: Array, bits: int, key: np.uint64) -> Array:
 
 
 def _permute(values: Array, bits: int, seed: int, epoch: int) -> Array:
-    """Apply a Feistel permutation of `[0, 2^bits)` to `values`, int64.
-
-    The two halves swap in each round and may differ in width by one bit.
-    """
+    """Apply a Feistel permutation of `[0, 2^bits)` to `values`, int64."""
+    # the two halves swap in each round, and may differ in width by one bit
     low_bits, high_bits = bits // 2, bits - bits // 2
     low, high = values & (1 << low_bits) - 1, values >> low_bits
     if high_bits <= _TABLE_BITS:

@@ -52,8 +52,8 @@ class Step:
         indices: Sample indices in the cache, int64 `[B]`.
         is_padding: True for each sample that is padding, bool `[B]`.
         source: Number of the samples' cache in `mix`; 0 without `mix`.
-        epochs: Number of the pass over the dataset to which each sample belongs, int64 `[B]`; None unless an epoch can have
-            several passes, with a weighted `mix` or with `repeats`.
+        epochs: Number of the pass over the dataset to which each sample belongs, int64 `[B]`. It is None unless a weighted
+            `mix` or `repeats` gives an epoch several passes.
     """
 
     number: int
@@ -148,9 +148,9 @@ class Plan:
     - Without weights, in proportion to the numbers of samples that remain. Each epoch exhausts all streams, `repeats` times.
       Unless samples are shuffled, the draws are the same in each epoch.
     - With weights of samples, in proportion to the sum of the weights of its samples.
-    - With weights of caches, first the cache by its weight, then one of its buckets. A cache passes over all its buckets
-      before any of them begins another pass, except that the end of a bucket is filled from its next pass. If its samples
-      have weights, too, the bucket is drawn in proportion to their sums, and the samples are drawn.
+    - With weights of caches, first the cache by its weight, then one of its buckets. A cache passes over all its buckets before
+      any of them begins another pass. Only the end of a bucket is filled from its next pass. If its samples have weights, too,
+      the bucket is drawn in proportion to their sums, and the samples are drawn.
 
     With weights, an epoch has as many samples as all streams together, rounded to whole steps.
 
@@ -283,7 +283,7 @@ class Plan:
         return Step(at.step, at.epoch, number, indices, is_padding, source=stream.source, epochs=epochs), after
 
     def _next_stream(self, at: Position) -> int:
-        """Return the number of the stream of the step at a position."""
+        """Return the number of the stream from which the step at a position takes its samples."""
         if len(self.streams) == 1:
             return 0
         caches, samples = self.weights.caches, self.weights.samples

@@ -32,10 +32,10 @@ class StepSampler(DistributedSampler[Step]):
         sampler = tc.StepSampler(cache, 32, shuffle=True)
         loader = StatefulDataLoader(tc.StepDataset(sampler), batch_size=None, sampler=sampler, num_workers=4)
 
-    Each iteration begins the next epoch, even if the previous iteration was abandoned. torchdata's `StatefulDataLoader`
-    resumes exactly if it has as many workers as before, and its default `snapshot_every_n_steps=1`. A state that was saved
-    after the last batch of an epoch makes the first loop empty, unless `set_epoch` has requested a different epoch, which then
-    begins. torch's plain `DataLoader` saves no state: use `tc.torch_loader`.
+    Each iteration begins the next epoch, even if the previous iteration was abandoned. torchdata's `StatefulDataLoader` resumes
+    exactly if it has as many workers as before, and its default `snapshot_every_n_steps=1`. After a state from the end of an
+    epoch, the first loop is empty, unless `set_epoch` has requested a different epoch. torch's plain `DataLoader` saves no
+    state: use `tc.torch_loader`.
 
     Args:
         cache: Cache from `tc.open` or `tc.join`; None with `mix`.
@@ -49,10 +49,10 @@ class StepSampler(DistributedSampler[Step]):
             environment.
         group: Process group, or DeviceMesh of one dimension, that determines rank and world size. Needed with tensor or
             pipeline parallelism, where the global rank is not the data-parallel rank.
-        last_batch: Treatment of an epoch's last step, or with `bucket_by` or `mix` of the last step of every bucket and every
-            cache, if samples do not fill it; the same on all ranks. `"short"` shortens the step; at most `world_size - 1` of
-            its samples, over all ranks, are padding. `"pad"` fills the step with padding. `"wrap"` fills it with the first
-            samples of the epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` returns the cost.
+        last_batch: Treatment of an epoch's last step if samples do not fill it; with `bucket_by` or `mix`, of the last step of
+            every bucket and cache. The same on all ranks. `"short"` shortens the step; at most `world_size - 1` of its samples,
+            over all ranks, are padding. `"pad"` fills the step with padding. `"wrap"` fills it with the first samples of the
+            epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` returns the cost.
         weights: One weight for each sample. Samples are drawn with replacement, in proportion to their weights. An epoch
             has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding. With
             `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it. In a `mix` with weights,

@@ -20,7 +20,7 @@ Transform: TypeAlias = "Callable[[Any, BatchInfo], Any]"
 
 
 class StepReader:
-    """Reads the batches of steps, in any process; `names` are those of the streams. Immutable."""
+    """A reader of the batches of steps, in any process; `names` are the names of the streams. Immutable."""
 
     def __init__(
         self, caches: Sequence[Any], names: Sequence[Any], seed: int, alternatives: Alternatives | None
@@ -67,7 +67,7 @@ class StepReader:
             raise _stopped(step) from exc
 
     def request(self, step: Step) -> Any:
-        """Return the request for the samples of a step; raises as `read` does."""
+        """Return the request for the samples of a step; see `read` for errors."""
         cache = self._caches[step.source]
         try:
             if self.alternatives is None:
@@ -77,7 +77,7 @@ class StepReader:
             raise _stopped(step) from exc
 
     def request_structure(self, indices: Any) -> Any:
-        """Return a request for samples of the only cache, of which only the structure matters."""
+        """Return a request for the structure of samples of the only cache."""
         return self._caches[0]._request_chosen(indices, Randomness(alternatives=self.alternatives, choices={}))
 
     def info(

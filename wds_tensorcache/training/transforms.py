@@ -31,8 +31,8 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
 
     Args:
         p: Probability, in [0, 1].
-        value: Replacements by name; a row has all of them replaced, or none: `{"text": empty_text, "pooled": 0}`. In place of
-            a tensor, a replacement is a number or a tensor of one row's shape, for example the states of the empty prompt; in a
+        value: Replacements by name; a row has all of them replaced, or none: `{"text": empty_text, "pooled": 0}`. In place of a
+            tensor, a replacement is a number or a tensor of one row's shape, for example the states of the empty prompt. In a
             padded batch, it may be shorter than the rows: zeros fill the rest. In place of any other value, it is any value,
             for example `{"prompt": ""}`. None stays None, because a sample without a text has no text to drop.
         mark: Name under which the batch gets a bool tensor `[B]`, True for the replaced rows.

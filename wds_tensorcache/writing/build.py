@@ -53,16 +53,17 @@ def build(
 
     If interrupted, call `build` again: it resumes after the last finished shard, with the same items in each batch. `fn` runs
     on each whole batch that lacks a sample. After an error or Ctrl-C, all samples computed before are kept. After a kill, the
-    samples of the unfinished shard are computed again; if `fn` returns equal results for equal batches, the shards have the
+    samples of the unfinished shard are computed again. If `fn` returns equal results for equal batches, the shards have the
     same bytes. Finished samples are never overwritten, and their indexes are trusted: `tc.verify` finds damaged samples.
 
     Several ranks (processes, on any number of machines) build one cache if all of them call `build` with the same arguments
     and a shared folder. Each computes its part of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
     number of ranks can resume. The cache is complete when every rank has returned.
 
-    If keys are the positions of items, items are compared with the digests in finished shards: all of a list, a tuple or an
-    iterable; of another dataset, 64 and the last finished one; of other ranks, up to 64. An item that differs is an error, and
-    so are fewer items than samples. Items that are not plain values, arrays or tensors cause a warning.
+    If keys are the positions of items, items are compared with the digests in finished shards: all items of a list, a tuple or
+    an iterable, and 64 items and the last finished one of another dataset. Up to 64 items of other ranks are compared, too. An
+    item that differs is an error, and so are fewer items than samples. Items that are not plain values, arrays or tensors cause
+    a warning.
 
     If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
     digest from `v1`, and computes all other samples. Samples of changed items keep their positions, samples of new items
@@ -75,24 +76,23 @@ def build(
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
             whose dtype or number of dimensions differs from that in earlier samples causes a warning, once for each name.
-        out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by
-            one rename when the version is complete; an existing version is opened if it has exactly the samples of these
-            items.
+        out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by one
+            rename when the version is complete. An existing version is opened if it has exactly the samples of these items.
         fingerprint: Description of how `fn` makes the samples (model, revision, dtype, crop, …), as JSON values. A cache with
             another one is refused, as `out` and as `reuse`. Readers check it with `tc.open(out, expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
             unless `out` is a pattern. Until the version is complete, computed samples are in the hidden folder
             `.NAME.building` next to `out`. If items without a digest change before then, delete that folder.
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
-        keys: Keys of the samples: a list with one key for each item of a map-style dataset, or a function that returns the
-            key of an item. By default, items of a cache keep their keys, a dict's key is its `"__key__"`, and the key of any
-            other item is its position. `"position"` also takes the position, but items are not compared.
+        keys: Keys of the samples, as a list with one key for each item of a map-style dataset, or as a function of an item. By
+            default, items of a cache keep their keys, a dict's key is its `"__key__"`, and the key of any other item is its
+            position. `"position"` also takes the position, but items are not compared.
         digest: Function from an item to a text, which is stored as the member `digest.txt`. An item has changed if its text
             differs from the stored one, or if none is stored.
         num_workers: Number of worker processes that read a map-style dataset.
-        rank, world_size: Which rank this process is, of how many; by default from torch.distributed, else from torchrun's
-            environment, else one process. All ranks must have the same items in the same order. If the source of each rank
-            has only its own items, pass `rank=0, world_size=1`, `keys` and a folder for each rank.
+        rank, world_size: Rank of this process, and the number of ranks; by default from torch.distributed, else from torchrun's
+            environment, else one process. All ranks must have the same items in the same order. If the source of each rank has
+            only its own items, pass `rank=0, world_size=1`, `keys` and a folder for each rank.
         progress: Show a bar of `tqdm`; by default on rank 0, if `tqdm` is installed and stderr is a terminal. Or a function
             of this rank's finished samples and of all, None if the source has no length: `progress=lambda done, total: …`.
         max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
@@ -103,14 +103,14 @@ def build(
         until a version is written, it is empty.
 
     Raises:
-        StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, moved or been removed, or are in
+        StaleCacheError: `out` or `reuse` has a different fingerprint. Or items have changed, moved or been removed, or are in
             another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
         FileExistsError: Another call is building in the same folder, as the same rank or with another world size.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
-        ValueError: `fn` returned fewer or more samples than items, or None for an item; two items have the same key; the
-            source is empty; `out` contains shards with other names; `reuse` is the same folder as `out`, or has named caches
-            or samples without a cache; two ranks have the same key, different items or batch sizes; or several ranks have
+        ValueError: `fn` returned fewer or more samples than items, or None for an item. Two items have the same key, or the
+            source is empty. `out` contains shards with other names. `reuse` is the same folder as `out`, or has named caches or
+            samples without a cache. Two ranks have the same key, different items or batch sizes. Or several ranks have
             `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.

@@ -27,7 +27,7 @@ class Comparison:
         folder: Folder of the samples, for messages.
 
     Attributes:
-        changed: Numbers of the items from which other samples were made than those that are stored.
+        changed: Numbers of the items that differ from those of the stored samples.
     """
 
     def __init__(self, items: Items, finished: FinishedShards, folder: str) -> None:
@@ -41,7 +41,7 @@ class Comparison:
         self._has_looked_ahead = self._has_warned = False
 
     def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
-        """Return the place of the sample that was made from an item, as far as digests tell; None if there is none."""
+        """Return the place of the sample that was made from an item, by its digest; None if there is none."""
         items = self._items
         if item.digest is not None:
             text = item.digest.encode()
@@ -67,7 +67,7 @@ class Comparison:
         return None
 
     def has_changed(self) -> bool:
-        """Return whether an item has changed; if the source returns other values each time it is read, that is unknown."""
+        """Return whether an item has changed; False if the source returns other values at each read."""
         first, items = self._first_changed, self._items
         if first is not None and self._is_random is None and items.compares and items.is_map:
             self._is_random = items[first.number].origin != first.origin

@@ -47,7 +47,7 @@ class Items(Dataset[Item]):
 
     Attributes:
         num_items: Number of items of this rank; None if unknown.
-        num_all: Number of items of all ranks; for an iterable, of the items found so far.
+        num_all: Number of items of all ranks; for an iterable, number of the items so far.
         is_map: True for a map-style dataset, False for an iterable.
         are_numbered: True if the keys of items are their numbers. If the items of the source have a `__key__`, it becomes
             False when the first of them is read.
@@ -106,8 +106,8 @@ class Items(Dataset[Item]):
         """Yield this rank's items in the same batches, whatever `is_done` returns.
 
         Items of a map-style dataset are not read if all keys of their batch are known without reading, and done. Items to
-        compare are read, too: all items if the caller gives digests, or if the source is a list or tuple; otherwise 64 at
-        equal distances and the last item, which differs if an item before it was inserted or removed.
+        compare are read, too: all items if the caller gives digests, or if the source is a list or tuple. Otherwise 64 at equal
+        distances are read, and the last item, which differs if an item before it was inserted or removed.
         """
         items = self._read_batches(is_done) if self.is_map else self._iterate()
         has_key: bool | None = None
@@ -253,7 +253,7 @@ def number_text(number: int) -> str:
 
 
 def number_in(key: str) -> int | None:
-    """Return the number of the item whose key this is; None if the key is not a number."""
+    """Return the item number that a key stands for; None if the key is not a number."""
     return int(key) if key.isascii() and key.isdecimal() and key == number_text(int(key)) else None
 
 

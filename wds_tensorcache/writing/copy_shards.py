@@ -112,7 +112,7 @@ class OldShard:
     def ranges(self, begin: int, end: int) -> Iterator[MemberRange]:
         """Yield the ranges of the members of samples `[begin, end)`.
 
-        Entries that belong to no sample, such as folders, are copied with the sample that follows them; with a prefix, and
+        Entries that belong to no sample, such as folders, are copied with the sample that follows them. With a prefix, and
         after the last sample, they are left out.
         """
         if not self.prefix:
@@ -135,7 +135,7 @@ class NewShard:
     Attributes:
         url: Path of the shard in the new folder.
         runs: Samples of the shard, in order; all have the same fingerprint.
-        footer, sidecar, dali_index: Which indexes to write.
+        footer, sidecar, dali_index: True to write this index.
     """
 
     url: str
@@ -146,7 +146,7 @@ class NewShard:
 
     @property
     def link_to(self) -> OldShard | None:
-        """The old shard whose samples and indexes are those of this shard; None if there is none."""
+        """The old shard that has exactly the samples and indexes of this shard; None if there is none."""
         (old, *rows), *others = self.runs
         is_whole = not others and rows == [0, len(old.index.keys)]
         is_same = is_whole and old.fingerprint == old.index.fingerprint and not old.prefix

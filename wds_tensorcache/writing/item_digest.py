@@ -27,7 +27,7 @@ def digest_item(value: Any) -> int:
     - None, True and False: `N`, `T`, `F`.
     - int: `i`, count, two's complement. float: `f`, 8 bytes. str: `s`, count, UTF-8. bytes: `b`, count, the bytes.
     - Paths: `p`, length of the file, then the path as a str. The file is not read. The length is 2^64 - 1 for a folder, and for
-      a path that is not one of this system (`PurePath`); a file that does not exist has no digest.
+      a path of another system (`PurePath`). A file that does not exist has no digest.
     - list, tuple and dict: `l`, `t` or `d`, count, then the values, or keys and values, in their order.
     - Arrays and numbers of numpy, and tensors: `a` or `x`, number of dimensions, the dtype as a str, the dimensions, then the
       bytes in C order.
@@ -45,7 +45,7 @@ def digest_item(value: Any) -> int:
 
 
 class _NoDigest(Exception):
-    """An item has a part of a type without a digest."""
+    """An item with a part whose type has no digest."""
 
 
 def _feed(update: Any, value: Any) -> None:

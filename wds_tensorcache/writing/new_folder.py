@@ -60,7 +60,7 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
             it.
 
     Raises:
-        FileExistsError: `out` is no longer empty; or another process writes the folder of this token.
+        FileExistsError: `out` is no longer empty, or another process writes the folder of this token.
     """
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)

@@ -197,7 +197,7 @@ def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[s
     calls this after its last shard, so that the last change of the manifest lists all shards.
 
     Args:
-        options: Those of the `ShardWriter` that has written the shards of this rank.
+        options: Options of the `ShardWriter` that has written the shards of this rank.
     """
     folder = folder_of(pattern.folder, options.get("fsync", True))
 

@@ -38,9 +38,9 @@ def drop(
 ) -> None:
     """Write a version of a cache without some of its samples.
 
-    Shards that lose no sample become hard links, or copies if the file system has no links. Other shards are rewritten
-    under the same names, with the members of the remaining samples unchanged byte for byte; a shard without remaining samples
-    is not written. If the call is killed or interrupted, `out` is either complete or unchanged, and the same call resumes.
+    Shards that lose no sample become hard links, or copies if the file system has no links. Other shards are rewritten under
+    the same names, with the members of the remaining samples unchanged byte for byte. A shard without remaining samples is not
+    written. If the call is killed or interrupted, `out` is either complete or unchanged, and the same call resumes.
 
     Args:
         source: Folder of the cache; its files are not changed.
@@ -103,7 +103,7 @@ def build_version(
     bar: SampleProgress,
     options: dict[str, Any],
 ) -> bool:
-    """Compute the samples that cannot be reused; on one process, then write the version, and return True.
+    """Compute the samples that cannot be reused. On one process, also write the version, and return True.
 
     Computed samples are first written to a hidden cache, as in a build without `reuse=`. A call resumes from there, also if
     other ranks have computed them.

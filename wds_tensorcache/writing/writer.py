@@ -94,7 +94,7 @@ class _UnfinishedShard:
             raise
 
     def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> tuple[ShardEntry, ShardIndex]:
-        """Write the end of the archive and the index as its footer; make the shard visible; return its entry and index."""
+        """Write the end of the archive and the index as its footer, make the shard visible, and return its entry and index."""
         try:
             self._output.check()
             index = dataclasses.replace(self._builder.finish(self.nbytes), fingerprint=fingerprint)
@@ -121,9 +121,9 @@ class ShardWriter:
     never closed loses its unfinished shard, and logs a warning with the number of samples to the logger `wds_tensorcache`.
 
     Args:
-        pattern: A folder, for shards `000000.tar`, `000001.tar`, …; a path with one number such as `%06d` in its last part; or
-            a path that ends in `.tar`, for a single shard. Missing folders are made. Or a url of such a folder or path in an
-            object store: `s3://`, `gs://` or `az://`.
+        pattern: A folder for shards `000000.tar`, `000001.tar`, …, or a path with one number such as `%06d` in its last part. A
+            path that ends in `.tar` is that of a single shard. Missing folders are made. Or a url of such a folder or path in
+            an object store: `s3://`, `gs://` or `az://`.
         max_samples: Maximum number of samples in a shard. With the default, 4,096, an interrupted `build` loses at most that
             many samples, and a million small samples make 245 shards.
         max_nbytes: A shard with at least this many bytes accepts no more samples.
@@ -132,13 +132,13 @@ class ShardWriter:
         dali_index: Write `NAME.idx` for DALI next to each shard.
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
         overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
-        resume: Continue after the last existing shard, and skip keys that are already stored, also those in shards that ranks
-            of a `build` with this pattern have written. If you write all samples again with the same options, the shards equal
-            those of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
-            `tc.verify` finds it.
+        resume: Continue after the last existing shard, and skip keys that are already stored, also in shards from ranks of a
+            `build` with this pattern. If you write all samples again with the same options, the shards equal those of an
+            uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed; `tc.verify`
+            finds it.
         fsync: Wait until a shard is on disk before it gets its final name. Without effect for a url.
         allow: Classes to write besides the types that FORMAT.md lists.
-        fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values; stored in
+        fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values. It is stored in
             footers and in the manifest, so that `tc.open(…, expect=…)` can check it.
         align: Alignment of tensors in their member in bytes, a multiple of 8.
         encoder: Function that encodes the members outside caches, for example webdataset's `make_encoder(True)`. It takes a
@@ -156,7 +156,7 @@ class ShardWriter:
         StaleCacheError: With `resume`, existing shards have another fingerprint.
         RemoteError: A request to an object store failed, or the store has no conditional writes.
         ImportError: The url needs a package that is not installed.
-        ValueError: The pattern has more than one number, or is a url that cannot be written; options exclude each other; or
+        ValueError: The pattern has more than one number, or is a url that cannot be written. Options exclude each other, or
             `max_nbytes` or `footer` does not suit a url.
 
     Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
@@ -247,7 +247,7 @@ class ShardWriter:
         return finished, max(existing) + 1 if resume and existing else 0
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a shard that `resume=True` found contains the key, so that `write` skips it."""
+        """Return whether a shard taken over by `resume=True` contains the key, so that `write` skips it."""
         return isinstance(key, str) and key in self.finished
 
     def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:

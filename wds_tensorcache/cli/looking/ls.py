@@ -33,17 +33,17 @@ def ls_command(
     """
     output = Output(as_json)
     with open_cache(path, cache_name) as cache:
-        found = islice(_matching(cache, pattern), limit)
+        entries = islice(_match_entries(cache, pattern), limit)
         having = cache._having() if is_long else {}
         if as_json:
-            output.results(_record(cache, number, entry, having, is_long) for number, entry in found)
+            output.results(_record(cache, index, entry, having, is_long) for index, entry in entries)
             return
         count = nbytes = 0
-        for number, entry in found:
+        for index, entry in entries:
             count, nbytes = count + 1, nbytes + entry.nbytes
             line = f"{entry.nbytes:>15,}  {plain(entry.key)}"
             if is_long:
-                record = _record(cache, number, entry, having, True)
+                record = _record(cache, index, entry, having, True)
                 name = "" if record["name"] in (None, entry.key) else f"  ({plain(record['name'])})"
                 shapes = (f"{plain(name)} {list(shape)}" for name, shape in entry.shapes.items())
                 line += "  ".join([name, *shapes, *(f".{plain(suffix)}" for suffix in record["members"])])
@@ -52,17 +52,17 @@ def ls_command(
             output.line(f"{nbytes:>15,}  bytes in {count:,} of {len(cache):,} samples", "dim")
 
 
-def _matching(cache: tc.TensorCache, pattern: str | None) -> Iterator[tuple[int, Entry]]:
+def _match_entries(cache: tc.TensorCache, pattern: str | None) -> Iterator[tuple[int, Entry]]:
     is_match = re.compile(fnmatch.translate(pattern)).match if pattern is not None else None
-    for number, entry in enumerate(cache._entries()):
-        if is_match is None or is_match(entry.key) or is_match(cache._name_at(number, entry.key) or ""):
-            yield number, entry
+    for index, entry in enumerate(cache._entries()):
+        if is_match is None or is_match(entry.key) or is_match(cache._name_at(index, entry.key) or ""):
+            yield index, entry
 
 
-def _record(cache: tc.TensorCache, number: int, entry: Entry, having: dict[str, Any], is_long: bool) -> dict[str, Any]:
+def _record(cache: tc.TensorCache, index: int, entry: Entry, having: dict[str, Any], is_long: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"key": entry.key, "nbytes": entry.nbytes}
     if is_long:
-        record["name"] = cache._name_at(number, entry.key)
+        record["name"] = cache._name_at(index, entry.key)
         record["shapes"] = entry.shapes
-        record["members"] = [suffix for suffix, mask in having.items() if mask[number]]
+        record["members"] = [suffix for suffix, mask in having.items() if mask[index]]
     return record

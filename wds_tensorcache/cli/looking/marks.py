@@ -38,14 +38,14 @@ def sparkline(histogram: Histogram | None) -> str:
 
 
 def merge_bins(histogram: Histogram) -> tuple[Any, int]:
-    """Return the counts of at most 16 bins, and how many bins of the histogram each of them is."""
+    """Return the counts of at most 16 bins, and the number of the histogram's bins in each."""
     counts = np.array(histogram.counts)
     merged = -(-len(counts) // 16)
     return np.add.reduceat(counts, np.arange(0, len(counts), merged)), merged
 
 
 def is_unicode(console: Console) -> bool:
-    """Return whether the output can have block characters."""
+    """Return whether the output can show block characters."""
     return console.encoding.lower().replace("-", "").startswith("utf")
 
 

@@ -71,7 +71,7 @@ def show_command(
 
 def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, maps: bool) -> None:
     root, tensors = describe_samples([sample]), flatten(sample)
-    measured = {name: _measured(key, lazy) for name, lazy in list(tensors.items())[:_NUM_MEASURED]}
+    measured = {name: _measure(key, lazy) for name, lazy in list(tensors.items())[:_NUM_MEASURED]}
     members = {suffix: cache.read_members([key], suffix)[0] for suffix in cache[[key]].members}
     nbytes = sum(lazy.nbytes for lazy in tensors.values())
     output.result(
@@ -127,7 +127,7 @@ def _tensor_lines(
     return [label, *heat_map(planes.load(lazy, 1), output.console, width, 8)]
 
 
-def _measured(key: str, lazy: Lazy) -> ValueStatistics | None:
+def _measure(key: str, lazy: Lazy) -> ValueStatistics | None:
     try:
         return measure_with_histogram(lazy)
     except tc.TensorCacheError as exc:
@@ -156,7 +156,7 @@ def _preview(content: bytes) -> str:
 
 
 def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
-    values = _measured(key, lazy)
+    values = _measure(key, lazy)
     output.result(
         {
             "key": key,

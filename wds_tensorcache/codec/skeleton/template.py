@@ -3,8 +3,8 @@
 Most samples of a cache have the same structure: the same opcodes, with different numbers and strings between them. A template
 is the body of a skeleton without these numbers and strings.
 
-- *Reading.* A body that equals the template everywhere else has the same opcodes as one that the interpreter (`reader.py`)
-  has read, so the interpreter would accept it, too.
+- *Reading.* If a body equals the template everywhere else, it has the opcodes of a body that the interpreter (`reader.py`) has
+  read. So the interpreter would accept it, too.
 - *Writing.* The body of a sample with the same structure is the template with the sample's values in it, byte for byte what
   `SkeletonWriter` writes.
 
@@ -53,14 +53,14 @@ Written = tuple[bytes, bytes, Layout, list[Any], "tuple[str, ...] | None"]
 class Template:
     """A skeleton's body without its plain values.
 
-    The *parts* of a sample are the sample itself, then the items of the first container among the parts, then those of the
-    second, and so on.
+    The *parts* of a sample are the sample, then the items of the first container among them, then those of the second, and so
+    on.
 
     Attributes:
         segments: Bytes before each value, and bytes after the last value.
         references: Strings of the references to tensors, in the order of the body.
         containers: For each container, inner ones first: its type, its keys if it is a dict, and a function that selects its
-            items from one list, which contains all values, then all tensors, then the containers built so far.
+            items. The function gets one list of all values, then all tensors, then the containers built so far.
         outline: For each container, in the order of the parts: its position among them, its type, and the number of parts up
             to its last item. None if the body fetches a part again: the template is then for reading only.
         keys: Keys of all dicts, in the order of the parts.
@@ -239,7 +239,7 @@ class _MarkingWriter(SkeletonWriter):
         return StorableTensor("tensor" if is_tensor else "ndarray", true, (), b"")
 
     def first_mark(self, mark: int) -> int:
-        """Return the mark of the value that a value is fetched from; its own mark if it is written in full."""
+        """Return a value's own mark if it is written in full, otherwise the mark of the equal value before it."""
         return self._gets.get(mark, mark + 1) - 1
 
     def has_constant_of(self, values: Iterable[int]) -> bool:
@@ -257,7 +257,7 @@ class _MarkingWriter(SkeletonWriter):
 def learn(sample: Any, body: bytes) -> Template | None:
     """Return the template of a sample and the body of its skeleton.
 
-    None if the sample contains an object that a template cannot represent, or if `SkeletonWriter` writes another body.
+    Return None if the sample contains an object that a template cannot represent, or if `SkeletonWriter` writes another body.
     """
     parts: list[Any] = [sample]
     outline: list[tuple[int, Any, int]] = []

@@ -1,8 +1,8 @@
 """The types that a skeleton may name, for writing and reading: listed types, and classes in `allow=` (FORMAT.md 2.5, 2.7).
 
 An object of a *listed* type (here, a type in the table of FORMAT.md 2.5) is written as a call of that type. `_rows` has one row
-for each type, except `defaultdict`, `numpy.dtype`, `torch.dtype` and `Ellipsis`. A row contains the function that returns the
-arguments to write, which are the same on every Python version, and the *builder*, which makes the object from arguments that
+for each type, except `defaultdict`, `numpy.dtype`, `torch.dtype` and `Ellipsis`. A row contains a function that returns the
+arguments to write, the same on every Python version. It also contains the *builder*, which makes the object from arguments that
 were read. Builders refuse all arguments that could run code, open a file, or allocate more memory than the arguments themselves
 take.
 """

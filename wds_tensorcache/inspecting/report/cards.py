@@ -17,7 +17,7 @@ from wds_tensorcache.inspecting.plane import Planes, find_planes
 from wds_tensorcache.inspecting.report.png import fit_png
 from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS
 from wds_tensorcache.inspecting.survey import Survey
-from wds_tensorcache.inspecting.text import cut, json_number, num_stored, page_text, shape_text, visible
+from wds_tensorcache.inspecting.text import cut, escape_hidden, json_number, num_stored, page_text, shape_text
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.structure import value_at
 
@@ -31,7 +31,7 @@ _LATER_PICTURES = re.compile(r"flip|mask|control|cond|clean|ref", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of a sample is shown.
+    """Limits on the parts of a sample that the page shows.
 
     Attributes:
         text_nbytes: Bytes of all small values together, as they are encoded in the page.
@@ -64,14 +64,14 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
         card["num_more"] = len(lazies) - len(card["tensors"])
         card["pictures"] = list(_draw(survey, {name: lazies[name] for name in names}, limits))
     except READ_ERRORS as exc:
-        card["error"] = visible(str(exc), 500)
+        card["error"] = escape_hidden(str(exc), 500)
     if card["error"]:
         card["marks"] = [{"short": "damaged", "text": card["error"]}, *card["marks"]]
     return card
 
 
 def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
-    """Return the key and the small values of a sample as one text, in which to search. No tensor is read."""
+    """Return the key and the small values of a sample as one text to search. No tensor is read."""
     card = _new_card(survey, index)
     try:
         _add_texts(card, survey, index, survey.cache[index], max_nbytes)
@@ -81,7 +81,7 @@ def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
 
 
 def _new_card(survey: Survey, index: int) -> dict[str, Any]:
-    card = {"number": index, "key": visible(survey.cache.keys()[index]), "error": survey.errors.get(index, "")}
+    card = {"number": index, "key": escape_hidden(survey.cache.keys()[index]), "error": survey.errors.get(index, "")}
     return card | {"name": "", "text": "", "text_name": "", "values": []}
 
 
@@ -89,24 +89,24 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
     """Add the name of a sample, its small values, and the one that is shown as its text."""
     key = survey.cache.keys()[index]
     original = survey.cache._name_at(index, key)
-    card["name"] = "" if original in (None, key) else visible(str(original), 300)
+    card["name"] = "" if original in (None, key) else escape_hidden(str(original), 300)
     pairs = list(islice(_small_values(survey, index, sample), _MAX_VALUES))
     left = max_nbytes
     best = max(pairs, key=lambda pair: _text_rank(*pair), default=("", ""))
     if _text_rank(*best) > (0,):
         lines = [best[1]] if isinstance(best[1], str) else [line for line in best[1] if isinstance(line, str)]
-        card["text"], card["text_name"] = cut(visible("\n".join(lines), left), left), visible(best[0], 120)
+        card["text"], card["text_name"] = cut(escape_hidden("\n".join(lines), left), left), escape_hidden(best[0], 120)
         left -= num_stored(card["text"])
     for name, value in pairs:
         if value is None or left <= 0 or (name == best[0] and card["text"] and isinstance(value, str)):
             continue
         most = min(left, max(200, max_nbytes // 4))
-        card["values"].append([visible(name, 120), cut(page_text(value, most), most)])
+        card["values"].append([escape_hidden(name, 120), cut(page_text(value, most), most)])
         left -= sum(map(num_stored, card["values"][-1])) + 8
 
 
 def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of what is not a tensor, and the names and texts of other members."""
+    """Yield the path and value of each small value, and the name and text of each other member."""
     paths: list[tuple[Any, ...]] = []
     map_leaves(sample, lambda lazy: None, paths.append)
     for path in paths:
@@ -122,7 +122,7 @@ def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str
 
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
-    """Return how well a value serves as the text of a sample; `(0,)` if it does not."""
+    """Return the rank of a value as the text of a sample; `(0,)` if it cannot be the text."""
     is_text = isinstance(value, str) or (
         isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in islice(value, 8))
     )

@@ -13,7 +13,7 @@ import wds_tensorcache as tc
 from wds_tensorcache.inspecting.report.cards import Limits, make_card, values_record
 from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS, map_samples
 from wds_tensorcache.inspecting.survey import Survey, TensorStatistics, dtype_names
-from wds_tensorcache.inspecting.text import json_number, page_text, shape_text, visible
+from wds_tensorcache.inspecting.text import escape_hidden, json_number, page_text, shape_text
 from wds_tensorcache.inspecting.tree import Node, describe_samples
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.positions import spread
@@ -30,7 +30,7 @@ def overview(survey: Survey, title: str) -> dict[str, Any]:
     """Return the contents of the page, without the samples.
 
     Args:
-        survey: Findings for a page in some samples.
+        survey: Survey of some samples, made with `for_page=True`.
         title: Name of the cache.
     """
     cache, described = survey.cache, survey.description
@@ -43,7 +43,7 @@ def overview(survey: Survey, title: str) -> dict[str, Any]:
     shards = list(_list_shards(cache))
     samples = _read_structures(survey)
     return {
-        "title": visible(title, 120),
+        "title": escape_hidden(title, 120),
         "version": tc.__version__,
         "made": datetime.date.today().isoformat(),
         "num_samples": len(cache),
@@ -52,9 +52,9 @@ def overview(survey: Survey, title: str) -> dict[str, Any]:
         "nbytes": described.nbytes,
         "file_nbytes": sum(nbytes for _, nbytes, _ in shards),
         "shards": shards[:_NUM_SHARDS],
-        "members": [[visible(name, 60), count] for name, count in islice(described.members.items(), _NUM_FIELDS)],
+        "members": [[escape_hidden(name, 60), count] for name, count in islice(described.members.items(), _NUM_FIELDS)],
         "fingerprint": [
-            [visible(str(name), 100), _field(value)]
+            [escape_hidden(str(name), 100), _field(value)]
             for name, value in islice(described.fingerprint.items(), _NUM_FIELDS)
         ],
         "structure": _node_record(describe_samples(samples, described.tensors)) if samples else None,
@@ -78,7 +78,7 @@ def _list_shards(cache: Any) -> Iterator[list[Any]]:
             nbytes = int(cache._file_nbytes(shard.path))
         except OSError:
             nbytes = 0
-        yield [visible(os.path.basename(shard.path)), nbytes, len(shard)]
+        yield [escape_hidden(os.path.basename(shard.path)), nbytes, len(shard)]
 
 
 def _read_structures(survey: Survey) -> list[Any]:
@@ -93,7 +93,11 @@ def _read_structures(survey: Survey) -> list[Any]:
 
 
 def _node_record(node: Node) -> dict[str, Any]:
-    record: dict[str, Any] = {"name": visible(node.name, 120), "kind": node.kind, "text": visible(node.text)}
+    record: dict[str, Any] = {
+        "name": escape_hidden(node.name, 120),
+        "kind": node.kind,
+        "text": escape_hidden(node.text),
+    }
     record |= {"types": node.types[:4], "num_samples": node.num_samples}
     if node.children:
         record["children"] = [_node_record(child) for child in node.children]
@@ -105,7 +109,7 @@ def _tensor_record(tensor: TensorStatistics) -> dict[str, Any]:
     if stats is not None and tensor.values is not None:
         stats["histogram"] = _histogram_record(tensor.values)
     return {
-        "name": visible(described.name),
+        "name": escape_hidden(described.name),
         "dtype": " or ".join(dtype_names(described)),
         "shape": shape_text(described.shape),
         "shapes": [[shape_text(shape), count] for shape, count in described.shapes.items()],

@@ -19,7 +19,7 @@ def build_page(report: dict[str, Any], *, is_served: bool = False) -> bytes:
 
     Args:
         report: Result of `overview`, with `samples` unless a server provides them.
-        is_served: The script may ask the server of the page for samples.
+        is_served: True lets the script request samples from the page's server.
     """
     style, script = _file("page.css"), _file("page.js")
     parts = {

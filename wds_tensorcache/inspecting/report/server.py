@@ -42,7 +42,7 @@ class PageServer(ThreadingHTTPServer):
     point here. No part of a request reaches the file system.
 
     Args:
-        survey: Findings for a page in some samples of the cache.
+        survey: Survey of some samples, made with `for_page=True`.
         report: Result of `overview`.
         port: Port to listen on; 0 chooses a free one.
 
@@ -66,12 +66,12 @@ class PageServer(ThreadingHTTPServer):
         self.turn = threading.Semaphore(2)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the error of a request, unless the browser has only gone away."""
+        """Print the error of a request, unless the browser has just disconnected."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
     def search(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
-        """Return up to `count` samples from index `begin` on that have all words, and where to continue.
+        """Return up to `count` samples from index `begin` on that contain all words, and the index at which to continue.
 
         Answers after 0.7 s with the matches so far, but examines at least one sample.
         """

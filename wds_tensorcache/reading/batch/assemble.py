@@ -144,8 +144,8 @@ def _read_rows(
 ) -> None:
     """Read every row of a batch into `memory`, where `placement` puts it.
 
-    Rows of remote shards are fetched by ranged requests, all at once, with the skeletons of the samples `skeletons` of the
-    batch, which `Rows` keeps.
+    Rows of remote shards are fetched by ranged requests, all at once. The same requests fetch the skeletons of the samples in
+    `skeletons`, which `Rows` keeps.
     """
     rows = layouts.rows
     which = layouts.which if len(layouts.items) > 1 else slice(1)  # one column stands for all samples

@@ -45,9 +45,9 @@ def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
     Only the first dimension is padded; all other dimensions must be equal. A tensor without dimensions is stacked.
 
     Args:
-        to: Length after padding, so that all batches have one shape; or ascending lengths such as `[64, 128, 256]`, of which
-            each batch gets the smallest that fits, so that batches have few shapes. By default the length of the longest
-            tensor in the batch. A tensor that is longer than all of these raises BatchError.
+        to: Length after padding, so that all batches have one shape. Or ascending lengths such as `[64, 128, 256]`: each batch
+            gets the smallest that fits, so that batches have few shapes. By default the length of the longest tensor in the
+            batch. A tensor that is longer than all of these raises BatchError.
         value: Number that fills the rest of each tensor; texts and dates are filled with zero bytes.
 
     Raises:
@@ -86,7 +86,7 @@ class Collate:
         return [self._way(self.prefix + name) for name in names]
 
     def fixes(self, name: str) -> bool:
-        """Return whether every batch has a tensor of this name: one that is padded or listed, also if all samples lack it."""
+        """Return whether every batch has a tensor of this name, because it is padded or listed, even if all samples lack it."""
         return self._way(self.prefix + name) not in ("stack", "auto")
 
     def _way(self, name: str) -> str | Pad:

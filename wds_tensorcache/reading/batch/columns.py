@@ -86,7 +86,9 @@ def layouts_of(rows: Rows) -> Layouts:
 
 
 def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list[Layout], Array]:
-    """Take the references that an index lacks from the skeletons; return layouts, and the index of each sample's."""
+    """Take the references that an index lacks from the skeletons; return the layouts, and for each sample the index of its
+    layout.
+    """
     numbers: dict[Any, int] = {}
     result: list[Layout] = []
     item_of_sample = np.empty(len(which), np.int64)

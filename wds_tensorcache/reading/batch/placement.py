@@ -67,7 +67,7 @@ def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
 def place(
     layouts: Layouts, columns: Columns, ways: Sequence[str | Pad]
 ) -> tuple[list[tuple[int, ...] | None], Placement, list[Padding]]:
-    """Return the shape of each tensor's rows, None if they stay a list; the placement of all rows; and the paddings to fill."""
+    """Return the shape of each tensor's rows (None for a list), the placement of all rows, and the paddings to fill."""
     count = len(layouts.rows)
     sizes = columns.nbytes[:, layouts.which]
     shapes: list[tuple[int, ...] | None] = []

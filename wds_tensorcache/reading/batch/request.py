@@ -41,7 +41,7 @@ class Structure:
         names: Names of the selected tensors.
         template: Template that the sample matches, if any.
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
-            `Template`. None if the sample matches no template, or lacks tensors.
+            `Template`. It is None if the sample matches no template, or lacks tensors.
         is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
         is_exact: True if `sample` is unchanged, so that all samples of the template have this structure.
         has_missing: True if the sample itself lacks tensors of the batch.
@@ -62,8 +62,8 @@ class Structures:
     """The known structures of a cache's samples, with only the selected tensors.
 
     A sample's form (names, stored dtypes and numbers of dimensions) is in the index, and determines the sample's tensors.
-    A sample's template (the skeleton without plain values) determines where the tensors are in the sample. Only the
-    skeleton tells the template, because samples of one form may have different containers and values.
+    A sample's template (the skeleton without plain values) determines where the tensors are in the sample. The template is
+    known only from the skeleton, because samples of one form may have different containers and values.
 
     Args:
         wanted: Function that returns whether the tensor with a name is selected; None if all tensors are.
@@ -239,7 +239,7 @@ class Request:
     """The samples of a batch, and the known structures of the cache.
 
     Attributes:
-        fixed: Names of tensors whose places every batch has, even if all samples lack the tensor; names that are not selected
+        fixed: Names of tensors whose places every batch has, even if all samples lack the tensor. Names that are not selected
             are left out, as in samples.
     """
 

@@ -86,7 +86,7 @@ class Rows:
 
 
 def locate(store: Store, positions: Array) -> Rows:
-    """Return the locations of samples; `positions` are those in `store`, int64 `[B]`."""
+    """Return the locations of the samples at `positions` in `store`, int64 `[B]`."""
     shards = store.shards
     if len(shards) == 1 or not len(positions):
         number, row = np.zeros(len(positions), np.int64), positions

@@ -26,7 +26,7 @@ Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
 
 @dataclass(slots=True)
 class _Group:
-    """The samples of a batch that match one template, with their values; or those that match none, as samples."""
+    """The samples of a batch that match one template, with their values, or the decoded samples that match no template."""
 
     template: Template | None
     positions: list[int]
@@ -161,7 +161,7 @@ class Decoded:
         return list(groups.values())
 
     def _find_kept(self, template: Template) -> list[Any]:
-        """Return the kept values of each sample that this template gave, or None."""
+        """Return the kept values of each sample from this template, or None."""
         rows, store = self._request.rows, self._request.store
         values_by_sample: list[Any] = [None] * len(self)
         if rows.shards is not store.shards:

@@ -1,8 +1,8 @@
 """The file of one cached object: its bytes at their own offsets, then a header, then a byte for each block.
 
-The file is sparse. A block is present if its byte in the map is 1, which is written after the block. A crash of the
-machine may lose blocks and keep the map, so the header names the boot, and files of an earlier boot are not used.
-The map is the last part of the file, so that a file that was cut short has lost its map, too.
+The file is sparse. A block is present if its byte in the map is 1, which is written after the block. A crash of the machine may
+lose blocks and keep the map. So the header names the boot, and files of an earlier boot are not used. The map is the last part
+of the file, so that a file that was cut short has lost its map, too.
 
 A file is evicted by removing its name, then truncating it. So a reader that has it open finds out by `is_current`.
 """
@@ -30,7 +30,7 @@ BlockRuns = list[tuple[int, int]]  # half-open ranges of blocks, ascending
 
 
 class Evicted(Exception):
-    """A file was evicted or removed while it was read."""
+    """A file that was evicted or removed while it was read."""
 
 
 def _num_blocks(nbytes: int) -> int:
@@ -117,7 +117,7 @@ class BlockFile(ShardFile):
         return Evicted()
 
     def has_header(self, digest: bytes) -> bool:
-        """Return whether the header is that of an object with this digest, of this boot of the machine."""
+        """Return whether the header names this digest, and this boot of the machine."""
         return os.pread(self.fd, BLOCK, self._header_at) == _header(digest)
 
     def absent(self, runs: BlockRuns, *, refresh: bool = False) -> BlockRuns:

@@ -37,10 +37,10 @@ _SPARE = 64  # eviction frees this part of the limit at once, so that it does no
 
 
 class Bypass(Exception):
-    """Bytes must be read without the cache, for the reason in the message, which is empty if the next read may find room.
+    """A reason to read bytes without the cache, in the message; empty if the next read may find room.
 
     Attributes:
-        rest_s: Time in seconds after which it is worth trying again.
+        rest_s: Time in seconds before the next attempt.
     """
 
     def __init__(self, reason: str = "", rest_s: float = 1.0) -> None:
@@ -52,7 +52,7 @@ def lock_within(locks: RangeLocks, begin: int, length: int, timeout_s: float, *,
     """Take a lock.
 
     Raises:
-        Bypass: It was not free within the time. A process that was stopped may hold it forever.
+        Bypass: The lock was not free within the time. A process that was stopped may hold it forever.
     """
     if not wait_for(lambda: locks.lock(begin, length, shared=shared), timeout_s):
         raise Bypass(f"{locks.path} was locked for {timeout_s:.0f} s; a process was stopped", rest_s=60.0)

@@ -15,7 +15,7 @@ class ObjectInfo:
 
     Attributes:
         nbytes: Length of the object.
-        tag: Strong ETag, as the server sends it; else another text that changes with the object, such as its date of
+        tag: Strong ETag as the server sends it, or else another text that changes with the object, such as its date of
             modification; None if unknown.
     """
 

@@ -13,7 +13,7 @@ from wds_tensorcache.storage.urls import SCHEMES, credentials_of, origin_of, sho
 
 
 class Client(Protocol):
-    """Reads the objects of one server or bucket. Each method is one attempt, which `Request.repeat` repeats.
+    """A reader of the objects of one server or bucket. Each method is one attempt, which `Request.repeat` repeats.
 
     Raises (all methods):
         TransientError: A fault that may pass. `request.at` is after the bytes that need not be read again.
@@ -21,7 +21,7 @@ class Client(Protocol):
         FormatError: The object does not have the state `request.state`.
         RemoteError: The request failed for another reason.
 
-    Threads/fork/pickle: any thread may call; a forked child makes its own client; not pickled.
+    Threads/fork/pickle: any thread may call. A forked child makes its own client. Cannot be pickled.
     """
 
     pace: Pace
@@ -39,7 +39,7 @@ class Client(Protocol):
         ...
 
     def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        """Return the state of an object and its bytes; none of them if there are more than `nbytes`."""
+        """Return the state of an object and its bytes, `b""` if there are more than `nbytes`."""
         ...
 
     def list_objects(self, request: Request, /) -> list[str]:

@@ -30,25 +30,25 @@ class _File(Protocol):
     def state(self) -> ObjectInfo: ...
     def fix(self, state: ObjectInfo, /) -> None: ...
     def check_range(self, begin: int, end: int, /) -> None: ...
-    def missing(self) -> Exception: ...
+    def missing_error(self) -> Exception: ...
 
 
 Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
 
 
-class _Made(threading.local):
+class _Counts(threading.local):
     """The number of requests that `fetch_many` has made so far for calls of the current thread."""
 
     num_requests = 0
 
 
-MADE = _Made()
+COUNTS = _Counts()
 _executor = per_process(lambda: Threads(MAX_REQUESTS, "tensorcache-remote"))
 _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
 
 
-def measured_pace(url: str) -> Pace:
+def pace_of(url: str) -> Pace:
     """Return the measured pace of a url's server: `latency_s`, `rate` and `total_rate`."""
     return client_for(url).pace
 
@@ -71,7 +71,7 @@ class _Range:
                 lambda: client.read_range(request, skip_bytes(self.buffers, request.at - self.begin))
             )
         except FileNotFoundError as exc:
-            raise file.missing() from exc
+            raise file.missing_error() from exc
         file.fix(state)
 
 
@@ -94,7 +94,7 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
     """
     requests = _plan(ranges, merges)
     if requests:
-        MADE.num_requests += len(requests)
+        COUNTS.num_requests += len(requests)
         run_all([request.read for request in requests])
 
 
@@ -127,7 +127,7 @@ def _plan(ranges: Ranges, merges: bool = True) -> list[_Range]:
 
 def largest_gap(url: str) -> int:
     """Return the length of the gap between two ranges that takes as long to read as another request."""
-    pace = measured_pace(url)
+    pace = pace_of(url)
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
 
@@ -174,7 +174,7 @@ def list_objects(folder: str) -> list[str]:
 
 
 def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
-    """Begin to read from offset `begin` into a buffer; return the future, and what cancels it. Call `wait_for`."""
+    """Begin to read from offset `begin` into a buffer; return the future, and its `Cancel`. Call `wait_for`."""
     cancel = retry.Cancel()
     return _executor().submit(_work, _Range(file, begin, begin + len(view), [view]).read, cancel), cancel
 
@@ -238,7 +238,7 @@ def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
 
 def _work(call: Callable[[], _Result], cancel: retry.Cancel) -> _Result:
     _local.is_worker = True
-    with retry.cancellable(cancel):
+    with retry.bind_cancel(cancel):
         retry.check_cancelled()
         try:
             return call()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wds_tensorcache.storage.remote.client import ObjectInfo
-from wds_tensorcache.storage.remote.http_transport import Response, Transport, basic
+from wds_tensorcache.storage.remote.http_transport import Response, Transport, basic_authorization
 from wds_tensorcache.storage.remote.no_ranges import Copies, Copy
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import Request, TransientError
@@ -23,14 +23,14 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 class HttpClient:
-    """Reads objects of one web server; see `Client`.
+    """A client of one web server; see `Client`.
 
     A server may send a strong ETag, a weak ETag, a date of modification, or nothing of that kind. A strong ETag is sent with
     every read (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with the known
     ones.
 
-    With a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
-    equivalent, may look unchanged. Without any of them, only its length is compared.
+    With a weak ETag or a date, some changes may go unnoticed: those within a second, and those that the server calls
+    equivalent. Without any of them, only its length is compared.
 
     Some servers ignore `Range`, and respond with the whole object. This client then keeps that body in a temporary file, and
     reads from there. A server that has obeyed ranges, or says that it does, is first asked twice more: its proxy may respond
@@ -42,7 +42,7 @@ class HttpClient:
     def __init__(self, origin: str, credentials: tuple[str, str] | None) -> None:
         self.origin = origin
         self.pace = Pace()
-        self._transport = Transport(origin, basic(*credentials) if credentials else None)
+        self._transport = Transport(origin, basic_authorization(*credentials) if credentials else None)
         self._has_ranges: bool | None = None  # None until a response shows it
         self._num_suffixes_ignored = 0
         self._is_warned = False
@@ -201,10 +201,8 @@ class HttpClient:
     def _keep(
         self, response: Response, state: ObjectInfo | None, request: Request, max_nbytes: int | None = None
     ) -> Copy:
-        """Return a copy of the whole object in a response that ignored the range.
-
-        A server that ignores the range of a request three times counts as one without ranges until it obeys one.
-        """
+        """Return a copy of the whole object in a response that ignored the range."""
+        # a server that ignores the range of a request three times has no ranges until it obeys one
         if max_nbytes is None and self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
             request.num_ignored += 1
             self._warn_once(request)
@@ -271,9 +269,9 @@ def _refusal(response: Response, request: Request) -> Exception:
     """Return the error for a response with a status that does not pass."""
     status = response.status
     if status == 412:
-        return request.changed("the server has another version of it")
+        return request.changed_error("the server has another version of it")
     if status in (404, 410):
-        return request.missing()
+        return request.missing_error()
     problem = f"the server responds with status {status}"
     if status in (401, 403):
         problem += "; check the credentials: of the url, a netrc file or HF_TOKEN; a signed url may have expired"

@@ -40,8 +40,8 @@ _sent = threading.local()  # the request that a thread sends
 class _Head(HTTPResponse):
     """The response of `http.client`, but heads that are damaged or cut short are errors.
 
-    `http.client` takes a head that a dropped connection has cut short for a whole one, and any interim head but
-    `100 Continue` for the response. urllib3 logs the url of a damaged head, with a query that may be a signature.
+    `http.client` accepts a head that a dropped connection has cut short, and returns any interim head but `100 Continue` as the
+    response. urllib3 logs the url of a damaged head, with a query that may be a signature.
     """
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
@@ -103,7 +103,7 @@ class Response:
         self.is_chunked = bool(self._raw.chunked)
 
     def read_into(self, view: memoryview) -> int:
-        """Read the next bytes of the body; return their number, fewer than `view` has only at the end of the body.
+        """Read the next bytes of the body into `view`; return their number, 0 at the end of the body.
 
         Raises:
             TransientError: The connection ended or stalled. Bytes of the last piece are not counted.
@@ -149,7 +149,7 @@ class Transport:
         origin: The client's server.
         authorization: Header for this server; None for the credentials of the netrc file.
 
-    Threads/fork/pickle: any thread may call; a forked child makes its own; not pickled.
+    Threads/fork/pickle: any thread may call. A forked child makes its own transport. Cannot be pickled.
     """
 
     def __init__(self, origin: str, authorization: str | None) -> None:
@@ -157,7 +157,7 @@ class Transport:
         self._managers: dict[str | None, urllib3.PoolManager] = {}  # by proxy
         # The environment and the netrc file are read once: for each request, that takes as long as the rest.
         self._routes: dict[str, _Route] = {}  # by origin
-        self._authorization = authorization or _from_netrc(origin)
+        self._authorization = authorization or _read_netrc(origin)
 
     def get(self, url: str, headers: Mapping[str, str], request: Request) -> Response:
         """Send a GET request, follow redirects, and return the response once its head has arrived.
@@ -190,7 +190,7 @@ class Transport:
             if response.status not in _REDIRECTS:
                 return response
             with response:
-                url = _next(url, response.headers.get("Location"), request, response.status)
+                url = _redirect_target(url, response.headers.get("Location"), request, response.status)
             if url in seen:
                 raise request.error(f"redirects in a circle, again to {shown(url)}", response.status)
             seen.add(url)
@@ -250,29 +250,31 @@ def _make_manager(proxy: str | None) -> urllib3.PoolManager:
         parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
         headers = None
         if parts.username is not None:
-            headers = {"Proxy-Authorization": basic(unquote(parts.username), unquote(parts.password or ""))}
+            headers = {
+                "Proxy-Authorization": basic_authorization(unquote(parts.username), unquote(parts.password or ""))
+            }
         address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         manager = urllib3.ProxyManager(address, proxy_headers=headers, **options)
     manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
     return manager
 
 
-def basic(user: str, password: str) -> str:
+def basic_authorization(user: str, password: str) -> str:
     """Return the header `Authorization` for a user."""
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-def _from_netrc(origin: str) -> str | None:
+def _read_netrc(origin: str) -> str | None:
     """Return the header for a server by the netrc file; None if it has none, or cannot be read."""
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
         credentials = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
     except (OSError, ValueError, netrc.NetrcParseError):
         return None
-    return basic(credentials[0] or "", credentials[2] or "") if credentials else None
+    return basic_authorization(credentials[0] or "", credentials[2] or "") if credentials else None
 
 
-def _next(url: str, location: str | None, request: Request, status: int) -> str:
+def _redirect_target(url: str, location: str | None, request: Request, status: int) -> str:
     """Return the address of a redirect."""
     if not location:
         raise request.error("a redirect without an address", status)

@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 class HubClient(HttpClient):
-    """Reads files in repositories of a hub; see `Client`. `huggingface_hub` finds the token and the commits.
+    """A client of the repositories of a hub; see `Client`. `huggingface_hub` finds the token and the commits.
 
     A branch is resolved to its commit when it is first read, and the commit cannot change. So this process reads one version.
     The tag is the hash of the file's content. The hub redirects to servers with other tags and without its token.
@@ -45,8 +45,8 @@ class HubClient(HttpClient):
         kind, name, revision = match[1] or "model", match[2], unquote(match[3]) if match[3] else None
         commit = self._commits.get((kind, name, revision))
         if commit is None:
-            found = self._ask(request, lambda: self._api.repo_info(name, repo_type=kind, revision=revision))
-            commit = self._commits.setdefault((kind, name, revision), str(found.sha))
+            repository = self._ask(request, lambda: self._api.repo_info(name, repo_type=kind, revision=revision))
+            commit = self._commits.setdefault((kind, name, revision), str(repository.sha))
         return kind, name, commit, (match[4] or "").rstrip("/")
 
     def _ask(self, request: Request, call: Callable[[], _Result]) -> _Result:
@@ -57,7 +57,7 @@ class HubClient(HttpClient):
         # raised here, so that the caught error, whose text may have a signed url, is not the context of another
         status, name = getattr(getattr(failed, "response", None), "status_code", None), type(failed).__name__
         if status in (404, 410) or isinstance(failed, self._hub.errors.RepositoryNotFoundError):
-            raise request.missing()
+            raise request.missing_error()
         if isinstance(failed, (ValueError, TypeError)):
             raise request.error(f"this is not a file in a repository ({name})", status)
         if status is None or status in TRANSIENT_STATUSES:

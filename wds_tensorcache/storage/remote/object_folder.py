@@ -44,14 +44,14 @@ _Version = dict[str, str]
 class ObjectFolder:
     """A folder at a url, with the methods of `LocalFolder`. Objects of web servers and hubs can be read, but not changed.
 
-    A store has no locks. A new file is one request that succeeds only if no object has its name; a change replaces exactly the
-    version of the object to which it was made. Before the first of these requests, the store is asked whether it obeys such
-    conditions.
+    A store has no locks. A new file is one request that succeeds only if no object has its name. A change replaces exactly the
+    version of the object that it was made from. Before the first of these requests, a test with a small object shows whether
+    the store obeys such conditions.
 
     Objects are not uploaded in parts: Google has no conditional multipart uploads, obstore makes none, and a killed process
     would leave parts in the bucket.
 
-    Threads/fork/pickle: any thread may call; an object store cannot be changed in a forked child; not pickled.
+    Threads/fork/pickle: any thread may call. A forked child cannot change an object store. Cannot be pickled.
     """
 
     is_remote = True
@@ -115,7 +115,7 @@ class ObjectFolder:
                     f"other writers have changed the object {num_lost:,} times in {_LONGEST_S:.0f} s; resume later"
                 )
                 raise Request(url).error(problem)
-            with retry.cancellable(self._cancel):
+            with retry.bind_cancel(self._cancel):
                 retry.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(num_lost, 10))))
             num_lost += 1
 
@@ -153,7 +153,7 @@ class ObjectFolder:
 
     def _wait_for_other(self, request: Request) -> None:
         # S3 refuses a request with status 409 while another request for the same key runs
-        with retry.cancellable(self._cancel):
+        with retry.bind_cancel(self._cancel):
             request.pause(TransientError("another request for this object is running", 409))
 
     def _check_conditions(self) -> None:
@@ -237,7 +237,7 @@ class ObjectFolder:
 
     def _call(self, request: Request, start: Callable[[Any, Any, str], _Result]) -> _Result:
         """Return the result of a request of the store; repeat it after faults that may pass."""
-        with retry.cancellable(self._cancel):
+        with retry.bind_cancel(self._cancel):
             return request.repeat(lambda: self._client.call(request, start, is_upload=True))
 
 

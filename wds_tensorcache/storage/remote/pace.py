@@ -1,4 +1,4 @@
-"""The measured speed of a server: how long a request takes to begin, and how fast bytes arrive."""
+"""The measured speed of a server: the latency of requests, and the rate of bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pace:
         latency_s: Seconds from a request to the head of its response.
         rate: Bytes per second within the body of one response.
 
-    Threads/fork/pickle: any thread; used in one process; not pickled.
+    Threads/fork/pickle: any thread of one process. Cannot be pickled.
     """
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ class RemoteFile:
         try:
             reported = stat(self.url)
         except FileNotFoundError as exc:
-            raise self.missing() from exc
+            raise self.missing_error() from exc
         self.fix(reported)
 
     def expect(self, nbytes: int) -> None:
@@ -101,7 +101,7 @@ class RemoteFile:
             raise FormatError(f"{problem}: one of the two is stale; upload both again", kind="index").at(self.path)
         Request(self.url, state=expected).check(reported)
 
-    def missing(self) -> MissingShardError:
+    def missing_error(self) -> MissingShardError:
         """Return the error for an object that does not exist."""
         problem, remedy = "the shard does not exist", "check the url, or upload it again"
         if self.manifest is not None:
@@ -137,13 +137,13 @@ class RemoteFile:
         try:
             reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:
-            raise self.missing() from exc
+            raise self.missing_error() from exc
         self.fix(reported)
         return tail
 
     @contextmanager
     def read_through(self) -> Iterator[Callable[[int, int], bytes]]:
-        """Return a function as `read`, for one pass over the object, several requests ahead of the caller."""
+        """Yield a function like `read`, for one pass over the object, several requests ahead of the caller."""
         with Threads(_NUM_AHEAD, "tensorcache-scan") as pool, ReadAhead(self, Readers(pool, _NUM_AHEAD)) as ahead:
             yield ahead.read
 

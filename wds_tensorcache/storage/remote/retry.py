@@ -109,7 +109,7 @@ class Request:
 
     @property
     def deadline(self) -> float:
-        """When the time is over, by `time.monotonic`."""
+        """End of the time limit, by `time.monotonic`."""
         return self._begun + self.limit_s
 
     def watch(self, sock: socket.socket) -> None:
@@ -127,12 +127,12 @@ class Request:
         _in_flight().discard(self)
 
     def extend(self, nbytes: int) -> None:
-        """Extend the time limit by the time that `nbytes` bytes take at 64 KiB/s; they have arrived."""
+        """Extend the time limit by the time that `nbytes` received bytes take at 64 KiB/s."""
         # announced bytes may never arrive, and a length of gigabytes would allow hours of attempts
         self.limit_s = max(self.limit_s, self._first_limit_s + nbytes / _SLOWEST)
 
     def error(self, problem: str, status: int | None = None) -> RemoteError:
-        """Return a RemoteError that says url, range and fault."""
+        """Return a RemoteError whose message has url, range and fault."""
         where = shown(self.url)
         if self.begin is not None:
             where += f": bytes [{self.begin}, {self.end})"
@@ -140,11 +140,11 @@ class Request:
         error.url, error.begin, error.end, error.status = shown(self.url), self.begin, self.end, status
         return error
 
-    def missing(self) -> FileNotFoundError:
+    def missing_error(self) -> FileNotFoundError:
         """Return the error for an object that does not exist."""
         return FileNotFoundError(errno.ENOENT, "the server has no such object", shown(self.url))
 
-    def changed(self, change: str) -> FormatError:
+    def changed_error(self, change: str) -> FormatError:
         """Return the error for an object that has changed since it was opened."""
         return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
@@ -154,10 +154,10 @@ class Request:
         if expected is None:
             return received
         if received.nbytes != expected.nbytes:
-            raise self.changed(f"it had {expected.nbytes} bytes, now {received.nbytes}")
+            raise self.changed_error(f"it had {expected.nbytes} bytes, now {received.nbytes}")
         tags = [state.tag and state.tag.removeprefix("W/") for state in (received, expected)]
         if all(tags) and tags[0] != tags[1]:  # Apache's tags are weak in the second after a change
-            raise self.changed(f"its tag was {expected.tag!s:.80}, now {received.tag!s:.80}")
+            raise self.changed_error(f"its tag was {expected.tag!s:.80}, now {received.tag!s:.80}")
         return ObjectInfo(received.nbytes, received.tag or expected.tag)
 
     def repeat(self, attempt: Callable[[], _Result]) -> _Result:
@@ -216,7 +216,7 @@ _in_flight: Callable[[], set[Request]] = per_process(set)
 
 
 @contextmanager
-def cancellable(cancel: Cancel) -> Iterator[None]:
+def bind_cancel(cancel: Cancel) -> Iterator[None]:
     """End requests of this thread with CancelledError soon after `cancel` is set."""
     before = getattr(_local, "cancel", None)
     _local.cancel = cancel

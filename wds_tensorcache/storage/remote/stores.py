@@ -71,7 +71,7 @@ _pid: int | None = None  # of the process in which obstore started its threads
 
 
 class Unmet(Exception):
-    """The condition of a request is not met: the object exists, or has another version."""
+    """A request whose condition is not met: the object exists, or has another version."""
 
 
 def check_not_forked(request: Request) -> None:
@@ -81,10 +81,8 @@ def check_not_forked(request: Request) -> None:
 
 
 def _check_endpoint(scheme: str, request: Request) -> None:
-    """Raise RemoteError if the environment names an endpoint of S3 that cannot work.
-
-    obstore panics if the endpoint is not a url, and does not say that `http://` is switched off.
-    """
+    """Raise RemoteError if the environment names an endpoint of S3 that cannot work."""
+    # Hazard: obstore panics if the endpoint is not a url, and its error for `http://` does not name the variable to set.
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL") if scheme == "s3" else ():
         # the value is not shown, because it may have credentials
         text = os.environ.get(name)
@@ -98,7 +96,7 @@ def _check_endpoint(scheme: str, request: Request) -> None:
 
 
 class StoreClient:
-    """Reads and writes objects of one bucket or container, each call one attempt; see `Client`.
+    """A client of one bucket or container, which also writes. Each call is one attempt; see `Client`.
 
     The store is made from the environment, as obstore does. The strong ETag goes with every read (`If-Match`). obstore's calls
     block, and end by themselves when the time of the request is over.
@@ -170,13 +168,13 @@ class StoreClient:
         if name in ("AlreadyExistsError", "PreconditionError"):
             return Unmet()
         if isinstance(failed, FileNotFoundError):
-            return request.missing()
+            return request.missing_error()
         if name in ("NotSupportedError", "NotImplementedError"):
             return request.error(NO_CONDITIONS, 501)
         check = f"check {_SETTINGS[self.scheme]}"
         match = _STATUS.search(text)
         status = int(match[1]) if match else None
-        code = next((found[1] or found[2] for found in _CODE.finditer(text)), "")
+        code = next((code_match[1] or code_match[2] for code_match in _CODE.finditer(text)), "")
         if code in _TRANSIENT_CODES:
             return TransientError(f"the server answers with the error {code}", status)
         cause = _KINDS.get(name) or _CODES.get(code)
@@ -188,7 +186,7 @@ class StoreClient:
         if name not in ("GenericError", "JoinError"):
             return failed
         if status == 404:
-            return request.missing()
+            return request.missing_error()
         if status is None:
             return TransientError(f"no response: the server cannot be reached, or the connection was lost; {check}")
         if status == 501:
@@ -207,7 +205,7 @@ class StoreClient:
         try:
             result = self.call(request, lambda obstore, store, key: obstore.get(store, key, options=options))
         except Unmet:
-            raise request.changed("the store has another version of it") from None
+            raise request.changed_error("the store has another version of it") from None
         return result, time.monotonic() - begun
 
     def _body(self, result: Any, head_s: float, nbytes: int) -> memoryview:
