@@ -59,14 +59,14 @@ LIES: dict[str, Change] = {
 
 def longest_skeletons(arrays: Arrays) -> None:
     """Half of the shard for each sample."""
-    begins = arrays["cache.0.skeleton_begin"].astype(U64)
-    arrays["cache.0.skeleton_nbytes"] = np.full(len(begins), begins[-1] // 2)
+    begins = arrays["cache.0.skeleton_begin"].astype(np.int64)
+    arrays["cache.0.skeleton_nbytes"] = np.full(len(begins), begins[-1] // 2, U64)
 
 
 def overlapping_skeletons(arrays: Arrays) -> None:
     """From each skeleton to the end of the last one."""
-    begins = arrays["cache.0.skeleton_begin"].astype(U64)
-    arrays["cache.0.skeleton_nbytes"] = begins[-1] + 100 - begins
+    begins = arrays["cache.0.skeleton_begin"].astype(np.int64)
+    arrays["cache.0.skeleton_nbytes"] = (begins[-1] + 100 - begins).astype(U64)
 
 
 def many_layouts(arrays: Arrays) -> None:
