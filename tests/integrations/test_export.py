@@ -303,6 +303,8 @@ def test_folders_that_are_refused(tmp_path: Path, samples: dict[str, Any], monke
     assert sorted(os.listdir(tmp_path)) == ["cache", "out"]
     with tc.open(tmp_path / "cache") as cache, pytest.raises(ValueError, match="expected one of 'pt'"):
         export_cache(cache, tmp_path / "new", "pickle")
+    with pytest.raises(TypeError, match="expected a cache"):
+        export_cache(str(tmp_path), tmp_path / "new", "pt")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

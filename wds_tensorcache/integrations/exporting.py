@@ -101,9 +101,9 @@ def export_cache(
     """
     if kind not in KINDS:
         raise ValueError(f"{kind!r:.100}, expected one of {', '.join(map(repr, KINDS))}")
+    path = check_new(out, "choose another folder")
     if not isinstance(cache, Cache):
         raise TypeError(f"cache={cache!r:.200}, expected a cache: tc.open(…)")
-    path = check_new(out, "choose another folder")
     if cache._left_out is not None:
         raise FormatError(cache._left_out, kind="index")
     _check_hidden(cache)
