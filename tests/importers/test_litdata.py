@@ -90,6 +90,7 @@ def test_indexes_that_are_refused(
     ("changes", "message"),
     [
         ({"filename": "../chunk-0-0.bin"}, "is missing, although the index lists it"),
+        ({"filename": "a/chunk-0-0.bin"}, "is in a subfolder"),
         ({"chunk_size": "1"}, "is not an index of litdata"),
         ({"chunk_bytes": 1 << 40}, "but the index lists 1,099,511,627,776"),
     ],
@@ -98,6 +99,8 @@ def test_chunks_that_are_refused(tmp_path: Path, changes: Any, message: str, mon
     monkeypatch.setitem(sys.modules, "litdata", None)
     write_leaf(tmp_path / "in", "str", b"a cat")
     index = json.loads((tmp_path / "in" / "index.json").read_text())
+    (tmp_path / "in" / "a").mkdir()
+    (tmp_path / "in" / "a" / "chunk-0-0.bin").write_bytes((tmp_path / "in" / "chunk-0-0.bin").read_bytes())
     index["chunks"][0].update(changes)
     (tmp_path / "in" / "index.json").write_text(json.dumps(index))
     with pytest.raises(tc.FormatError, match=message):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.fetch import run_all, stat
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
 
 # the third is `me:hunter2`, as it is sent

@@ -18,7 +18,7 @@ from wds_tensorcache.storage.node_cache import fill
 from wds_tensorcache.storage.node_cache.block_file import BLOCK
 from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache, open_node_cache
 from wds_tensorcache.storage.node_cache.identity import digest_of
-from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 
 MB = 1 << 20
 

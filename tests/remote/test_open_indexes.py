@@ -18,7 +18,7 @@ from tests.same import assert_same
 from wds_tensorcache.shards.footer import build_footer, parse_index
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.kept_indexes import KeptIndexes, default_folder
-from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 
 SAMPLES = [small(i) for i in range(6)]
 

@@ -19,9 +19,9 @@ from tests.remote.servers.http_server import HttpServer
 from tests.remote.servers.write_server import SECRET, WriteServer, environment
 from tests.same import assert_same
 from wds_tensorcache.storage.remote import retry
-from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for, forget_clients
 from wds_tensorcache.storage.remote.fetch import fetch_many, list_objects, stat
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
 from wds_tensorcache.storage.urls import join_url, name_of
 

@@ -73,7 +73,7 @@ def _open(folder: SourceFolder) -> Source:
             _check_config(content["config"], folder.trust)
             names = [start + chunk["filename"] for chunk in content["chunks"]]
             for name, chunk in zip(names, content["chunks"], strict=True):
-                _check_chunk(folder, name, chunk["chunk_bytes"], content["config"].get("compression"))
+                _check_chunk(folder, start, name, chunk["chunk_bytes"], content["config"].get("compression"))
             counts = [operator.index(chunk["chunk_size"]) for chunk in content["chunks"]]
             dataset = _open_dataset(folder, names, content)
             formats[start.rstrip("/")] = content["config"]["data_format"]
@@ -108,9 +108,11 @@ def _check_config(config: dict[str, Any], trust: bool) -> None:
         todo += spec["children_spec"]
 
 
-def _check_chunk(folder: SourceFolder, name: str, nbytes: int, codec: str | None) -> None:
+def _check_chunk(folder: SourceFolder, start: str, name: str, nbytes: int, codec: str | None) -> None:
     if name not in folder:
         raise FormatError("is missing, although the index lists it").at(name)
+    if "/" in name.removeprefix(start):  # two chunks could have one place in the temporary folder
+        raise FormatError("is in a subfolder, where litdata writes no chunk").at(name)
     # Hazard: litdata waits minutes for a chunk to grow to its length
     size = os.path.getsize(folder.locate(name))
     if not codec and size < nbytes:

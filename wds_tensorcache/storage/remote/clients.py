@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import Request
 from wds_tensorcache.storage.threads import per_process
@@ -34,8 +34,11 @@ class Client(Protocol):
         """Fill 1-D byte buffers, in order, from offset `request.at` to `request.end`; return the object's state."""
         ...
 
-    def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter."""
+    def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
+        """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter.
+
+        None if the server does not serve the last bytes of this object without its length.
+        """
         ...
 
     def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from wds_tensorcache.storage.remote import retry
-from wds_tensorcache.storage.remote.client import MAX_REQUESTS, ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.remote.retry import Request
+from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, Request
 from wds_tensorcache.storage.system import skip_bytes
 from wds_tensorcache.storage.threads import Threads, per_process
 
@@ -164,7 +164,19 @@ def stat(url: str) -> ObjectInfo:
 def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
     """Return the state of an object and its last `nbytes` bytes, or all of them, in most cases by one request."""
     request = Request(url, nbytes=nbytes)
-    return run(lambda: request.repeat(lambda: client_for(url).read_tail(request, nbytes)))
+
+    def attempt() -> tuple[ObjectInfo, bytes]:
+        client = client_for(url)
+        if (tail := client.read_tail(request, nbytes)) is not None:
+            return tail
+        state = client.stat(request)
+        content = bytearray(min(max(0, nbytes), state.nbytes))
+        if content:
+            part = Request(url, state.nbytes - len(content), state.nbytes, state)
+            state = client.read_range(part, [memoryview(content)])
+        return state, bytes(content)
+
+    return run(lambda: request.repeat(attempt))
 
 
 def list_objects(folder: str) -> list[str]:

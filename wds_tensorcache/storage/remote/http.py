@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.http_transport import Response, Transport, basic_authorization
 from wds_tensorcache.storage.remote.no_ranges import Copies, Copy
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import Request, TransientError
 from wds_tensorcache.storage.urls import reveal, web_url
@@ -102,7 +102,7 @@ class HttpClient:
             raise request.error("the server does not tell the object's length", response.status)
         return state
 
-    def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+    def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
         if nbytes > 0 and self._num_suffixes_ignored <= _NUM_REPEATED:
             with self._get(request, f"bytes=-{nbytes}") as (response, state):
                 if state is not None and response.status == 206:
@@ -123,12 +123,7 @@ class HttpClient:
                     raise _refusal(response, request)
                 elif response.status != 416:  # which is also the response for an empty object
                     self._num_suffixes_ignored = _NUM_REPEATED + 1
-        state = self.stat(request)
-        content = bytearray(min(max(0, nbytes), state.nbytes))
-        if content:
-            part = Request(request.url, state.nbytes - len(content), state.nbytes, state)
-            state = self.read_range(part, [memoryview(content)])
-        return state, bytes(content)
+        return None
 
     def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
         begin, end = request.at, request.end

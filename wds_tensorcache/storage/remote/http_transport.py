@@ -17,8 +17,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 
-from wds_tensorcache.storage.remote.client import MAX_REQUESTS
-from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Request, TransientError
+from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, TRANSIENT_STATUSES, Request, TransientError
 from wds_tensorcache.storage.urls import origin_of, shown, web_url
 
 try:

@@ -7,8 +7,8 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
-from wds_tensorcache.storage.remote.client import ObjectInfo
 from wds_tensorcache.storage.remote.http_transport import Response
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.retry import TICK_S, Request, TransientError, check_cancelled
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 

@@ -22,10 +22,13 @@ from math import inf
 from typing import TypeVar
 
 from wds_tensorcache.errors import FormatError, RemoteError
-from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.threads import per_process
 from wds_tensorcache.storage.urls import shown
 
+# In flight, in this process. Measured, for 1,000 ranges of 2.5 KB at 20 ms of latency: 64 take 0.52 s, 128 take 0.34 s, and 192
+# take no less.
+MAX_REQUESTS = 128
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 TICK_S = 0.1  # how often a wait looks for cancelled and overdue requests
 _TIMEOUT_VARIABLE = "TENSORCACHE_REMOTE_TIMEOUT_S"

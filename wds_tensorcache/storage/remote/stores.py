@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Request, TransientError, check_cancelled, timeout_s
 from wds_tensorcache.storage.urls import bucket_and_key
@@ -224,7 +224,7 @@ class StoreClient:
     def stat(self, request: Request, /) -> ObjectInfo:
         return _state(self._get(request, {"head": True})[0])
 
-    def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+    def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
         if nbytes > 0 and self._has_suffix_ranges:
             try:
                 result, head_s = self._get(request, {"range": {"suffix": nbytes}})
@@ -240,12 +240,7 @@ class StoreClient:
                 if (begin, end) != (max(0, state.nbytes - nbytes), state.nbytes):
                     raise request.error(f"asked for the last {nbytes} bytes, got bytes [{begin}, {end})")
                 return state, bytes(self._body(result, head_s, end - begin))
-        state = self.stat(request)
-        content = bytearray(min(max(0, nbytes), state.nbytes))
-        if content:
-            part = Request(request.url, state.nbytes - len(content), state.nbytes, state)
-            state = self.read_range(part, [memoryview(content)])
-        return state, bytes(content)
+        return None
 
     def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
         begin, end = request.at, request.end

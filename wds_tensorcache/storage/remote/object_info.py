@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# In flight, in this process. Measured, for 1,000 ranges of 2.5 KB at 20 ms of latency: 64 take 0.52 s, 128 take 0.34 s, and 192
-# take no less.
-MAX_REQUESTS = 128
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
