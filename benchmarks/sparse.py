@@ -14,10 +14,8 @@ from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.load_index import load_index
-from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
+from wds_tensorcache.shards.manifest import Manifest, ShardEntry
 from wds_tensorcache.storage.files import ShardFile
-
-_MANIFEST_VERSION = 1
 
 
 def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
@@ -52,9 +50,7 @@ def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
             file.write(build_footer(_index(whole, columns, range(first, first + per_shard), digest)))
             entries.append(ShardEntry(path.name, per_shard, file.tell()))
     counts = {entry.url: {"": per_shard} for entry in entries}
-    write_manifest(
-        str(folder / "manifest.json"), entries, {"version": _MANIFEST_VERSION, "caches": counts}, fsync=False
-    )
+    Manifest({entry.url: entry for entry in entries}, counts).write(str(folder / "manifest.json"), fsync=False)
 
 
 def _write(path: Path, numbers: range) -> int:

@@ -88,14 +88,14 @@ def test_a_disk_that_is_full(tmp_path: Path, limit: int) -> None:
 
 def test_what_was_put_there_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = damaged(tmp_path / "a"), tmp_path / "out"
-    write_manifest = manifest.write_manifest
+    build = manifest.Manifest.build
 
-    def write_late(*args: object, **options: object) -> None:
+    def build_late(self: manifest.Manifest) -> bytes:
         out.mkdir()
         (out / "file").write_bytes(b"theirs")
-        write_manifest(*args, **options)  # type: ignore[arg-type]
+        return build(self)
 
-    monkeypatch.setattr(manifest, "write_manifest", write_late)
+    monkeypatch.setattr(manifest.Manifest, "build", build_late)
     with pytest.raises(OSError, match="not an empty folder"):
         tc.repair(source, out)
     assert sorted(os.listdir(tmp_path)) == ["a", "out"]

@@ -19,17 +19,11 @@ _DALI_HAS = frozenset(f"{kind}{bits}" for kind in ("uint", "int", "float") for b
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """The form in which the tensors of one dtype pass through another library.
+    """The form in which the tensors of one dtype pass through another library."""
 
-    Attributes:
-        true: The tensors' own dtype, of torch or numpy.
-        dtype: Dtype of the array that carries their bits.
-        inner: Dimensions that the array has after those of the tensor; `()` if an element carries an element.
-    """
-
-    true: torch.dtype | np.dtype[Any]
-    dtype: np.dtype[Any]
-    inner: tuple[int, ...] = ()
+    true: torch.dtype | np.dtype[Any]  # the tensors' own dtype
+    dtype: np.dtype[Any]  # of the array that carries their bits
+    inner: tuple[int, ...] = ()  # dimensions of the array after those of the tensor
 
     def carry(self, value: Any) -> Array:
         """View a tensor on the CPU, or a little-endian array, as its carrier. Memory: aliases `value`."""

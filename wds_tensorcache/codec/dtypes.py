@@ -39,20 +39,12 @@ STORED: dict[str, tuple[int, str, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrueDtype:
-    """The stored form of one true dtype.
+    """The stored form of one true dtype."""
 
-    Attributes:
-        stored: Stored dtype, a key of `STORED`.
-        inner: Shape of one true element in stored elements; it is appended to the tensor's shape in the file. `()` if one true
-            element is one stored element.
-        attribute: Value of the reference's `dtype` attribute; None if the stored dtype is the true dtype.
-        itemsize: Bytes per element of the *stored* dtype.
-    """
-
-    stored: str
-    inner: tuple[int, ...] = ()
-    attribute: str | None = None
-    itemsize: int = field(init=False)
+    stored: str  # stored dtype, a key of `STORED`
+    inner: tuple[int, ...] = ()  # shape of one true element in stored elements; appended to the shape in the file
+    attribute: str | None = None  # the reference's attribute `dtype`; None if the stored dtype is the true dtype
+    itemsize: int = field(init=False)  # bytes per element of the *stored* dtype
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "itemsize", STORED[self.stored][0])
@@ -101,12 +93,7 @@ def _numpy_view(attribute: str) -> TrueDtype | None:
 
 
 def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dtype | np.dtype, tuple[int, ...]]:
-    """Return the true dtype of a stored tensor or array, and its `TrueDtype.inner`. A numpy dtype is little-endian.
-
-    Args:
-        kind: `"tensor"` or `"ndarray"`.
-        stored: Stored dtype, a key of `STORED`.
-        attribute: The reference's `dtype` attribute; None if it has none.
+    """Return the true dtype of a tensor or array, `kind`, and its `TrueDtype.inner`. A numpy dtype is little-endian.
 
     Raises:
         ValueError: `attribute` is not stored as `stored`, or the installed torch or numpy lacks the dtype.

@@ -38,64 +38,39 @@ Further: TypeAlias = tuple[tuple[str, str], ...]  # further names of tensors, ea
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a header.
-
-    Attributes:
-        name: Name of the tensor.
-        dtype: Stored dtype, a key of `STORED`.
-        shape: Shape in elements of `dtype`.
-        begin, end: Byte range in the whole member, which includes the header.
-    """
+    """One tensor of a header, with its byte range in the whole member, which includes the header."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # stored dtype, a key of `STORED`
+    shape: tuple[int, ...]  # in elements of `dtype`
     begin: int
     end: int
 
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """The common part of layouts that differ only in shapes, for example the layouts of texts of different lengths.
+    """The common part of layouts that differ only in shapes, for example the layouts of texts of different lengths."""
 
-    Attributes:
-        entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
-        template: `Template` learned from an earlier skeleton of this form; None before that.
-        num_interpreted: Number of skeletons that were read without the template.
-        names: A template, and the further names of the tensors in samples that match it.
-    """
-
-    entries: tuple[tuple[str, str, int], ...]
-    template: Any = None
-    num_interpreted: int = 0
-    names: tuple[Any, Further] = None, ()
+    entries: tuple[tuple[str, str, int], ...]  # name, stored dtype, number of dimensions, in the order of the bytes
+    template: Any = None  # `Template` of an earlier skeleton of this form
+    num_interpreted: int = 0  # skeletons that were read without the template
+    names: tuple[Any, Further] = None, ()  # a template, and the further names in samples that match it
 
 
 @dataclass(slots=True)
 class Layout:
-    """The contents of a header, shared by all members with an equal header.
+    """The contents of a header, shared by all members with an equal header."""
 
-    Attributes:
-        tensors: Tensors by name, in the order of their bytes; the bytes have no holes.
-        data_begin: Offset of the first tensor in the member.
-        nbytes: Length of the whole member, including its header.
-        form: Form of this layout.
-        texts: String of the reference to each tensor, in the same order; None if unknown, as after `parse_header`.
-        further: Further names of tensors, each with the tensor's name.
-        named: Tensors by all of their names.
-        references: References by their strings; filled by `resolve`.
-        resolved: A template, its references in its own order, and their strings in the order of the tensors. Set by
-            `sample.py`.
-    """
-
-    tensors: dict[str, StoredTensor]
-    data_begin: int
-    nbytes: int
+    tensors: dict[str, StoredTensor]  # by name, in the order of their bytes, which have no holes
+    data_begin: int  # offset of the first tensor in the member
+    nbytes: int  # length of the whole member
     form: Form = field(compare=False, repr=False)
+    # string of the reference to each tensor, in the same order; None if unknown, as after `parse_header`
     texts: tuple[str, ...] | None = field(default=None, compare=False)
     further: Further = field(default=(), compare=False)
-    named: dict[str, StoredTensor] = field(init=False, compare=False, repr=False)
-    references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    named: dict[str, StoredTensor] = field(init=False, compare=False, repr=False)  # by all names
+    references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by string, see `resolve`
+    # a template, its references in its own order, and their strings in the order of the tensors
     resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -164,9 +139,7 @@ def is_bound(member: Any) -> bool:
 def build_safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align: int) -> bytes:
     """Return the header of a `.safetensors` member, including its length field, with a digest of zeros (see `sign_header`).
 
-    Args:
-        tensors: (name, stored dtype, shape in stored elements, number of bytes) of each tensor, in the order of their bytes.
-        align: Alignment of the first tensor in the member, a multiple of 8.
+    `tensors` has (name, stored dtype, shape in stored elements, number of bytes) of each tensor, in the order of their bytes.
     """
     if align <= 0 or align % 8:
         raise ValueError(f"align={align}, expected a positive multiple of 8")

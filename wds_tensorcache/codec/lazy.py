@@ -317,12 +317,7 @@ class LazyTensor(Lazy):
         name = getattr(func, "__name__", "")
         writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or kwargs.get("inplace")
         target = args[0] if args else kwargs.get("input", kwargs.get("self", kwargs.get("tensor")))
-        statistics = [kwargs.get(key) for key in ("running_mean", "running_var")] + list(args[1:3])
-        if (
-            _holds_lazy(kwargs.get("out"))
-            or (writes and name not in _NOT_IN_PLACE and _holds_lazy(target))
-            or (name in ("batch_norm", "instance_norm") and _holds_lazy(statistics) and kwargs.get("training", True))
-        ):
+        if _holds_lazy(kwargs.get("out")) or (writes and name not in _NOT_IN_PLACE and _holds_lazy(target)):
             _refuse_in_place(cls, name)
         return func(*_loaded(list(args)), **_loaded(kwargs))
 

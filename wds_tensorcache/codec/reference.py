@@ -79,24 +79,15 @@ class MemorySource:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference from a skeleton to one tensor of a layout.
+    """A reference from a skeleton to one tensor of a layout, with the tensor's byte range in the member."""
 
-    Attributes:
-        name: Name of the tensor in the `.safetensors` member.
-        kind: `"tensor"` for a torch.Tensor, `"ndarray"` for an np.ndarray.
-        dtype: True dtype, of torch or of numpy.
-        shape: Shape in elements of `dtype`.
-        begin, end: Byte range in the member.
-        attribute: `dtype` attribute in the string of the reference; None if it has none.
-    """
-
-    name: str
-    kind: str
-    dtype: Any
-    shape: tuple[int, ...]
+    name: str  # of the tensor in the `.safetensors` member
+    kind: str  # "tensor" for a torch.Tensor, "ndarray" for an np.ndarray
+    dtype: Any  # true dtype, of torch or of numpy
+    shape: tuple[int, ...]  # in elements of `dtype`
     begin: int
     end: int
-    attribute: str | None
+    attribute: str | None  # `dtype` in the string of the reference
 
 
 @lru_cache(4096)  # samples of one cache have the same names

@@ -35,23 +35,14 @@ _MANY_TENSORS = 64  # headers with more tensors are not cached
 
 @dataclass(slots=True)
 class EncodedSample:
-    """Both encoded members of a sample, before the bytes of the tensors are copied.
+    """Both encoded members of a sample, before the bytes of the tensors are copied."""
 
-    Attributes:
-        skeleton: Bytes of the member `KEY.skel.pyd`.
-        header, buffers: Parts of the member `KEY.safetensors`, in order.
-        layout, digest: Contents of the header.
-        references: Strings of the references to the tensors, in the order of the tensors' bytes; None if readers of the
-            skeleton need `allow=`.
-        further: Further names of tensors that occur several times, each with the tensor's name; none if `references` is None.
-    """
-
-    skeleton: bytes
-    header: bytes
+    skeleton: bytes  # the member `KEY.skel.pyd`
+    header: bytes  # the first part of the member `KEY.safetensors`; `buffers` follow
     buffers: list[Any]
     layout: Layout
     digest: int
-    references: tuple[str, ...] | None
+    references: tuple[str, ...] | None  # in the order of the tensors' bytes; None if readers need `allow=`
     further: Further = ()
 
 
@@ -169,17 +160,9 @@ def decode_members(
 
 
 def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int, int | None]:
-    """Check that two members belong together; return the offset of the skeleton's body, and the digest of the body.
+    """Check that a skeleton belongs to a `.safetensors` member of `nbytes` bytes whose header has `digest`, or None.
 
-    The digest is None if the skeleton has no preamble.
-
-    Args:
-        skeleton: The whole skeleton, or at least its preamble.
-        nbytes: Length of the `.safetensors` member.
-        digest: Digest in the header of the `.safetensors` member; None if it has none.
-
-    Raises:
-        FormatError: The two members do not belong together.
+    Returns the offset of the skeleton's body, and the digest of the body, None without a preamble. Raises FormatError.
     """
     begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
     if expected_digest is None and digest is not None and had_preamble(skeleton, nbytes, digest):

@@ -21,23 +21,14 @@ _HAS_NAMES = hasattr(torch.Tensor, "names")  # removed from newer torch releases
 
 @dataclass(slots=True, eq=False)
 class StorableTensor:
-    """One tensor or array of a sample, in its stored form.
+    """One tensor or array of a sample, in its stored form. `SkeletonWriter` sets the last two fields."""
 
-    Attributes:
-        kind: `"tensor"` or `"ndarray"`.
-        true: Stored form of the dtype.
-        shape: Shape in elements of the stored dtype.
-        flat: Elements in C order, little-endian, as 1-D uint8; aliases the tensor or array if that has this form already.
-        name: Name of the tensor in the `.safetensors` member; set by `SkeletonWriter`.
-        reference: String by which the skeleton refers to the tensor; set by `SkeletonWriter`.
-    """
-
-    kind: str
+    kind: str  # "tensor" or "ndarray"
     true: TrueDtype
-    shape: tuple[int, ...]
-    flat: Any
-    name: str = ""
-    reference: str = ""
+    shape: tuple[int, ...]  # in elements of the stored dtype
+    flat: Any  # elements in C order, little-endian, as 1-D uint8; may alias the tensor or array
+    name: str = ""  # in the `.safetensors` member
+    reference: str = ""  # string by which the skeleton refers to the tensor
 
 
 def describe_tensor(value: Any) -> StorableTensor:
@@ -70,11 +61,8 @@ def describe_tensor(value: Any) -> StorableTensor:
 def view_plain(tensor: torch.Tensor) -> memoryview | None:
     """View a plain tensor as the bytes that `describe_tensor` returns as `flat`, in a third of the time.
 
-    Returns None for tensors that are empty, need a gradient, are not contiguous or are on a GPU. The caller then calls
-    `describe_tensor`, which copies the bytes, or raises an error that says why the tensor cannot be stored.
-
-    Args:
-        tensor: Exactly of the type `torch.Tensor`, and its dtype is one of `PLAIN`.
+    Returns None for tensors that are empty, need a gradient, are not contiguous or are on a GPU. The type must be exactly
+    `torch.Tensor`, and the dtype one of `PLAIN`.
     """
     if _HAS_NAMES and any(tensor.names):  # type: ignore[attr-defined]
         return None

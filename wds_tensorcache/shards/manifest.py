@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -65,23 +65,6 @@ class FoundShard:
     @property
     def fingerprint(self) -> Mapping[str, Any] | None:
         return None if self.entry is None else self.entry.fingerprint
-
-
-def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any], *, fsync: bool = True) -> None:
-    """Write a manifest: its shards in the order in which readers number samples, and the value of its key `tensorcache`."""
-    from wds_tensorcache.storage.atomic import write_atomically
-
-    write_atomically(path, [_build_manifest(shards, extra)], fsync)
-
-
-def _build_manifest(shards: Sequence[ShardEntry], extra: dict[str, Any]) -> bytes:
-    listed = [
-        {"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes} | ({"index": s.digest} if s.digest else {})
-        for s in shards
-    ]
-    head = f'{{\n"__kind__": "{_KIND}",\n"wids_version": {_WIDS_VERSION},\n"shardlist": [\n'
-    end = f'\n],\n"{_OURS}": {json.dumps(extra, allow_nan=False)}\n}}\n'
-    return (head + ",\n".join(map(json.dumps, listed)) + end).encode("ascii")
 
 
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
@@ -350,19 +333,22 @@ class Manifest:
                 table.pop(url, None)
 
     def write(self, path: str, fsync: bool = True) -> None:
-        """Write the manifest with the shards in the order in which they were added."""
-        write_manifest(path, *self._content(), fsync=fsync)
+        from wds_tensorcache.storage.atomic import write_atomically
+
+        write_atomically(path, [self.build()], fsync)
 
     def build(self) -> bytes:
-        """Return the manifest as bytes, with the shards in the order of their urls."""
-        entries, extra = self._content()
-        return _build_manifest(sorted(entries, key=lambda entry: entry.url), extra)
-
-    def _content(self) -> tuple[list[ShardEntry], dict[str, Any]]:
+        """Return the manifest as bytes. Readers number samples in the order of `entries`."""
         ours: dict[str, Any] = {"version": _OUR_VERSION, "caches": dict(sorted(self.caches.items()))}
         if self.fingerprints:
             ours["fingerprints"] = dict(sorted(self.fingerprints.items()))
-        return list(self.entries.values()), {**self.extra, **ours}
+        listed = [
+            {"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes} | ({"index": s.digest} if s.digest else {})
+            for s in self.entries.values()
+        ]
+        head = f'{{\n"__kind__": "{_KIND}",\n"wids_version": {_WIDS_VERSION},\n"shardlist": [\n'
+        end = f'\n],\n"{_OURS}": {json.dumps({**self.extra, **ours}, allow_nan=False)}\n}}\n'
+        return (head + ",\n".join(map(json.dumps, listed)) + end).encode("ascii")
 
 
 def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
@@ -374,6 +360,7 @@ def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
     def apply(content: bytes | None) -> bytes:
         manifest = Manifest.parse(content, shown(folder.locate(MANIFEST)))
         change(manifest)
+        manifest.entries = dict(sorted(manifest.entries.items()))
         return manifest.build()
 
     folder.change(MANIFEST, apply)

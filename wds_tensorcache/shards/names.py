@@ -231,10 +231,8 @@ def half_of(suffix: str) -> Half | None:
 def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool], hint: str = APART) -> Half | None:
     """Return the half of a cache that a member of a sample is; None if it belongs to no cache.
 
-    Args:
-        suffix, members: Suffix of the member, and suffixes of all members of its sample, in lowercase.
-        is_bound: Function that returns whether the member, a safetensors file, declares that it belongs to a skeleton.
-        hint: Text at the end of the error message.
+    All suffixes, of the member and of the sample's `members`, are in lowercase. `is_bound` returns whether the member, a
+    safetensors file, declares that it belongs to a skeleton.
 
     Raises:
         FormatError: The other half is missing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
@@ -113,11 +114,9 @@ class Shard:
             problem = "the index does not match the shard; `tensorcache verify` (tc.verify) reports what was changed or damaged"
             raise FormatError(f"{self.path}: {problem}")
         caches = {**self.index.caches, self.name: replace(self.columns, layout=names.layout)}
-        index = replace(self.index, caches=caches, layouts=scanned.layouts)
-        return Shard(
-            self.path, self.name, self.files, self.pool, self._allow, len(self), index, self._entry,
-            remote_indexes=self._remote_indexes,
-        )  # fmt: skip
+        shard = copy.copy(self)  # without the index
+        shard._index = replace(self.index, caches=caches, layouts=scanned.layouts)
+        return shard
 
     def take_index(self, other: Shard) -> None:
         """Use the index of another cache of the same shard."""

@@ -62,14 +62,7 @@ class CopyReport:
 
 
 class OldShard:
-    """A shard to copy samples from.
-
-    Attributes:
-        identity: Identity of the indexed file.
-        prefix: Prefix of the keys of copied samples. If it is not empty, all copied members get new tar headers.
-        has_footer: True if an index is at the end of the shard.
-        fingerprint: Fingerprint of the copied samples, by default that of the index.
-    """
+    """A shard to copy samples from. With a prefix of their keys, all copied members get new tar headers."""
 
     def __init__(self, path: str, index: ShardIndex, files: Files, prefix: str = "") -> None:
         file = files.get(path)
@@ -130,16 +123,10 @@ Run = tuple[OldShard, int, int]  # consecutive samples `[begin, end)` of a shard
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewShard:
-    """A shard to write.
+    """A shard to write, with the indexes to write."""
 
-    Attributes:
-        url: Path of the shard in the new folder.
-        runs: Samples of the shard, in order; all have the same fingerprint.
-        footer, sidecar, dali_index: True to write this index.
-    """
-
-    url: str
-    runs: Sequence[Run]
+    url: str  # path in the new folder
+    runs: Sequence[Run]  # samples of the shard, in order; all have the same fingerprint
     footer: bool = True
     sidecar: bool = False
     dali_index: bool = True

@@ -171,29 +171,19 @@ def _find(manifest: Manifest, folder: Folder, path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
-    """The shards that a new manifest of a folder lists.
+    """The shards that a new manifest of a folder lists."""
 
-    Attributes:
-        num_samples: Number of samples by name of the shard.
-        added: Names of shards that the manifest did not list before.
-        removed: Paths of shards that it listed, but that do not exist.
-        num_repeated: Number of keys that occur in several of the shards.
-    """
-
-    num_samples: dict[str, int]
-    added: list[str]
-    removed: list[str]
-    num_repeated: int
+    num_samples: dict[str, int]  # by name of the shard
+    added: list[str]  # names of shards that the manifest did not list before
+    removed: list[str]  # paths of shards that it listed, but that do not exist
+    num_repeated: int  # keys that occur in several of the shards
 
 
 def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], object]) -> FolderReport:
     """Write the manifest of a folder anew from its shards `*.tar`. Index those that have no index, as `write_index` does.
 
     Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once.
-
-    Args:
-        dali_index: As for `write_index`.
-        show: Function that is called with the number of shards that were read, and of all.
+    `show` is called with the number of shards that were read, and of all.
 
     Raises:
         FileExistsError: A writer holds the folder.

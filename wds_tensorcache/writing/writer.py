@@ -31,9 +31,11 @@ from wds_tensorcache.shards.names import (
     TENSORS,
     NamedKey,
     cache_name,
+    cache_of_field,
     check_key,
     check_suffixes,
     is_plain_key,
+    is_reserved,
     member_suffix,
 )
 from wds_tensorcache.shards.packed_sample import PackedSample, pack
@@ -53,22 +55,11 @@ _MAX_REMOTE_NBYTES = 4 << 30
 _log = logging.getLogger("wds_tensorcache")
 
 
-class _Nothing:
-    def __repr__(self) -> str:
-        return "…"
-
-
-_NOTHING: Any = _Nothing()
+_NOTHING: Any = object()
 
 
 class _UnfinishedShard:
-    """A shard that is being written; `finish` gives its file the shard's name.
-
-    Attributes:
-        path: Path or url that the shard will have.
-        name: Its name in its folder.
-        num_samples, nbytes: Number of samples so far, and the length of their members.
-    """
+    """A shard that is being written; `nbytes` is the length of the members so far."""
 
     def __init__(self, path: str, name: str, output: Output) -> None:
         self.path, self.name = path, name
@@ -283,11 +274,8 @@ class ShardWriter:
         is_plain = type(key) is str and is_plain_key(key)
         if not is_plain:
             check_key(key)
-        caches: dict[str, Any]
-        others: dict[str, Any]
-        if is_plain and not members and sample is not _NOTHING:
-            caches, others = {"": sample}, {}
-        else:
+        caches, others = {"": sample}, dict[str, Any]()
+        if not (is_plain and not members and sample is not _NOTHING):
             caches, others = _sort_members(key, sample, members)
         encoded = []
         for name, value in caches.items():
@@ -377,9 +365,6 @@ class ShardWriter:
                 self._folder.cancel()
             self._abandon(exc)
             raise
-        for shard in self._unfinished:  # `write` has raised the error of a shard
-            shard.drop()
-        self._unfinished.clear()
         self._release()
 
     def _abandon(self, error: BaseException) -> None:
@@ -398,14 +383,14 @@ class ShardWriter:
             failure = next(filter(None, failures), None)
             if failure not in (None, error):
                 add_note(error, f"a shard could not be stored: {failure}")
-            for shard in self._unfinished:
-                shard.drop()
-            self._unfinished.clear()
             self._shard = None
             self._release()
 
     def _release(self) -> None:
         self._finisher.shutdown()
+        for shard in self._unfinished:
+            shard.drop()
+        self._unfinished.clear()
         if self._lock is not None:
             self._lock.close()
 
@@ -421,22 +406,23 @@ class ShardWriter:
 
 
 def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the caches of a sample by name, and its other members by extension; raise InvalidKeyError for a bad name."""
+    """Return the caches of a sample by name, and its other members by extension."""
     caches = {"": sample} if sample is not _NOTHING else {}
     others = {}
     for field, value in members.items():
-        if field != FIELD and not field.endswith("." + FIELD):
+        name = cache_of_field(field)
+        if name is None:
             others[field] = value
-        elif field == FIELD and "" in caches:
+        elif name in caches:
             raise InvalidKeyError(f"sample {key!r} is passed twice, also as {FIELD!r}; pass it once")
         else:
-            caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
+            caches[name and cache_name(name)] = value
     if not caches and not others:
         raise InvalidKeyError(f"sample {key!r} has no members; pass a sample or a member")
     check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
     check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
     lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
-    if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
+    if len(set(lowered)) < len(lowered) or any(map(is_reserved, lowered)):
         problem = f"has members {sorted(lowered)}; a name is reserved for caches, or occurs twice"
         raise InvalidKeyError(f"sample {key!r} {problem}; rename that member")
     return caches, others

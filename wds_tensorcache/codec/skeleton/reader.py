@@ -54,19 +54,11 @@ _DICTS = (dict, OrderedDict, defaultdict)
 _LISTS = (list, deque)
 
 
-def unpickle(
-    pickled: bytes | memoryview,
-    begin: int,
-    reference: Callable[[str], object],
-    allow: Allowed,
-) -> Any:
-    """Return the object that the pickle `pickled[begin:]` describes.
+def unpickle(pickled: bytes | memoryview, begin: int, reference: Callable[[str], object], allow: Allowed) -> Any:
+    """Return the object that the pickle `pickled[begin:]`, the body of a skeleton, describes.
 
-    Args:
-        pickled: Bytes of the skeleton.
-        begin: Offset of the body, which follows the preamble or the PROTO opcode.
-        reference: Function from a tensor reference, for example `"tensor:image"`, to its value.
-        allow: Classes that the caller trusts with arbitrary arguments and state. NEWOBJ, NEWOBJ_EX and BUILD need them.
+    `reference` returns the value of a tensor reference, for example `"tensor:image"`. The caller trusts the classes in `allow`
+    with arbitrary arguments and state.
 
     Raises:
         UnsafeSkeletonError: An opcode or a global is outside the subset.
@@ -88,12 +80,7 @@ def unpickle(
         raise FormatError(f"the objects of the skeleton cannot be built: {type(exc).__name__}: {exc}") from exc
 
 
-def _run(
-    body: bytes,
-    pos: int,
-    reference: Callable[[str], object],
-    allow: Allowed,
-) -> Any:
+def _run(body: bytes, pos: int, reference: Callable[[str], object], allow: Allowed) -> Any:
     size = len(body)
     stack: list[Any] = []
     outer: list[list[Any]] = []  # the stacks below each MARK

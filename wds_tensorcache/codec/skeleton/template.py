@@ -340,15 +340,10 @@ def _plain_dtype(tensor: Any, true: TrueDtype) -> torch.dtype | None:
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Samples whose outermost containers have the same type, and the same keys or the same length.
+    """Samples whose outermost containers have the same type, and the same keys or the same length."""
 
-    Attributes:
-        template: Template of an earlier sample; None if there is none.
-        num_misses: Number of samples since the last one that matched the template.
-    """
-
-    template: Template | None = None
-    num_misses: int = 0
+    template: Template | None = None  # of an earlier sample
+    num_misses: int = 0  # samples since the last one that matched the template
 
     def miss(self, sample: Any, body: bytes) -> None:
         """Count a sample that did not match and has this body, and sometimes learn from it."""

@@ -39,19 +39,12 @@ Allowed = Mapping[tuple[str, str], type]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Builder:
-    """A callable that a skeleton may call with the opcode REDUCE.
+    """A callable that a skeleton may call with the opcode REDUCE."""
 
-    Attributes:
-        build: Function of the argument tuple; it checks every argument.
-        cls: Class in `allow=`, which NEWOBJ may instantiate; None for a listed type.
-        factory: Class that a skeleton may name only as the factory of a defaultdict; None for other builders.
-        counted: `deque` or `defaultdict`, whose number is limited: freeing nested ones overflows C's stack.
-    """
-
-    build: Callable[[tuple[Any, ...]], Any]
-    cls: type | None = None
-    factory: type | None = None
-    counted: type | None = None
+    build: Callable[[tuple[Any, ...]], Any]  # function of the argument tuple; it checks every argument
+    cls: type | None = None  # class in `allow=`, which NEWOBJ may instantiate
+    factory: type | None = None  # class that a skeleton may name only as the factory of a defaultdict
+    counted: type | None = None  # `deque` or `defaultdict`; freeing many nested ones overflows C's stack
 
 
 # module and name of the global that is called to build an object of one type, and the function that returns the arguments

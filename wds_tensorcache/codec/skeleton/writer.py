@@ -6,9 +6,6 @@ version. This writer produces the same bytes for the same sample everywhere, and
 
 from __future__ import annotations
 
-import io
-import os
-import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -352,24 +349,10 @@ class SkeletonWriter:
             self._parts.append(CODE[op.BUILD])
 
 
-_REMEDIES: tuple[tuple[Any, str], ...] = (
-    ((types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type), "its name"),
-    (io.IOBase, "its path or its bytes"),
-    (os.PathLike, "str(x), or PurePosixPath(x)"),
-    ((Iterator, type({}.keys()), type({}.values()), type({}.items())), "list(x)"),
-    (memoryview, "bytes(x)"),
-)
-_BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
-
-
 def _remedy(value: Any) -> str:
     cls = type(value)
-    name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    for kinds, remedy in _REMEDIES:
-        if isinstance(value, kinds):
-            return f"a {name} cannot be stored; store {remedy}"
-    plain = next((f"{base.__name__}(x)" for base in _BASES if isinstance(value, base)), "plain values")
-    return f"{name} is not a type of the format; store {plain}, or pass allow=[{cls.__name__}] when writing and reading"
+    remedy = "store plain values, such as its name, path, list(x), dict(x) or str(x)"
+    return f"{cls.__module__}.{cls.__qualname__} is not a type of the format; {remedy}, or pass allow=[{cls.__name__}]"
 
 
 _EMPTY: dict[type, bytes] = {list: CODE[op.EMPTY_LIST], dict: CODE[op.EMPTY_DICT], set: CODE[op.EMPTY_SET]}
