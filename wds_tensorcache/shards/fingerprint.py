@@ -24,11 +24,9 @@ def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in sorted(fields):
         try:
             fingerprint[name] = json.loads(json.dumps(fields[name], allow_nan=False, sort_keys=True))
-        except TypeError as exc:
-            hint = f"pass a str, for example {str(fields[name])!r:.100}"
-            raise TypeError(f"fingerprint[{name!r}] cannot be represented in JSON: {exc}; {hint}") from exc
-        except (ValueError, RecursionError) as exc:
-            raise ValueError(f"fingerprint[{name!r}] cannot be represented in JSON: {exc}") from exc
+        except (TypeError, ValueError, RecursionError) as exc:
+            error = TypeError if isinstance(exc, TypeError) else ValueError
+            raise error(f"fingerprint[{name!r}] cannot be represented in JSON: {exc}; pass a str") from exc
     return fingerprint
 
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 from wds_tensorcache.codec.header import parse_json
 from wds_tensorcache.shards.footer import parse_index
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
+from wds_tensorcache.storage.atomic import remove_temporary, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.node_cache.identity import digest_of, unsigned
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
@@ -99,8 +99,7 @@ class KeptIndexes:
 
     def _prune(self) -> None:
         """Remove the least recently used files until at most nine tenths of `max_nbytes` remain."""
-        for stray in find_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}"):
-            remove_stray(stray)
+        remove_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}")
         kept = []
         with os.scandir(self.folder) as entries:
             for entry in entries:

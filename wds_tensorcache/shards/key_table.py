@@ -172,10 +172,8 @@ class KeyTable:
         """Return the keys that occur in several shards."""
         if self._columns is not None:
             return []
-        counts = Counter(map(self.raw, (self._packed[~self._are_unique()] & self._mask).tolist()))
-        return sorted(raw.decode("utf-8", "surrogateescape") for raw, count in counts.items() if count > 1)
-
-    def _are_unique(self) -> Array:
         differ = np.ones(len(self._packed) + 1, np.bool_)
         differ[1:-1] = (self._packed[1:] ^ self._packed[:-1]) >> self._bits != 0
-        return differ[:-1] & differ[1:]
+        positions = self._packed[~(differ[:-1] & differ[1:])] & self._mask
+        counts = Counter(map(self.raw, positions.tolist()))
+        return sorted(raw.decode("utf-8", "surrogateescape") for raw, count in counts.items() if count > 1)

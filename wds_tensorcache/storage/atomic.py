@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def temporary_path(path: str) -> str:
@@ -22,14 +22,15 @@ def find_temporary(folder: str, names: str) -> list[str]:
     return [os.path.join(folder, name) for name in os.listdir(folder or ".") if matches(name)]
 
 
-def remove_stray(path: str) -> None:
-    """Delete a temporary file, if it is an ordinary file.
+def remove_temporary(folder: str, names: str, is_ours: Callable[[str], bool] = lambda path: True) -> None:
+    """Delete the files that `find_temporary` returns and that are `is_ours`, but no folders or links.
 
-    The caller must hold a lock which shows that the writer has ended; or the writer must use `write_atomically`.
+    The caller must hold a lock which shows that their writers have ended; or the writers must use `write_atomically`.
     """
-    with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete
-        if stat.S_ISREG(os.lstat(path).st_mode):
-            os.remove(path)
+    for path in filter(is_ours, find_temporary(folder, names)):
+        with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                os.remove(path)
 
 
 def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> None:

@@ -107,13 +107,13 @@ class LocalFolder:
             apply: Function from the content (None without a file) to the new content. It is called again if another process was
                 faster.
         """
-        from wds_tensorcache.storage.atomic import find_temporary, remove_stray
+        from wds_tensorcache.storage.atomic import remove_temporary
         from wds_tensorcache.storage.locks import locked_folder
 
         with locked_folder(self.path or os.curdir) as is_locked:
             # with the lock, these were left by killed processes
-            for stray in find_temporary(self.path, re.escape(name)) if is_locked else ():
-                remove_stray(stray)
+            if is_locked:
+                remove_temporary(self.path, re.escape(name))
             before = self.read(name)
             content = apply(before)
             if content != before:

@@ -59,18 +59,12 @@ class RangeFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """The tensors of samples, each a range of bytes.
+    """The tensors of samples, each a range of bytes, as int64 arrays."""
 
-    Attributes:
-        file: Number of the file of each sample, int64 `[B]`.
-        begin, nbytes: Range in the file of each tensor of each sample, int64 `[T, B]`.
-        target: Offset in memory of each tensor of each sample, int64 `[T, B]`; those of a tensor ascend.
-    """
-
-    file: Array
-    begin: Array
-    nbytes: Array
-    target: Array
+    file: Array  # number of the file of each sample, `[B]`
+    begin: Array  # offset in the file of each tensor of each sample, `[T, B]`
+    nbytes: Array  # length of each tensor of each sample, `[T, B]`
+    target: Array  # offset in memory of each tensor of each sample, `[T, B]`; those of a tensor ascend
 
     def select(self, samples: Array | slice) -> Ranges:
         return Ranges(self.file[samples], *(part[:, samples] for part in (self.begin, self.nbytes, self.target)))

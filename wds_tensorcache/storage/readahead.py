@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import CancelledError, Executor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.threads import run_in_order
+
+if TYPE_CHECKING:
+    from wds_tensorcache.storage.files import File
 
 _PIECE_NBYTES = 1 << 21
 _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
@@ -22,21 +24,8 @@ _HELD_NBYTES = 1 << 16
 _MEMORY = Pool(1 << 26)
 
 
-class Readable(Protocol):
-    """A file that `ReadAhead` reads; see `ShardFile` and `RemoteFile`."""
-
-    @property
-    def nbytes(self) -> int: ...
-    def read(self, begin: int, end: int, /) -> bytes: ...
-    def read_into(self, buffers: Sequence[Any], begin: int, /) -> None: ...
-
-
 class Digest:
-    """The running XXH3-64 of the bytes `[begin, end)` of a file.
-
-    Attributes:
-        error: Error with which a read of these bytes failed; None if none failed.
-    """
+    """The running XXH3-64 of the bytes `[begin, end)` of a file, or the error of reading them."""
 
     __slots__ = ("_hash", "begin", "end", "error")
 
@@ -60,17 +49,11 @@ class Digest:
 
 @dataclass(slots=True)
 class Readers:
-    """The threads that read ahead, in one or several files at a time.
+    """The threads that read ahead, in one or several files at a time."""
 
-    Attributes:
-        pool: The threads; None reads each piece in the thread that asks for it.
-        threads: Number of these threads for each file, on average. Up to two pieces of a file per thread are read ahead.
-        is_stopped: Set to True to end reading: the next piece raises CancelledError.
-    """
-
-    pool: Executor | None = None
-    threads: int = 1
-    is_stopped: bool = False
+    pool: Executor | None = None  # without it, each piece is read in the thread that asks for it
+    threads: int = 1  # for each file, on average; up to two pieces of a file per thread are read ahead
+    is_stopped: bool = False  # if it is set, the next piece raises CancelledError
 
 
 class ReadAhead:
@@ -89,7 +72,7 @@ class ReadAhead:
     Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more, recycled by the next file.
     """
 
-    def __init__(self, file: Readable, readers: Readers) -> None:
+    def __init__(self, file: File, readers: Readers) -> None:
         self.done = 0
         self._file = file
         self._digests: list[Digest] = []

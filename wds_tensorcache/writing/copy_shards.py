@@ -29,7 +29,7 @@ from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, stored_digest
 from wds_tensorcache.shards.names import check_key, check_suffixes
 from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, build_tar_header
-from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, remove_stray, write_atomically
+from wds_tensorcache.storage.atomic import fsync_folder, remove_temporary, write_atomically
 from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.output import Output
@@ -170,8 +170,7 @@ def write_cache(
     report, manifest = CopyReport(), Manifest(extra=dict(extra or {}))
     with new_folder(out, fsync, _digest_plan(shards)) as folder:
         for inner, *_ in os.walk(folder):
-            for stray in find_temporary(inner, ".*"):
-                remove_stray(stray)
+            remove_temporary(inner, ".*")
         for new in shards:
             path = os.path.join(folder, new.url)
             if os.path.exists(path):  # an interrupted call has renamed it when it was complete

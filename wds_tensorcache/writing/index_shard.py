@@ -20,7 +20,7 @@ from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest, entry_of
 from wds_tensorcache.shards.tar import hidden_members
-from wds_tensorcache.storage.atomic import find_temporary, remove_stray
+from wds_tensorcache.storage.atomic import remove_temporary
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.locks import is_being_written, locked_folder
@@ -87,8 +87,7 @@ def index_shard(
     if not folder.is_remote:
         check_replaceable(*map(folder.locate, written))
         # left by a killed call; one that runs now writes its file again
-        for stray in find_temporary(folder.path, "|".join(map(re.escape, written))):
-            remove_stray(stray)
+        remove_temporary(folder.path, "|".join(map(re.escape, written)))
     manifest, url, is_added = Manifest(), None, False
     with contextlib.suppress(FormatError):  # a damaged manifest stays as it is
         if not is_remote:

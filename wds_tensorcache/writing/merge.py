@@ -15,7 +15,7 @@ import numpy as np
 from wds_tensorcache.errors import InvalidKeyError, StaleCacheError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
-from wds_tensorcache.shards.fingerprint import SOURCE
+from wds_tensorcache.shards.fingerprint import SOURCE, check_same
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import Files
@@ -60,15 +60,8 @@ def reshard(
         OSError: A file cannot be read or written, for example because the disk is full.
         ValueError: `max_samples` or `max_nbytes` is less than 1.
     """
-    return merge(
-        [source],
-        out,
-        max_samples=max_samples,
-        max_nbytes=max_nbytes,
-        dali_index=dali_index,
-        fsync=fsync,
-        progress=progress,
-    )
+    limits: Any = {"max_samples": max_samples, "max_nbytes": max_nbytes}
+    return merge([source], out, **limits, dali_index=dali_index, fsync=fsync, progress=progress)
 
 
 def merge(
@@ -150,11 +143,10 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     texts, first = set(map(_text, parts[0])), parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
-            actual, expected = dict(shard.fingerprint or {}), dict(first.fingerprint or {})
-            names = [name for name in actual | expected if actual.get(name) != expected.get(name)]
-            actual, expected = ({name: fields.get(name) for name in names} for fields in (actual, expected))
-            problem = f"{shard.path} was made with {actual!r:.300}, but {first.path} with {expected!r:.300}"
-            raise StaleCacheError(f"{problem}; merge them with --mixed (mixed=True) if they belong together")
+            try:
+                check_same(shard.path, shard.fingerprint, first.fingerprint)
+            except StaleCacheError as exc:
+                raise StaleCacheError(f"{exc}; merge them with --mixed (mixed=True) if they belong together") from exc
 
 
 def _check_keys(shards: list[OldShard]) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from wds_tensorcache.shards.index_paths import DALI_SUFFIX, SIDECAR_SUFFIX, dali_index_path
-from wds_tensorcache.storage.atomic import find_temporary, remove_stray
+from wds_tensorcache.storage.atomic import remove_temporary
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import WRITABLE, check_not_url, check_writable, is_url, join_url
 
@@ -144,12 +144,14 @@ class ShardPattern:
 
         The `WriterLock` of this pattern must be held: then a rank of a build with another world size cannot be running.
         """
-        for stray in find_temporary(self.folder, ".*"):
+
+        def is_ours(stray: str) -> bool:
             name = os.path.basename(stray)[1:].rsplit(".", 2)[0]
             shard = os.path.splitext(name)[0] + os.path.splitext(self._base)[1]
             place = self._parse(shard if name == dali_index_path(shard) else name)
-            if place is not None and (place[:2] == self._rank or place[0] != self._rank[0]):
-                remove_stray(stray)
+            return place is not None and (place[:2] == self._rank or place[0] != self._rank[0])
+
+        remove_temporary(self.folder, ".*", is_ours)
 
 
 def _build_regex(base: str) -> str:
