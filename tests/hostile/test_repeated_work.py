@@ -9,8 +9,6 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, write
 from tests.shards.tars import raw_header, record
-from wds_tensorcache.codec.header import form_of, make_layout
-from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.tar import BLOCK, names_of
 from wds_tensorcache.storage.files import ShardFile
 
@@ -48,17 +46,3 @@ def test_an_index_is_not_read_twice_for_each_break(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(ShardFile, "read", counted)
     assert tc.verify(path, num_threads=1).num_samples == 100
     assert count <= 10 * 400
-
-
-def test_shapes_of_one_hash() -> None:
-    """Tables of layouts, of a scan and of an index, by their shapes: hashes of tuples of numbers can be chosen."""
-    builder = IndexBuilder()
-    form = form_of((("x", "U8", 3),))
-    for number in range(50):
-        builder.add(str(number), [CacheEntry("", 0, 1, 512, make_layout(form, (0, 1, number), 64), 1, None)], [])
-    table = builder._numbers_by_content
-    assert table
-    assert not any(
-        type(part) is tuple and all(type(dim) is int for dim in part) for place in table for part in place[:3]
-    )
-    assert len(builder.finish(1024).layouts) == 50

@@ -17,7 +17,6 @@ import torch
 
 import wds_tensorcache as tc
 from wds_tensorcache.storage import files as storage
-from wds_tensorcache.storage.files import ShardFile
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +25,7 @@ def own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_max_open", None)
 
 
-CONTENT = random.Random(5).randbytes(200_000)
-
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc, of Linux")
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> ShardFile:
-    (tmp_path / "x").write_bytes(CONTENT)
-    return ShardFile(str(tmp_path / "x"))
 
 
 @pytest.fixture(params=["as it is", "short", "would block"])
@@ -62,39 +53,6 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     elif request.param == "would block":
         monkeypatch.setattr(os, "preadv", refuse)
     return str(request.param)
-
-
-def buffers_of(sizes: list[int]) -> list[memoryview]:
-    return [memoryview(bytearray(size)) for size in sizes]
-
-
-@pytest.mark.parametrize("sizes", [[], [0], [1], [100_000], [0, 3, 0, 0, 5000, 1, 0], [30] * 5000, [0] * 3000 + [7]])
-def test_every_byte_arrives(file: ShardFile, system: str, sizes: list[int]) -> None:
-    expected = CONTENT[77 : 77 + sum(sizes)]
-    buffers = buffers_of(sizes)
-    file.read_into(buffers, 77)
-    assert b"".join(buffers) == expected
-    assert file.read(77, 77 + sum(sizes)) == expected
-    if system in ("short", "would block"):  # elsewhere, the file system decides
-        assert file.is_resident(5) is (system == "short")
-    file.will_need(0, 1000)
-    view = file.view(77, 99)
-    assert view is None or view.tobytes() == CONTENT[77:99]
-
-
-def test_a_file_that_is_too_short(file: ShardFile, system: str) -> None:
-    os.truncate(file.path, 100_000)
-    end = len(CONTENT) + 1
-    for read in (
-        lambda: file.read(50_000, end),
-        lambda: file.read(end + 5, end + 6),
-        lambda: file.read_into(buffers_of([10, end, 0]), 0),
-        lambda: file.read_into(buffers_of([60_000, 100_000]), 60_000),
-    ):
-        with pytest.raises(tc.FormatError, match=r"x: the file was cut short and ends at byte \d+; copy"):
-            read()
-    with pytest.raises(tc.FormatError, match="ends at byte 100000"):
-        file.view(0, 10)
 
 
 def test_a_batch_on_every_system(tmp_path: Path, system: str) -> None:
