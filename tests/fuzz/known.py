@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -141,16 +140,11 @@ class Damage:
         )
 
 
-def program(
-    members: list[int], changes: Sequence[tuple[int, int]] = (), *, index: int = 0, more: int = 0, is_pax: bool = False
-) -> bytes:
-    """Return an input: odd members are samples; index 1 is a footer, and 2 a file next to the shard."""
-    head = [0x80 | index | more << 2 | is_pax << 3, len(members), *members]
-    return bytes(head) + b"".join(bytes([kind]) + at.to_bytes(2, "little") for kind, at in changes)
-
-
 def judge(data: bytes, folder: Path) -> None:
     """Assert the promises that hold for any damage.
+
+    An input is a byte of options (bits 0 and 1: no index, a footer, a sidecar), the number of members, a byte for each
+    (odd ones are samples), and three bytes for each change: a kind and a place.
 
     Saved samples equal the originals, under their keys. With an index, every sample with intact bytes is saved. Without an
     index and after one change, every sample with intact bytes and headers is saved. Each change to a sample is reported.

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.seeds import CORPUS, seeds
 from tests.fuzz.targets import TARGETS, run
 
 MAX_SECONDS = 1
-FILES = sorted(path for path in CORPUS.rglob("*") if path.is_file())
+# real encoder output, edge cases by hand, and what broke a target once (`found-…`)
+FILES = sorted(path for path in (Path(__file__).parent / "corpus").rglob("*") if path.is_file())
 CUTS = 12  # of each file, at offsets derived from its name
 
 each = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.name}")
@@ -46,15 +46,5 @@ def test_cut_and_damaged(path: Path) -> None:
         check(target, data[:at] + bytes([data[at] ^ 1 << places.randrange(8)]) + data[at + 1 :])
 
 
-def test_is_as_it_was_made() -> None:
-    made = seeds()
-    assert made.keys() == TARGETS.keys() == {path.parent.name for path in FILES}
-    for path in FILES:
-        data = path.read_bytes()
-        if path.name.startswith("found-"):
-            assert len(data) <= 9_000
-        else:
-            assert len(data) <= 2_100
-            # zlib's own versions differ
-            assert data == made[path.parent.name][path.name] or "gzip" in path.name, "run python -m tests.fuzz.seeds"
-    assert sum(path.stat().st_size for path in FILES) <= 150_000
+def test_each_target_has_files() -> None:
+    assert TARGETS.keys() == {path.parent.name for path in FILES}

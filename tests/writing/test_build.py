@@ -96,13 +96,6 @@ def test_a_map_style_dataset(tmp_path: Path, num_workers: int) -> None:
     assert called == []
 
 
-def test_an_iterable(tmp_path: Path) -> None:
-    items = [Numbers(keyed=True)[i] for i in range(COUNT)]
-    assert_doubled(build(iter(items), tmp_path / "a"), [f"own{i}" for i in range(COUNT)])
-    plain = build(iter(range(5)), tmp_path / "b", lambda batch: [{"i": i} for i in batch])
-    assert list(plain.keys()) == [f"{i:09d}" for i in range(5)]
-
-
 def test_batches_are_cut_into_samples(tmp_path: Path) -> None:
     """A batch is cut into samples, whose bytes are their own rows alone."""
 
@@ -216,12 +209,6 @@ def test_items_that_changed_are_refused(tmp_path: Path, changed: tuple[int, ...]
     with pytest.warns(UserWarning, match=r"items 0, 1, 2, … \(23 of 23 compared\) .*written without digests"):
         build(Numbers(changed), tmp_path, fn).close()
     assert called == []
-
-
-def test_another_fingerprint(tmp_path: Path) -> None:
-    build(Numbers(), tmp_path).close()
-    with pytest.raises(tc.StaleCacheError, match="expected revision=2, but the cache was made with 1"):
-        build(Numbers(), tmp_path, fingerprint=MADE | {"revision": 2})
 
 
 def test_a_sample_without_its_cache_is_not_finished(tmp_path: Path) -> None:
@@ -354,7 +341,7 @@ def test_batches_stay_the_same_ones(
             Numbers(),
             {"fingerprint": {"a": 1, "dtype": torch.bfloat16}},
             TypeError,
-            r"fingerprint\['dtype'\] .* pass a str, for example 'torch.bfloat16'",
+            r"fingerprint\['dtype'\] .* pass a str",
         ),
         (Numbers(), {"fingerprint": {"a": float("nan")}}, ValueError, r"fingerprint\['a'\]"),
         (Numbers(), {"keys": ["a"]}, ValueError, "1 keys for 23 items"),

@@ -7,8 +7,6 @@ import gc
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -307,26 +305,6 @@ def test_a_closed_writer_writes_no_more(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.tar")] == ["0.tar"]
 
 
-def test_at_the_end_of_a_program(tmp_path: Path) -> None:
-    program = (
-        "import wds_tensorcache as tc\n"
-        "writer = tc.ShardWriter('cache', max_samples=2, fsync=False)\n"
-        "for i in range(5): writer.write(f'{i}', [i])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stderr == (
-        "cache/%06d.tar: the writer was not closed, so unfinished shards with 1 sample are lost; write inside "
-        "`with tc.ShardWriter(…) as writer:`, or call close()\n"
-    )
-    assert sorted(os.listdir(tmp_path / "cache")) == [
-        "000000.idx",
-        "000000.tar",
-        "000001.idx",
-        "000001.tar",
-        "manifest.json",
-    ]
-
-
 def test_when_it_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = tc.ShardWriter(tmp_path / "%d.tar", fsync=False)
     for i in range(3):
@@ -379,7 +357,7 @@ def test_the_manifest_is_of_wids_shape(tmp_path: Path) -> None:
 
 def test_write_is_not_webdatasets(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as writer:
-        with pytest.raises(TypeError, match=r"write\(key, sample"):
+        with pytest.raises(tc.InvalidKeyError, match="expected a non-empty str"):
             writer.write({"__key__": "a", "x": 1})  # type: ignore[arg-type]
         with pytest.raises(tc.InvalidKeyError, match="sample 'a' has no members"):
             writer.write("a")

@@ -259,8 +259,6 @@ class ShardWriter:
         """
         if self._closed:
             raise ValueError(f"{self._pattern}: the writer is closed")
-        if isinstance(key, dict):
-            raise TypeError("expected write(key, sample, **members), got the dict that webdataset's own writers expect")
         if not self._resumes or key not in self:
             self._place(self._pack(key, sample, members))
 
