@@ -40,10 +40,7 @@ class Carrier:
         return dtype_name(value.dtype) == self.dtype.name and outer >= 0 and tuple(value.shape[outer:]) == self.inner
 
     def restore(self, value: Any) -> Any:
-        """View a carrier as the tensor or array whose bits it has.
-
-        Args:
-            value: An array; or a tensor on any device, if `true` is a dtype of torch. `fits` holds.
+        """View a carrier as the original tensor or array; `fits(value)` must be True.
 
         Memory: aliases `value`, unless it is an array that is not contiguous, or carries bools as integers.
             Hazard: a tensor of a read-only array may be written, which changes memory that others read.

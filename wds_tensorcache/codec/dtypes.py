@@ -72,7 +72,7 @@ _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 
 def numpy_true_dtype(dtype: np.dtype) -> TrueDtype | None:
-    """Return the stored form of `dtype`, of either byte order; None for objects, records, long doubles, …"""
+    """Return the stored form of a dtype of either byte order; None if the format cannot store it, for example objects."""
     little = dtype.newbyteorder("<")
     native = _NUMPY_NATIVE.get(little)
     if native is not None:
@@ -93,7 +93,7 @@ def _numpy_view(attribute: str) -> TrueDtype | None:
 
 
 def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dtype | np.dtype, tuple[int, ...]]:
-    """Return the true dtype of a tensor or array, `kind`, and its `TrueDtype.inner`. A numpy dtype is little-endian.
+    """Return the true dtype, little-endian for numpy, and its `TrueDtype.inner`; `kind` is "tensor" or "ndarray".
 
     Raises:
         ValueError: `attribute` is not stored as `stored`, or the installed torch or numpy lacks the dtype.

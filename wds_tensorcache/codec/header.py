@@ -175,9 +175,7 @@ plan_small_member = lru_cache(256)(plan_member)  # samples whose tensors have eq
 def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -> tuple[Layout, int | None]:
     """Validate the header of a `.safetensors` member; return its layout, and its digest (None if it has none).
 
-    Args:
-        member: The whole member, or at least its header.
-        member_nbytes: Length of the whole member, if `member` is only its beginning.
+    If `member` is only the beginning of the member, `member_nbytes` is the length of the whole.
 
     Raises:
         FormatError: The header breaks a rule of FORMAT.md 3.1.

@@ -160,9 +160,12 @@ def decode_members(
 
 
 def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int, int | None]:
-    """Check that a skeleton belongs to a `.safetensors` member of `nbytes` bytes whose header has `digest`, or None.
+    """Check that two members belong together; return the offset and the digest of the skeleton's body.
 
-    Returns the offset of the skeleton's body, and the digest of the body, None without a preamble. Raises FormatError.
+    `nbytes` and `digest` describe the `.safetensors` member. Either digest is None if its member has none.
+
+    Raises:
+        FormatError: The two members do not belong together.
     """
     begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
     if expected_digest is None and digest is not None and had_preamble(skeleton, nbytes, digest):

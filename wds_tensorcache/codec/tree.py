@@ -115,11 +115,10 @@ def _rebuild(value: Any, replace: Callable[[Any], Any], leaves: Any, done: dict[
 
 
 class Holding:
-    """A predicate: True for a lazy tensor, and for a dict, list, tuple or deque that contains one. Visits each container
-    once."""
+    """A predicate: True for a lazy tensor, and for a dict, list, tuple or deque that contains one."""
 
     def __init__(self) -> None:
-        self._results: dict[int, bool] = {}
+        self._results: dict[int, bool] = {}  # by id, so that each container is visited once
 
     def __call__(self, value: Any) -> bool:
         if isinstance(value, Lazy):
@@ -202,7 +201,7 @@ def map_leaves(
 def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False) -> Any:
     """Return `sample` without the tensors whose names `wanted` refuses: dicts lose them, sequences have None in their place.
 
-    With `prunes`, containers that lose everything in them are also treated like a refused tensor.
+    With `prunes`, a container that loses everything in it is removed in the same way.
     """
     done: dict[int, Any] = {}
     projected = _project(sample, wanted, done, prunes)
@@ -297,8 +296,7 @@ def _name_of_lazy(value: Any) -> str | None:
 def _find_places(
     sample: Any, name_of: Callable[[Any], str | None] = _name_of_lazy
 ) -> tuple[list[tuple[_Place, Any, _Link]], dict[_Place, tuple[str, str]]]:
-    """Return the places of a sample's tensors, and (further name, name) for each place that gives its tensor a further
-    name."""
+    """Return the places of a sample's tensors, and the further name and the name of a tensor by place."""
     places: list[tuple[_Place, Any, _Link]] = []
     containers = {id(sample)}
 

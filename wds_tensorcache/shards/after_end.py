@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 def find_unseen(index: ShardIndex, path: str, nbytes: int) -> TarFormatError | None:
-    """Return the error for members that a scan, with this result, did not see; `nbytes` is 0 for a remote shard."""
+    """Return the error for members that a scan with this result has missed; `nbytes` is 0 for a remote shard."""
     if index.hidden is not None:
         return hidden_members(index.end, index.hidden).at(path)
     # if zeros have overwritten members, and the footer with them, only the manifest lists these members

@@ -35,8 +35,7 @@ _ORIGINALS = ("rows", "text", "ends")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
-    """Return the sidecar of a shard of `shard_nbytes` bytes, or with None the footer, which follows the end-of-archive
-    marker."""
+    """Return the sidecar of a shard of `shard_nbytes` bytes; or, if this is None, the footer."""
     named: dict[str, np.ndarray[Any, Any] | None] = {"keys.text": index.keys.text, "keys.ends": index.keys.ends}
     layouts = index.layouts
     named |= {"layouts.form": layouts.form, "layouts.data_begin": layouts.data_begin, "layouts.dims": layouts.dims}

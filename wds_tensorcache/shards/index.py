@@ -131,7 +131,7 @@ class CacheColumns:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Origins of a shard's samples, as far as their writer knew them; a scan of the shard does not find them."""
+    """Digests of items and original names of a shard's samples. Only their writer knows them: a scan does not find them."""
 
     digest: Array | None  # of each sample's item, uint64; 0 if unknown
     rows: Array  # numbers of the samples whose key does not hold their original name, ascending
@@ -240,7 +240,7 @@ class ShardIndex:
         return self.origins is not None and len(self.origins.rows) > 0
 
     def origins_of(self, keys: Iterable[str]) -> Origins | None:
-        """Return the origins for an index of samples with these keys; those of keys that this index lacks are unknown."""
+        """Return the origins of samples with these keys, in this order; those of other keys are unknown."""
         if self.origins is None:
             return None
         rows = {key: row for row, key in enumerate(self.keys)}

@@ -216,7 +216,7 @@ def other_count(path: str, counted: str, listed: int | None) -> FormatError:
 
 
 def are_counts(counts: Any) -> bool:
-    """Return whether a value in a manifest is a dict from cache name to number of samples, each at least 1."""
+    """Return whether a value in a manifest has numbers of samples, each at least 1, by name of the cache."""
     return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())
 
 
@@ -304,7 +304,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:
-        """Parse the content of a manifest, None if there is none; raise FormatError, with `path`, if it is not one."""
+        """Parse the content of the manifest at `path`, None for a missing file; raise FormatError if it is malformed."""
         try:
             entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:

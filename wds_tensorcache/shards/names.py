@@ -136,7 +136,7 @@ def original_name(key: str) -> str:
 
 
 def is_safe_key(key: str) -> bool:
-    """Return whether `safe_key` may have made a key, which `check_key` then accepts."""
+    """Return whether `safe_key` may have made this key."""
     try:
         check_key(key)
         if len(key) != _HASHED_LENGTH or not _IS_HASHED(key):

@@ -163,7 +163,7 @@ class Shard:
         return index
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that the scan with this result did not see; None if there is no sign of any."""
+        """Return the error for members that a scan with this result has missed; None without a sign of such members."""
         # the numbers of samples of shards in a manifest are compared in any case
         is_alone = index.digest is None and not self.is_remote and self._entry is None
         if index.hidden is None and not is_alone:
@@ -301,8 +301,7 @@ class Shard:
         return content
 
     def skeletons(self, rows: Array, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
-        """Return the skeleton members of samples, and the offsets of their bodies; `fetched` has the bytes, if they were read
-        already."""
+        """Return the skeleton members of samples, and the offsets of their bodies; `fetched` has members read before."""
         file = self.file
         if fetched is None:
             fetched = file.read_many(*(ends.tolist() for ends in self.skeleton_extents(rows)))

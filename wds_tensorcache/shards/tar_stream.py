@@ -177,7 +177,7 @@ class TarStream:
 
 
 class _Compressed:
-    """A compressed stream whose first bytes, `head`, were already read. `nbytes` counts the bytes that it has returned."""
+    """A compressed stream after its first bytes, `head`, were read. `nbytes` counts the bytes that it has returned."""
 
     closed = False
 

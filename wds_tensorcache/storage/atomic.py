@@ -23,9 +23,9 @@ def find_temporary(folder: str, names: str) -> list[str]:
 
 
 def remove_temporary(folder: str, names: str, is_ours: Callable[[str], bool] = lambda path: True) -> None:
-    """Delete the files that `find_temporary` returns and that are `is_ours`, but no folders or links.
+    """Delete the temporary files for which `is_ours` returns True; folders and links stay.
 
-    The caller must hold a lock which shows that their writers have ended; or the writers must use `write_atomically`.
+    The caller must hold a lock, which shows that their writers have ended, or the writers must use `write_atomically`.
     """
     for path in filter(is_ours, find_temporary(folder, names)):
         with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete

@@ -26,9 +26,7 @@ Folder: TypeAlias = "LocalFolder | ObjectFolder"
 def folder_of(path: str, fsync: bool = True) -> Folder:
     """Return the folder at a path, `""` for the current one, or at a url.
 
-    Args:
-        path: Path or url of the folder.
-        fsync: Wait for the disk before a new file or new content appears. Without effect for a url.
+    With `fsync`, new files and new content appear when they are on disk. It has no effect for a url.
     """
     if is_url(path):
         from wds_tensorcache.storage.remote.object_folder import ObjectFolder
@@ -102,10 +100,8 @@ class LocalFolder:
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
         """Replace the content of a file, which any number of processes may change at once; none undoes another's change.
 
-        Args:
-            name: The file.
-            apply: Function from the content (None without a file) to the new content. It is called again if another process was
-                faster.
+        `apply` gets the old content, None without a file, and returns the new content. It is called again if another process
+        was faster.
         """
         from wds_tensorcache.storage.atomic import remove_temporary
         from wds_tensorcache.storage.locks import locked_folder

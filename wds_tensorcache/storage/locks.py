@@ -55,15 +55,10 @@ class OwnedFile:
 
 
 class Flock(OwnedFile):
-    """An exclusive lock on a file or folder, until `close`.
-
-    Args:
-        path: The file or folder.
-        flags: Flags of `os.open`.
-        wait_s: Maximum time to wait while another process holds the lock.
+    """An exclusive lock on a file or folder until `close`; the constructor waits for it up to `wait_s` seconds.
 
     Attributes:
-        is_locked: False if the lock is held elsewhere, None if the file system has no locks.
+        is_locked: False if another process holds the lock, None if the file system has no locks.
     """
 
     def __init__(self, path: str, flags: int = os.O_RDONLY, wait_s: float = 0.0) -> None:

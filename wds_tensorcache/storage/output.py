@@ -34,10 +34,8 @@ class Output:
     thread in vain: encoding samples of 4 KB takes 1.3 times as long. Therefore the caller itself writes a stage that contains
     only small pieces, which takes far less time than encoding them.
 
-    Args:
-        path: Final path of the file.
-        fsync: Flush the file to disk before it gets its final path, so that a crash cannot leave wrong bytes. The disk begins
-            to write each piece at once. Otherwise the caller would wait for the whole file at its end.
+    With `fsync`, the file is flushed to disk before it gets its final path, so that a crash cannot leave wrong bytes. The disk
+    begins to write each piece at once. Otherwise the caller would wait for the whole file at its end.
 
     Threads/fork: one thread at a time; not usable in a forked child.
     """

@@ -13,12 +13,9 @@ OTHERS_MAY_WRITE = 0o022
 
 
 def is_owned(status: os.stat_result, is_kind: Callable[[int], bool], refused: int = ALONE) -> bool:
-    """Return whether a file or folder is of the right kind, and this user's, without the `refused` permissions of others.
+    """Return whether a file or folder has the right kind, belongs to this user, and refuses permissions to other users.
 
-    Args:
-        status: Status of the file or folder.
-        is_kind: `stat.S_ISREG` for a file, `stat.S_ISDIR` for a folder.
-        refused: `ALONE` or `OTHERS_MAY_WRITE`.
+    `is_kind` is `stat.S_ISREG` or `stat.S_ISDIR`; `refused` is `ALONE` or `OTHERS_MAY_WRITE`.
     """
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & refused
 
@@ -35,12 +32,7 @@ def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool
 
 
 def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """Open a file that only this user may use; return its descriptor and status.
-
-    Args:
-        path: Path of the file.
-        flags: Flags of `os.open`.
-        dir_fd: Descriptor of the folder of the file, in which it is opened.
+    """Open a file of this user alone, in the folder with the descriptor `dir_fd`, if any; return its descriptor and status.
 
     Raises:
         OSError: The file does not exist, or is a symbolic link.
@@ -62,12 +54,7 @@ def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, o
 
 
 def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
-    """Create a file that only this user may use.
-
-    Args:
-        path: Path of the file.
-        content: First bytes of the file.
-        nbytes: Number of bytes to reserve, as zeros; 0 for only the content.
+    """Create a file of this user alone with `content`, and reserve `nbytes` bytes in all, as zeros; 0 reserves none.
 
     Raises:
         FileExistsError: The path exists.
@@ -86,12 +73,7 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
 
 @contextlib.contextmanager
 def explain_no_space(path: str, content: str) -> Iterator[None]:
-    """Add sizes and the remedy to the OSError of a full file system.
-
-    Args:
-        path: Path of the file that is written.
-        content: Name of the content that needs the memory, for the message.
-    """
+    """Add sizes and the remedy to the OSError of a full file system; `content` names what is written to `path`."""
     try:
         yield
     except OSError as exc:

@@ -62,12 +62,7 @@ class ReadAhead:
     A piece is hashed only after the caller has read the headers in it: this is better for the processor's caches. If a piece
     cannot be read, `read` and `hash` read only the bytes that they need again. So only requests for unreadable bytes fail.
 
-    Args:
-        file: File to read.
-        readers: Threads that read ahead.
-
-    Attributes:
-        done: Offset up to which digests are computed.
+    Digests are computed up to the offset `done`.
 
     Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more, recycled by the next file.
     """

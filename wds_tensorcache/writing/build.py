@@ -20,7 +20,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute
+from wds_tensorcache.writing.build_batch import Job, SampleProgress, Target, compute
 from wds_tensorcache.writing.build_compare import DIGEST, Comparison, refuse_shared
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
@@ -28,8 +28,6 @@ from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards, list_new
 from wds_tensorcache.writing.versions import OldCache, build_version, remove_abandoned
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
-
-_Function = Callable[[list[Any]], Any]
 
 
 def build(
@@ -53,23 +51,21 @@ def build(
 
     If interrupted, call `build` again: it resumes after the last finished shard, with the same items in each batch. `fn` runs
     on each whole batch that lacks a sample. After an error or Ctrl-C, all samples computed before are kept. After a kill, the
-    samples of the unfinished shard are computed again. If `fn` returns equal results for equal batches, the shards have the
-    same bytes. Finished samples are never overwritten, and their indexes are trusted: `tc.verify` finds damaged samples.
+    samples of the unfinished shard are computed again. Finished samples are never overwritten, and their indexes are trusted:
+    `tc.verify` finds damaged samples.
 
     Several ranks (processes, on any number of machines) build one cache if all of them call `build` with the same arguments
     and a shared folder. Each computes its part of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
     number of ranks can resume. The cache is complete when every rank has returned.
 
-    If keys are the positions of items, items are compared with the digests in finished shards: all items of a list, a tuple or
-    an iterable, and 64 items and the last finished one of another dataset. Up to 64 items of other ranks are compared, too. An
+    If keys are the positions of items, items are compared with the digests in finished shards; docs/building.md says which. An
     item that differs is an error, and so are fewer items than samples. Items that are not plain values, arrays or tensors cause
     a warning.
 
     If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
-    digest from `v1`, and computes all other samples. Samples of changed items keep their positions, samples of new items
-    follow in new shards, and samples without an item are left out. On several ranks, each rank computes its part; then a call
-    with `rank=0, world_size=1` writes the version. Unchanged shards are hard links to those of `v1`, so never write
-    into a shard in place.
+    digest from `v1`, and computes all other samples. On several ranks, each rank computes its part; then a call with
+    `rank=0, world_size=1` writes the version. Unchanged shards are hard links to those of `v1`, so never write into a shard in
+    place.
 
     Args:
         source: A map-style dataset (`len`, `[i]`) or an iterable.
@@ -81,8 +77,7 @@ def build(
         fingerprint: Description of how `fn` makes the samples (model, revision, dtype, crop, …), as JSON values. A cache with
             another one is refused, as `out` and as `reuse`. Readers check it with `tc.open(out, expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
-            unless `out` is a pattern. Until the version is complete, computed samples are in the hidden folder
-            `.NAME.building` next to `out`. If items without a digest change before then, delete that folder.
+            unless `out` is a pattern.
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
         keys: Keys of the samples, as a list with one key for each item of a map-style dataset, or as a function of an item. By
             default, items of a cache keep their keys, a dict's key is its `"__key__"`, and the key of any other item is its
@@ -143,8 +138,9 @@ def build(
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
     with closing(SampleProgress(False if rank and progress is None else progress, items.num_items)) as bar:
+        job = Job(items, fn, bar, options)
         if reuse is None:
-            _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
+            _extend(job, pattern.of_rank(rank, world_size) if world_size > 1 else pattern)
             if world_size > 1 and not pattern.build_shards(folder_of(folder).names()):
                 return _no_samples(fingerprint)
             remove_abandoned(folder)
@@ -154,12 +150,12 @@ def build(
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
         elif not has_entries(folder):
             name, old = None if pattern.is_default else pattern.name, _load_checked(reuse, fingerprint)
-            if not build_version(items, fn, check_new(folder), old, name, bar, options):
+            if not build_version(job, check_new(folder), old, name):
                 return _no_samples(fingerprint)
         else:
             finished = _load_checked(folder, fingerprint).shards
             remove_abandoned(folder)
-            for _ in _missing(items, finished, folder, set(), bar, is_complete=True):
+            for _ in _missing(job, finished, folder, set(), is_complete=True):
                 bar.show_count()
             bar.show_count()
     cache: TensorCache = open(folder, expect=fingerprint, allow=options.get("allow", ()))
@@ -188,9 +184,9 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
     return old
 
 
-def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgress, options: dict[str, Any]) -> None:
+def _extend(job: Job, pattern: ShardPattern) -> None:
     """Write the samples that a pattern's folder does not contain yet."""
-    folder = pattern.folder or os.curdir
+    items, folder = job.items, pattern.folder or os.curdir
     for name in folder_of(folder).names():
         if name.endswith(".tar") and not name.startswith(".") and not pattern.is_in_build(name):
             raise ValueError(
@@ -198,13 +194,13 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
                 "shards, or build into another folder"
             )
     try:
-        sink = ShardWriter(str(pattern), resume=True, **options)
+        sink = ShardWriter(str(pattern), resume=True, **job.options)
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     seen: set[str] = set()
-    compute(_missing(items, sink.finished, folder, seen, bar), fn, bar, sink, folder, sink.finished.indexes.values())
+    compute(job, _missing(job, sink.finished, folder, seen), sink, folder, sink.finished.indexes.values())
     if items.world_size > 1:
-        new = list_new(pattern, sink.finished, options)
+        new = list_new(pattern, sink.finished, job.options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
         others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
         Comparison(items, FinishedShards(others, sink.finished.files), folder).check(after=items.num_all)
@@ -217,11 +213,9 @@ def _check_shared(
     new: Mapping[str, ShardIndex],
     seen: set[str],
 ) -> None:
-    """Raise ValueError if another rank has computed items of this rank: some items may then belong to no rank.
-
-    Earlier shards may contain some, if all ranks now have another batch size, or if items with keys have moved. Then the
-    earlier shards of this rank, too, contain samples of other ranks, or all items have samples in the end.
-    """
+    """Raise ValueError if another rank has computed items of this rank: some items may then belong to no rank."""
+    # Earlier shards of other ranks may contain such items without an error: all ranks now have another batch size, or items
+    # with keys have moved. Then this rank's earlier shards contain samples of other ranks, or all items have samples.
     remedy = f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
     refuse_shared(new, pattern, seen, remedy)
     own_earlier = [index for path, index in earlier.items() if pattern.covers(os.path.basename(path))]
@@ -235,19 +229,14 @@ def _check_shared(
 
 
 def _missing(
-    items: Items,
-    finished: FinishedShards,
-    folder: str,
-    seen: set[str],
-    bar: SampleProgress,
-    *,
-    is_complete: bool = False,
+    job: Job, finished: FinishedShards, folder: str, seen: set[str], *, is_complete: bool = False
 ) -> Iterator[list[Target]]:
     """Yield all batches up to the first changed item, each item with whether its sample is missing.
 
     Add all keys to `seen`. At the end, raise StaleCacheError if items have changed; with `is_complete`, also if a sample has
     no item, or an item has no sample.
     """
+    items = job.items
     comparison = Comparison(items, finished, folder)
     num_new, is_checked = 0, False
     for batch in items.batches(finished.is_finished):
@@ -260,7 +249,7 @@ def _missing(
                     raise FormatError(f"{path}: {fault}; delete the shard, and call build again to compute its samples")
             targets.append((item, not places))
             if places:
-                bar.num_old += 1
+                job.bar.num_old += 1
                 comparison.find_right(item, places)
             num_new += is_complete and not places
         if not comparison.has_changed() and not num_new:

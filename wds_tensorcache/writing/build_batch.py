@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,25 +24,31 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.build_compare import DIGEST
-from wds_tensorcache.writing.build_items import Item, add_note_of
+from wds_tensorcache.writing.build_items import Item, Items, add_note_of
 from wds_tensorcache.writing.writer import ShardWriter
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
 
 
-def compute(
-    batches: Iterable[list[Target]],
-    fn: Callable[[list[Any]], Any],
-    bar: SampleProgress,
-    sink: ShardWriter,
-    folder: str,
-    earlier: Iterable[ShardIndex],
-) -> None:
-    """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A call of `build`; `options` are those of `ShardWriter`."""
 
-    The caller's thread shows `bar` after each batch. At the end, also after an error or an interrupt, `sink` is closed, so
-    that the samples of its unfinished shard are kept. Warn of a tensor that differs from those in `earlier` indexes or samples.
+    items: Items
+    fn: Callable[[list[Any]], Any]
+    bar: SampleProgress
+    options: dict[str, Any]
+
+
+def compute(
+    job: Job, batches: Iterable[list[Target]], sink: ShardWriter, folder: str, earlier: Iterable[ShardIndex]
+) -> None:
+    """Run the function on each batch with a missing sample, and write the missing samples.
+
+    The caller's thread shows the progress after each batch. In any case, `sink` is closed at the end, which keeps the samples
+    of its unfinished shard. Then the first error of either thread is raised. A tensor that differs from those in `earlier`
+    indexes or samples causes a warning.
     """
     kinds, num_before = _TensorKinds(), sink.num_finished
     failed: list[BaseException] = []
@@ -59,7 +65,7 @@ def compute(
                     packed.item_digest = item.origin
                     sink._place(packed)
                     kinds.check(packed)
-                    bar.num_new += 1
+                    job.bar.num_new += 1
         except BaseException as exc:
             failed.append(exc)
             raise
@@ -71,7 +77,7 @@ def compute(
             for batch in batches:
                 if any(is_missing for _, is_missing in batch):
                     with add_note_of(partial(_describe_all, batch)):
-                        returned = fn([item.value for item, _ in batch])
+                        returned = job.fn([item.value for item, _ in batch])
                     while len(waiting) >= _MAX_WRITING:
                         waiting.popleft().result()
                     # without the values of items, which may be large
@@ -79,11 +85,11 @@ def compute(
                     with add_note_of(partial(_describe_all, batch)):
                         copied = Batch(returned, len(batch), partial(_describe, batch))
                     waiting.append(thread.submit(write, copied, missing))
-                bar.show_count()
+                job.bar.show_count()
             while waiting:
                 waiting.popleft().result()
-                bar.show_count()
-            bar.show_count()  # samples that were finished before, after the last batch
+                job.bar.show_count()
+            job.bar.show_count()  # samples that were finished before, after the last batch
         except BaseException as exc:
             wait(waiting)  # batches that were computed before are kept
             failed.append(exc)

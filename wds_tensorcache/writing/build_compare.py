@@ -19,20 +19,14 @@ DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
 
 
 class Comparison:
-    """The items of a rank, compared with finished samples.
+    """The items of a rank, compared with finished samples; `folder` is for messages.
 
     If the caller gives digests, samples contain them. Else, if keys are positions, indexes contain the digests of items.
-
-    Args:
-        folder: Folder of the samples, for messages.
-
-    Attributes:
-        changed: Numbers of the items that differ from those of the stored samples.
     """
 
     def __init__(self, items: Items, finished: FinishedShards, folder: str) -> None:
         self._items, self._finished, self._folder = items, finished, folder
-        self.changed: list[int] = []
+        self.changed: list[int] = []  # numbers of the items that differ from those of the stored samples
         self._first_changed: Item | None = None
         # whether the source returns other values each time it is read; None until the first changed item is read again
         self._is_random: bool | None = None
@@ -57,13 +51,13 @@ class Comparison:
 
     def _find_equal(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
         self._num_compared += bool(places)
-        for place in places:
-            digest = self._finished.origin(*place)[0]
+        for path, row in places:
+            digest = self._finished.indexes[path].origin(row)[0]
             is_unknown = not digest or not item.origin or self._is_random
             if is_unknown and self._items.is_own(item.number):
                 self._unknown.append(item.number)
             if is_unknown or digest == item.origin:
-                return place
+                return path, row
         return None
 
     def has_changed(self) -> bool:
@@ -143,7 +137,7 @@ class Comparison:
 
 
 def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
-    """Raise ValueError if `shards` of other ranks contain samples with `keys` of this rank, whose shards match `pattern`."""
+    """Raise ValueError if `shards` of other ranks contain samples with `keys` of this rank, which writes `pattern`."""
     for path, index in shards.items():
         if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
             raise ValueError(

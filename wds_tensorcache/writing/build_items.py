@@ -51,8 +51,7 @@ class Items(Dataset[Item]):
         is_map: True for a map-style dataset, False for an iterable.
         are_numbered: True if the keys of items are their numbers. If the items of the source have a `__key__`, it becomes
             False when the first of them is read.
-        compares: True if items whose keys are their numbers are compared by `digest_item`: nothing else shows whether an item
-            has changed its place.
+        compares: True if items are compared by `digest_item`, because their keys, which are numbers, stay if items move.
     """
 
     def __init__(

@@ -149,8 +149,7 @@ def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardI
 
 
 def _with_older(index: ShardIndex, older: ShardIndex | None, fingerprint: Any) -> ShardIndex:
-    """Return an index with the origins and the fingerprint of an older index, or else with a valid fingerprint of the
-    manifest."""
+    """Return an index with the origins and the fingerprint of an older index, or else with that of the manifest."""
     if older is not None and older.fingerprint is not None:
         fingerprint = older.fingerprint
     elif not isinstance(fingerprint, dict):

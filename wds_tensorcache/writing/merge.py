@@ -165,7 +165,7 @@ def _check_keys(shards: list[OldShard]) -> None:
 
 
 def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> Iterator[list[Run]]:
-    """Yield the samples of each new shard, which ends where a shard of `ShardWriter` with these limits would end."""
+    """Yield the samples of each new shard; shards end where `ShardWriter` with these limits would end them."""
     runs: list[Run] = []
     count = nbytes = 0
     for shard in shards:

@@ -15,7 +15,7 @@ from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
 
 def check_local(path: str | os.PathLike[str], role: str) -> None:
-    """Raise ValueError, which says that `role` must be local, if a path is a url."""
+    """Raise ValueError if a path is a url; the error says that `role` must be local."""
     text = os.fsdecode(path)
     if is_url(text):
         remedy = "use a local folder, and copy it: shards first, then manifest.json, as in docs/remote_writing.md"
@@ -55,9 +55,8 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
     Args:
         out: A path that `check_new` returned.
         fsync: Wait for the disk.
-        token: Hexadecimal digits that stand for the content that the block writes. The folder of a killed or interrupted block
-            with the same token is then yielded again with its files. An interruption or an error of the system does not delete
-            it.
+        token: Hexadecimal digits that stand for the content. An interruption or an error of the system then keeps the hidden
+            folder, and a later call with the same token yields it again with its files.
 
     Raises:
         FileExistsError: `out` is no longer empty, or another process writes the folder of this token.

@@ -65,7 +65,7 @@ class FinishedShards:
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
     def stored_key(self, key: str) -> str:
-        """Return the key, or the key that an earlier version of `safe_key` made of the same name, if a sample has that."""
+        """Return `key`; or the key that an earlier `safe_key` made of the same name, if a sample has this one."""
         older = older_key(key)
         return key if older is None or older not in self else older
 
@@ -73,10 +73,6 @@ class FinishedShards:
         """Return whether the key has a sample, and all samples with this key have a cache."""
         places = self.find(key)
         return bool(places) and all(self.has_cache(*place) for place in places)
-
-    def origin(self, path: str, row: int) -> tuple[int, str | None]:
-        """Return the origin of a sample; see `ShardIndex.origin`."""
-        return self.indexes[path].origin(row)
 
     def read_member(self, path: str, row: int, suffix: str) -> bytes | None:
         """Return a member of a sample; None if the sample has no member with that suffix."""
@@ -106,12 +102,9 @@ class FinishedShards:
 def load_finished(
     shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
-    """Load the indexes of finished shards; raise FormatError for a shard that is damaged, or differs from its entry in the
-    manifest.
+    """Load the indexes of finished shards; raise FormatError if a shard is damaged, or differs from its entry in a manifest.
 
-    Args:
-        shards: By path or url, the entry in a manifest, and the fingerprint for an index that has none.
-        files: The opened shards.
+    `shards` has, by path or url, the entry in a manifest, and the fingerprint for an index without one.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
     remote = _load_remote(list(filter(is_url, shards)), files)
@@ -153,9 +146,8 @@ def take_over(
 ) -> FinishedShards:
     """Load the finished shards of a build; write missing `.idx` files and manifest entries, and remove stale entries.
 
-    Args:
-        folder: The folder of `pattern`, with files `names`, among them the finished `shards`.
-        manifest: The manifest, read before `names`; None if the writer lists no shards.
+    `names` are all files in the folder, and `shards` the finished shards among them. `manifest` was read before `names`; it is
+    None if the writer lists no shards.
     """
     listed = Manifest() if manifest is None else manifest
     finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})
@@ -193,12 +185,10 @@ def take_over(
 def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
     """Return the indexes, by path, of the finished shards of a build that are not in `finished`; list them in the manifest.
 
-    NFS has no locks for folders, so ranks that change the manifest at the same time lose each other's entries. Every rank
-    calls this after its last shard, so that the last change of the manifest lists all shards.
-
-    Args:
-        options: Options of the `ShardWriter` that has written the shards of this rank.
+    `options` are those of the `ShardWriter` that has written the shards of this rank.
     """
+    # NFS has no locks for folders, so ranks that change the manifest at the same time lose each other's entries. Every rank
+    # calls this after its last shard, so that the last change of the manifest lists all shards.
     folder = folder_of(pattern.folder, options.get("fsync", True))
 
     def load_unless(is_known: Callable[[str], bool]) -> FinishedShards:

@@ -7,9 +7,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from dataclasses import replace
 
 from xxhash import xxh3_64_hexdigest
 
@@ -18,9 +18,9 @@ from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_pat
 from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.locks import is_being_written
-from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute
+from wds_tensorcache.writing.build_batch import Job, Target, compute
 from wds_tensorcache.writing.build_compare import Comparison, refuse_shared
-from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
+from wds_tensorcache.writing.build_items import NO_ITEMS, each_once
 from wds_tensorcache.writing.copy_shards import NewShard, OldShard, Run, write_cache
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
@@ -94,34 +94,26 @@ class OldCache:
             yield pattern.path(number)
 
 
-def build_version(
-    items: Items,
-    fn: Callable[[list[Any]], Any],
-    out: str,
-    old: OldCache,
-    name: str | None,
-    bar: SampleProgress,
-    options: dict[str, Any],
-) -> bool:
+def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
     """Compute the samples that cannot be reused. On one process, also write the version, and return True.
 
     Computed samples are first written to a hidden cache, as in a build without `reuse=`. A call resumes from there, also if
     other ranks have computed them.
     """
-    options = {**options, "manifest": True}  # keeps the fingerprints of shards without a footer
-    folder, fingerprint = _hidden(out), options["fingerprint"]
+    options = {**job.options, "manifest": True}  # keeps the fingerprints of shards without a footer
+    job, items, folder, fingerprint = replace(job, options=options), job.items, _hidden(out), options["fingerprint"]
     # samples with another fingerprint have other names, so they are not used
     prefix = xxh3_64_hexdigest(json.dumps(fingerprint, sort_keys=True).encode())[:8]
     pattern = ShardPattern(os.path.join(folder, f"{prefix}-{DEFAULT_NAME}")).of_rank(items.rank, items.world_size)
     keys: set[str] = set()
     try:
         if items.world_size > 1:
-            _compute(items, fn, old, pattern, bar, keys, options)
+            _compute(job, old, pattern, keys)
             return False
         with closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
             if has_entries(out):
                 raise FileExistsError(f"{out}: another call has written this version since this one started")
-            changes = _compute(items, fn, old, pattern, bar, keys, options)
+            changes = _compute(job, old, pattern, keys)
             with closing(WriterLock(pattern)):  # from here on, no rank may add samples
                 paths = [path for _, path in pattern.shards_by_age()]
                 computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
@@ -134,8 +126,7 @@ def build_version(
 
 
 def remove_abandoned(out: str) -> None:
-    """Delete the samples that were computed for a version, now that `out` is a cache, unless another call still computes
-    samples."""
+    """Delete the computed samples of a version, now that `out` is a cache, unless another call still computes some."""
     folder = _hidden(os.path.realpath(out))
     if os.path.isdir(folder) and not is_being_written(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -145,47 +136,33 @@ def _hidden(out: str) -> str:
     return os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.building")
 
 
-def _compute(
-    items: Items,
-    fn: Callable[[list[Any]], Any],
-    old: OldCache,
-    pattern: ShardPattern,
-    bar: SampleProgress,
-    keys: set[str],
-    options: dict[str, Any],
-) -> _Changes:
+def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> _Changes:
     """Compute the samples of this rank that are neither reusable nor computed already; add the keys of its items to `keys`."""
     changes: _Changes = {}
-    sink = ShardWriter(str(pattern), resume=True, **options)
+    sink = ShardWriter(str(pattern), resume=True, **job.options)
     finished, ages = sink.finished, pattern.shards_by_age()
     indexes = {path: finished.indexes[path] for _, path in ages if path in finished.indexes}
     # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
     sink._number = 1 + max((number for number, _ in ages), default=-1)
-    batches = _stale(items, old, FinishedShards(indexes, finished.files), pattern, bar, keys, changes)
-    compute(batches, fn, bar, sink, pattern.folder, (*old.shards.indexes.values(), *indexes.values()))
+    batches = _stale(job, old, FinishedShards(indexes, finished.files), pattern, keys, changes)
+    compute(job, batches, sink, pattern.folder, (*old.shards.indexes.values(), *indexes.values()))
     for path, index in old.shards.indexes.items():
         changes |= {(path, row): None for row, key in enumerate(index.keys) if key not in keys}
-    if items.world_size > 1:
-        new = list_new(pattern, finished, options)
+    if job.items.world_size > 1:
+        new = list_new(pattern, finished, job.options)
         refuse_shared(new, pattern, keys, "call build on one process, which computes the missing samples")
     return changes
 
 
 def _stale(
-    items: Items,
-    old: OldCache,
-    computed: FinishedShards,
-    pattern: ShardPattern,
-    bar: SampleProgress,
-    keys: set[str],
-    changes: _Changes,
+    job: Job, old: OldCache, computed: FinishedShards, pattern: ShardPattern, keys: set[str], changes: _Changes
 ) -> Iterator[list[Target]]:
     """Yield batches of items that cannot reuse a sample, each item with whether it is not computed yet.
 
     Batches are the same after an interruption, because they include the items that this rank has computed. The items
     that ranks of another world size have computed are left out. Add the keys of all items to `keys`.
     """
-    todo: list[Target] = []
+    items, todo = job.items, list[Target]()
     comparison, newer = Comparison(items, old.shards, old.folder), Comparison(items, computed, old.folder)
     has_origins = any(i.origins is not None and i.origins.digest is not None for i in old.shards.indexes.values())
     reads_all = items.compares and has_origins
@@ -200,11 +177,11 @@ def _stale(
                 else:
                     del changes[right]
             is_finished = right is not None or newer.find_right(item, newest) is not None
-            bar.num_old += is_finished
+            job.bar.num_old += is_finished
             is_own = not newest or pattern.covers(os.path.basename(newest[0][0]))
             if right is None and (is_own or not is_finished):
                 todo.append((item, not is_finished))
-        bar.show_count()
+        job.bar.show_count()
         if len(todo) >= items.batch_size:
             comparison.warn()
         while len(todo) >= items.batch_size:

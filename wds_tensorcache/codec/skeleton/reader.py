@@ -55,7 +55,7 @@ _LISTS = (list, deque)
 
 
 def unpickle(pickled: bytes | memoryview, begin: int, reference: Callable[[str], object], allow: Allowed) -> Any:
-    """Return the object that the pickle `pickled[begin:]`, the body of a skeleton, describes.
+    """Build the object that the body of a skeleton, `pickled[begin:]`, describes.
 
     `reference` returns the value of a tensor reference, for example `"tensor:image"`. The caller trusts the classes in `allow`
     with arbitrary arguments and state.

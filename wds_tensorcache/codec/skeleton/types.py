@@ -122,9 +122,9 @@ def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
 def refuse_callables(arguments: Any, num_callables: int) -> None:
     """Raise UnsafeSkeletonError if a class in `allow=` would receive a `Builder` in these arguments.
 
-    `num_callables` builders were fetched and not called yet. If there are none, the arguments are not walked: walking them
-    for each call would be slow if many calls share them.
+    `num_callables` is the number of builders that were fetched and not called yet.
     """
+    # without such builders, there is no walk: it would be slow if many calls share their arguments
     if num_callables and any(value.__class__ is Builder for value, _ in walk(arguments)):
         raise UnsafeSkeletonError("the skeleton uses a callable as a value")
 
