@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import xxhash
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.threads import run_in_order
-
-if TYPE_CHECKING:
-    from wds_tensorcache.storage.files import File
 
 _PIECE_NBYTES = 1 << 21
 _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
@@ -24,8 +22,21 @@ _HELD_NBYTES = 1 << 16
 _MEMORY = Pool(1 << 26)
 
 
+class Readable(Protocol):
+    """A file that `ReadAhead` reads; see `ShardFile` and `RemoteFile`."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def read(self, begin: int, end: int, /) -> bytes: ...
+    def read_into(self, buffers: Sequence[Any], begin: int, /) -> None: ...
+
+
 class Digest:
-    """The running XXH3-64 of the bytes `[begin, end)` of a file, or the error of reading them."""
+    """The running XXH3-64 of the bytes `[begin, end)` of a file.
+
+    Attributes:
+        error: Error with which a read of these bytes failed; None if none failed.
+    """
 
     __slots__ = ("_hash", "begin", "end", "error")
 
@@ -49,11 +60,17 @@ class Digest:
 
 @dataclass(slots=True)
 class Readers:
-    """The threads that read ahead, in one or several files at a time."""
+    """The threads that read ahead, in one or several files at a time.
 
-    pool: Executor | None = None  # without it, each piece is read in the thread that asks for it
-    threads: int = 1  # for each file, on average; up to two pieces of a file per thread are read ahead
-    is_stopped: bool = False  # if it is set, the next piece raises CancelledError
+    Attributes:
+        pool: The threads; None reads each piece in the thread that asks for it.
+        threads: Number of these threads for each file, on average. Up to two pieces of a file per thread are read ahead.
+        is_stopped: Set to True to end reading: the next piece raises CancelledError.
+    """
+
+    pool: Executor | None = None
+    threads: int = 1
+    is_stopped: bool = False
 
 
 class ReadAhead:
@@ -62,12 +79,17 @@ class ReadAhead:
     A piece is hashed only after the caller has read the headers in it: this is better for the processor's caches. If a piece
     cannot be read, `read` and `hash` read only the bytes that they need again. So only requests for unreadable bytes fail.
 
-    Digests are computed up to the offset `done`.
+    Args:
+        file: File to read.
+        readers: Threads that read ahead.
+
+    Attributes:
+        done: Offset up to which digests are computed.
 
     Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more, recycled by the next file.
     """
 
-    def __init__(self, file: File, readers: Readers) -> None:
+    def __init__(self, file: Readable, readers: Readers) -> None:
         self.done = 0
         self._file = file
         self._digests: list[Digest] = []
