@@ -118,8 +118,7 @@ class ShardWriter:
         max_samples: Maximum number of samples in a shard. With the default, 4,096, an interrupted `build` loses at most that
             many samples, and a million small samples make 245 shards.
         max_nbytes: A shard with at least this many bytes accepts no more samples.
-        footer: Write the index after the end-of-archive marker, at which tar readers stop; must be True for a url. If the
-            footer is longer than 64 KiB, `cat shard | tar x` fails under `set -o pipefail`, because tar closes the pipe early.
+        footer: Write the index after the end-of-archive marker, at which tar readers stop; must be True for a url.
         dali_index: Write `NAME.idx` for DALI next to each shard.
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
         overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
@@ -135,11 +134,9 @@ class ShardWriter:
         encoder: Function that encodes the members outside caches, for example webdataset's `make_encoder(True)`. It takes a
             dict of values by extension, and returns a dict of bytes. By default, bytes, text, `json` and `cls` are accepted.
 
-    At a url, a shard is collected on local disk, in a file without a name in the folder for temporary files. Another thread
-    uploads it by one request, which succeeds only if no object has its name, while the next shard is written. At most two
-    shards wait; `close` waits for all. Entries of the manifest are added by compare and swap, so that writers on any number of
-    machines may share a folder. An upload's error is raised by the next `write` or by `close`. After an error in the `with`
-    block, finished shards are still uploaded; an interrupt during that cancels the uploads.
+    At a url, another thread uploads a shard from local disk while the next one is written. An upload's error is raised by the
+    next `write` or by `close`. After an error or an interrupt in the `with` block, finished shards are still uploaded; another
+    interrupt cancels the uploads. Writers on any number of machines may share a folder. See docs/remote_writing.md.
 
     Raises:
         FileExistsError: A shard exists, or another writer has the same pattern. `write` and `close` raise it if another

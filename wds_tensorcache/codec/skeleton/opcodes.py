@@ -92,6 +92,3 @@ ATOM_WRITERS: dict[type, Callable[[Any], bytes]] = {
 def write_get(index: int) -> bytes:
     """Return the opcode that pushes object `index` of the memo."""
     return pack("<BB", BINGET, index) if index < 256 else pack("<BI", LONG_BINGET, index)
-
-
-GETS = [write_get(index) for index in range(256)]

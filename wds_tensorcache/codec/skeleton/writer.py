@@ -72,7 +72,7 @@ class SkeletonWriter:
         memo = {}
         for index, slot in enumerate(sorted(set(gets.values()))):
             parts[slot] = CODE[op.MEMOIZE]
-            memo[slot] = op.GETS[index] if index < len(op.GETS) else op.write_get(index)
+            memo[slot] = op.write_get(index)
         for index, slot in gets.items():
             parts[index] = memo[slot]
         body = b"".join(parts) + CODE[op.STOP]
