@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Further, Layout, is_bound, parse_header
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Further, Layout, form_of, is_bound, parse_header
 from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex, narrow
@@ -33,26 +33,23 @@ class CacheEntry:
     further: Further = ()  # further names of tensors that occur several times, each with the tensor's name
 
 
-@dataclass(slots=True)
 class IndexBuilder:
     """Builder of an index. Samples are added in the order of the shard; equal samples result in equal indexes."""
 
-    _text: bytearray = field(default_factory=bytearray)
-    _ends: array[int] = field(default_factory=lambda: array("Q"))
-    # tables by cache name or suffix, flattened: 6 numbers per cache of a sample, 3 per other member
-    _caches: dict[str, array[int]] = field(default_factory=dict)
-    _members: dict[str, array[int]] = field(default_factory=dict)
-    _origins: list[tuple[int, str | None]] = field(default_factory=list)
-    # Layout numbers by id(layout), references and further names. `_layouts` keeps these layouts alive, so no id is used twice.
-    _numbers_by_id: dict[tuple[int, tuple[str, ...] | None, Further], int] = field(default_factory=dict)
-    _layouts: list[Layout] = field(default_factory=list)
-    # Layout numbers by form, offset of the first tensor, and shapes. A hostile shard could contain shapes whose hashes
-    # collide if they were tuples of int; Python salts the hash of bytes.
-    _numbers_by_content: dict[tuple[int, int, bytes], int] = field(default_factory=dict)
-    _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    _table: tuple[list[tuple[Form, tuple[str, ...] | None, Further]], array[int], array[int], array[int]] = field(
-        default_factory=lambda: ([], array("Q"), array("Q"), array("Q"))
-    )
+    def __init__(self) -> None:
+        self._text, self._ends = bytearray(), array("Q")
+        # tables by cache name or suffix, flattened: 6 numbers per cache of a sample, 3 per other member
+        self._caches: dict[str, array[int]] = {}
+        self._members: dict[str, array[int]] = {}
+        self._origins: list[tuple[int, str | None]] = []
+        # layout numbers by id(layout), references and further names; `_layouts` keeps these layouts, so no id is used twice
+        self._numbers_by_id: dict[tuple[int, tuple[str, ...] | None, Further], int] = {}
+        self._layouts: list[Layout] = []
+        # Layout numbers by form, offset of the first tensor, and shapes. A hostile shard could contain shapes whose hashes
+        # collide if they were tuples of int; Python salts the hash of bytes.
+        self._numbers_by_content: dict[tuple[int, int, bytes], int] = {}
+        self._form_numbers: dict[tuple[Any, tuple[str, ...] | None, Further], int] = {}  # by entries and names
+        self._form, self._data_begin, self._dims = array("Q"), array("Q"), array("Q")
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -84,17 +81,15 @@ class IndexBuilder:
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None, further: Further) -> int:
         """Return the number of a layout in the table, after adding it to the table if needed."""
-        forms, form, data_begin, dims = self._table
-        form_number = self._forms.setdefault((layout.form.entries, references, further), len(forms))
-        if form_number == len(forms):
-            forms.append((layout.form, references, further))
+        forms = self._form_numbers
+        form_number = forms.setdefault((layout.form.entries, references, further), len(forms))
         shape = array("Q", (dim for tensor in layout.tensors.values() for dim in tensor.shape))
         content = (form_number, layout.data_begin, shape.tobytes())
         if content not in self._numbers_by_content:
-            self._numbers_by_content[content] = len(form)
-            form.append(form_number)
-            data_begin.append(layout.data_begin)
-            dims.extend(shape)
+            self._numbers_by_content[content] = len(self._form)
+            self._form.append(form_number)
+            self._data_begin.append(layout.data_begin)
+            self._dims.extend(shape)
         if len(self._layouts) < 1024:
             self._layouts.append(layout)
             self._numbers_by_id[id(layout), references, further] = self._numbers_by_content[content]
@@ -102,8 +97,7 @@ class IndexBuilder:
 
     def finish(self, end: int) -> ShardIndex:
         """Return the index; `end` is the byte offset of the end-of-archive marker."""
-        forms, form, data_begin, dims = self._table
-        count = len(self)
+        forms, count = self._form_numbers, len(self)
 
         def columns(table: array[int], width: int) -> Any:
             first, *others = np.array(table, np.uint64).reshape(-1, width).T
@@ -121,11 +115,11 @@ class IndexBuilder:
             caches,
             members,
             LayoutTable(
-                tuple(entry for entry, *_ in forms),
+                tuple(form_of(entries) for entries, *_ in forms),
                 tuple(references for _, references, _ in forms),
-                narrow(form),
-                narrow(data_begin),
-                narrow(dims),
+                narrow(self._form),
+                narrow(self._data_begin),
+                narrow(self._dims),
                 tuple(further for *_, further in forms),
             ),
             end,
