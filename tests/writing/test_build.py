@@ -350,7 +350,7 @@ def test_batches_stay_the_same_ones(
         (Numbers(), {"batch_size": 0}, ValueError, "batch_size=0"),
         (Numbers(), {"num_workers": -1}, ValueError, "num_workers=-1"),
         ((i for i in range(3)), {"num_workers": 2}, ValueError, "generator has no length"),
-        (Numbers(), {"overwrite": True}, TypeError, "does not accept overwrite="),
+        (Numbers(), {"overwrite": True}, TypeError, "build has no argument 'overwrite'"),
         (Numbers(), {"footer": False, "manifest": False}, ValueError, "the fingerprint needs one of the two"),
     ],
 )

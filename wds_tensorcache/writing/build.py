@@ -117,8 +117,6 @@ def build(
     """
     fingerprint = as_fingerprint(fingerprint)
     pattern = ShardPattern(os.fsdecode(out))
-    for option in {"resume", "overwrite"} & options.keys():
-        raise TypeError(f"build always resumes from the shards in the folder, so it does not accept {option}=")
     check_options(
         build,
         options,
