@@ -14,14 +14,15 @@ import wds_tensorcache as tc
 
 COUNT = 23
 _BEGIN = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 import wds_tensorcache as tc
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
 def wait(i):
     if i == 12:
         print("here", flush=True)
-        signal.pause()
+        while True:
+            time.sleep(0.01)  # `signal.pause` would miss a signal that arrives just before it
     return {"x": torch.full((300_000,), i)}
 """
 _WRITE = """
