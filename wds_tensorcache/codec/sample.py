@@ -95,6 +95,7 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
 
     Raises:
         EncodeError: A value cannot be written; the message names its path and the remedy.
+        TypeError: An item of `allow` is not a class.
         ValueError: `align` is not a positive multiple of 8, or the header exceeds the limit of safetensors.
 
     Memory: newly allocated; each contiguous tensor on the CPU is copied once.
@@ -123,7 +124,7 @@ def decode_sample(
     Raises:
         UnsafeSkeletonError: The skeleton names code outside the format; it was not executed.
         FormatError: The members are damaged or do not belong together; with `verify`, a digest does not match or is missing.
-        TypeError: A member is not bytes, bytearray or memoryview.
+        TypeError: A member is not bytes, bytearray or memoryview, or an item of `allow` is not a class.
 
     Memory: lazy tensors keep `tensors` alive; each loaded tensor has its own newly allocated memory.
     """

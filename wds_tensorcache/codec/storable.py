@@ -83,7 +83,7 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
-    """Return the bytes of a tensor in C order. Memory: aliases the tensor if its memory on the CPU has this form already."""
+    """Return the bytes of a tensor in C order. Memory: aliases a contiguous tensor on the CPU."""
     reason = _why_not_tensor(tensor)
     if reason is not None:
         raise ValueError(reason)
@@ -115,7 +115,7 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
 
 
 def _bytes_of_array(array: Array) -> Array:
-    """Return an array's bytes in C order, little-endian. Memory: aliases the array if it has this form already."""
+    """Return an array's bytes in C order, little-endian. Memory: aliases an array of this form."""
     reason = _why_not_array(array)
     if reason is not None:
         raise ValueError(reason)

@@ -134,16 +134,12 @@ class Holding:
 
 
 class _Copier:
-    """A copy of the dicts, lists, tuples and deques of a sample, with other objects in place of its lazy tensors.
+    """A copy of a sample's containers, with other objects in place of its lazy tensors."""
 
-    A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
-
-    Args:
-        tensor: Function of a lazy tensor and its place. Dicts lose a tensor for which it returns `_DROPPED`.
-        leaf: Function of a path that returns the replacement of any other leaf, a dropped tensor in a sequence, or a sequence
-            without lazy tensors. With None, these values stay.
-    """
-
+    # A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
+    #
+    # `tensor` gets a lazy tensor and its place; dicts lose a tensor for which it returns `_DROPPED`. `leaf` gets a path and
+    # replaces any other leaf, a dropped tensor in a sequence, or a sequence without lazy tensors. Without it, these stay.
     def __init__(self, tensor: Callable[[Lazy, _Place], Any], leaf: Callable[[Path], Any] | None = None) -> None:
         self._tensor, self._leaf = tensor, leaf
         self._holds = Holding()
@@ -184,8 +180,8 @@ def map_leaves(
     `tensor(lazy)`. Any other value, for example a tuple of ints, is a leaf and becomes `leaf(path)`. A container or tensor
     that occurs several times in the sample is also one object in the result.
 
-    Dicts lose the tensors whose names `wanted` refuses; in other places, these tensors are leaves. They do not change where
-    anything else is: a list that contains only refused tensors is a container, too.
+    Dicts lose the tensors whose names `wanted` refuses; in other places, these tensors are leaves. The structure stays
+    otherwise: a list that contains only refused tensors is a container, too.
     """
     done: dict[int, Any] = {}
 
@@ -281,7 +277,7 @@ def further_names(sample: Any, name_of: Callable[[Any], str | None] | None = Non
 
 
 def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
-    """Return a sample with another lazy tensor at each further name of a tensor, and the result of `further_names`."""
+    """Return a sample in which each further name has a lazy tensor of its own, and the result of `further_names`."""
     _, names = _find_places(sample)
     if not names:
         return sample, ()

@@ -68,10 +68,9 @@ def check_array(array: Array) -> Array:
 
 
 class _Exposed:
-    """Memory, perhaps read-only, that numpy views as a writable array; keeps the owner of the memory alive.
+    """Memory that numpy views as a writable array, even if it is read-only."""
 
-    From an array that is not writable, torch.from_numpy would make a tensor only with a warning.
-    """
+    # from an array that is not writable, torch.from_numpy makes a tensor only with a warning
 
     def __init__(self, address: int, nbytes: int, owner: Any) -> None:
         self.owner = owner  # numpy keeps this object alive

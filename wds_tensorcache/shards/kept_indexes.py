@@ -85,7 +85,7 @@ class KeptIndexes:
         return index
 
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:
-        """Keep an index as the bytes of a sidecar; `digest` names the index at the shard, whose bytes may differ."""
+        """Keep an index as the bytes of a sidecar; `digest` is that of the shard's own index, which may have other bytes."""
         line = json.dumps(_head(url, info, digest)).encode("ascii") + b"\n"
         is_long = len(line) > _MAX_LINE_NBYTES or len(line) + len(footer) > self.max_nbytes // _MIN_FILES
         if info.tag is None or is_long:

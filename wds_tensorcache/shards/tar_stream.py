@@ -44,8 +44,8 @@ class TarStream:
         stream: Object with `read(n)`, which may return fewer than n bytes.
         begin: Offset in the tar of the stream's first byte; if above 0, a `start` of an earlier stream of this tar.
         skip: Function that skips up to n bytes of `stream`, and returns their number; None to read and drop them.
-        max_expanded_nbytes: Limit for the decompressed bytes of the whole tar, which may always be 64 times the bytes that
-            were read from `stream`. Members that become objects have lower limits, see `check_objects`.
+        max_expanded_nbytes: Limit for the decompressed bytes of the whole tar; 64 times the bytes read from `stream` are always
+            allowed. Members that become objects have lower limits, see `check_objects`.
 
     Raises:
         TarFormatError: The stream ends without an end-of-archive block, breaks a rule of the format, or expands too much.

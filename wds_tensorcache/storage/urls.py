@@ -77,10 +77,8 @@ ForkingPickler.register(SecretUrl, lambda url: (SecretUrl, url._parts()))
 
 
 def _split(url: str) -> tuple[str, str, str, str, str]:
-    """Return scheme, user info with its `@`, host, path, and a web server's query and fragment, with their marks.
-
-    Unlike `urlsplit`, it drops no characters, and it leaves `?` and `#` in the keys of object stores.
-    """
+    """Return scheme, user info with `@`, host, path, and a web server's query and fragment with their marks."""
+    # `urlsplit` would drop characters, and would split keys of object stores at `?` and `#`
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "", "", "", url, ""

@@ -229,11 +229,8 @@ def _check_shared(
 def _missing(
     job: Job, finished: FinishedShards, folder: str, seen: set[str], *, is_complete: bool = False
 ) -> Iterator[list[Target]]:
-    """Yield all batches up to the first changed item, each item with whether its sample is missing.
-
-    Add all keys to `seen`. At the end, raise StaleCacheError if items have changed; with `is_complete`, also if a sample has
-    no item, or an item has no sample.
-    """
+    """Yield batches up to the first changed item; raise StaleCacheError at the end if there is one."""
+    # With `is_complete`, a sample without an item and an item without a sample are errors, too. `seen` gets all keys.
     items = job.items
     comparison = Comparison(items, finished, folder)
     num_new, is_checked = 0, False

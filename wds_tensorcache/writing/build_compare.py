@@ -110,10 +110,8 @@ class Comparison:
         return (number for number in map(number_in, keys) if number is not None)
 
     def _look_ahead(self, after: int) -> None:
-        """Compare up to 64 items of finished samples that belong to other ranks or come after the item `after`.
-
-        If an item before one of them was inserted or removed, or if ranks have another order, some of them differ.
-        """
+        """Compare up to 64 items of finished samples, of other ranks or after the item `after`."""
+        # Some of them differ if an item before one of them was inserted or removed, or if ranks have another order.
         items = self._items
         if items.is_map and items.compares and items.are_numbered and not self.changed:
             numbers = sorted(n for n in self._numbers() if n < items.num_all and (n > after or not items.is_own(n)))

@@ -56,10 +56,9 @@ def write_index(
     Raises:
         FileExistsError: A folder, or another shard, has the name of an index to write. Before this error, or any other error
             except OSError, nothing is written.
-        FormatError: The file is not a tar, or is damaged; the error has the byte offset.
-        FormatError: Bytes other than an index follow the end of the archive, for example members after a lost header.
-        FormatError: Zeros follow the end of the archive, but an index or the manifest lists more members.
-        OSError: The disk is full, …
+        FormatError: The file is not a tar, or is damaged; the error has the byte offset. Or unknown bytes follow the end of the
+            archive, or zeros, although an index or the manifest lists more members.
+        OSError: A file cannot be read or written, for example because the disk is full.
         RemoteError: A request failed.
         ValueError: `index_folder` is not None for a local shard, or the indexes cannot be written to a web server.
     """

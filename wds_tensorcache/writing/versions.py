@@ -53,7 +53,8 @@ def drop(
         FileNotFoundError: `source` does not exist, or has no shards.
         FormatError: A shard or the manifest is damaged, or was changed during the call.
         KeyError: A key has no sample.
-        OSError: The disk is full, …
+        OSError: A file cannot be read or written, for example because the disk is full.
+        TypeError: `keys` is a str or bytes.
         ValueError: No sample would remain; or `source` is not a folder.
     """
     if isinstance(keys, (str, bytes)):
@@ -157,11 +158,9 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
 def _stale(
     job: Job, old: OldCache, computed: FinishedShards, pattern: ShardPattern, keys: set[str], changes: _Changes
 ) -> Iterator[list[Target]]:
-    """Yield batches of items that cannot reuse a sample, each item with whether it is not computed yet.
-
-    Batches are the same after an interruption, because they include the items that this rank has computed. The items
-    that ranks of another world size have computed are left out. Add the keys of all items to `keys`.
-    """
+    """Yield batches of items that cannot reuse a sample; add the keys of all items to `keys`."""
+    # Batches are the same after an interruption, because they include the items that this rank has computed. The items that
+    # ranks of another world size have computed are left out.
     items, todo = job.items, list[Target]()
     comparison, newer = Comparison(items, old.shards, old.folder), Comparison(items, computed, old.folder)
     has_origins = any(i.origins is not None and i.origins.digest is not None for i in old.shards.indexes.values())

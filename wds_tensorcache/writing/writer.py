@@ -141,6 +141,7 @@ class ShardWriter:
     Raises:
         FileExistsError: A shard exists, or another writer has the same pattern. `write` and `close` raise it if another
             program has created a shard's file, or keeps the folder locked for a minute.
+        FormatError: The manifest or, with `resume`, an existing shard is damaged.
         StaleCacheError: With `resume`, existing shards have another fingerprint.
         RemoteError: A request to an object store failed, or the store has no conditional writes.
         ImportError: The url needs a package that is not installed.
@@ -251,6 +252,9 @@ class ShardWriter:
                 sample is written.
             InvalidKeyError: Some reader of shards would misread the key, a cache name or an extension; or the key is already
                 in this shard.
+            OSError: The shard, or an earlier one, cannot be written, for example because the disk is full.
+            RuntimeError: This is a forked child.
+            ValueError: The writer is closed, or a shard could not be finished.
 
         Memory: this call copies or writes the bytes of the tensors, so the tensors may be changed afterwards.
         """
@@ -260,12 +264,7 @@ class ShardWriter:
             self._place(self._pack(key, sample, members))
 
     def _pack(self, key: str, sample: Any, members: dict[str, Any]) -> PackedSample:
-        """Encode a sample for `_place`; see `write`.
-
-        Threads/fork: any thread, also in forked children.
-
-        Memory: the result aliases the tensors.
-        """
+        """Encode a sample for `_place`, on any thread, also in forked children. Memory: aliases the tensors."""
         is_plain = type(key) is str and is_plain_key(key)
         if not is_plain:
             check_key(key)
@@ -328,10 +327,8 @@ class ShardWriter:
             self._finishing.popleft()
 
     def _commit(self, shard: _UnfinishedShard) -> None:
-        """Make a shard visible, then its `.idx`, then its entry in the manifest, unless an earlier shard failed.
-
-        After a kill between two of these steps, `take_over` makes up for the rest.
-        """
+        """Make a shard visible, then its `.idx`, then its entry in the manifest, unless an earlier shard failed."""
+        # after a kill between two of these steps, `take_over` does the others
         try:
             if self._has_gap:
                 shard.drop()
@@ -363,10 +360,8 @@ class ShardWriter:
         self._release()
 
     def _abandon(self, error: BaseException) -> None:
-        """Wait for uploads, and delete all other unfinished shards. An interrupt cancels uploads.
-
-        If a shard cannot be finished, `error`, which the caller raises, gets a note.
-        """
+        """Wait for uploads, and delete all other unfinished shards. An interrupt cancels uploads."""
+        # if a shard cannot be finished, `error`, which the caller raises, gets a note
         try:
             self._finisher.shutdown()
         except BaseException:
