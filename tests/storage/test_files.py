@@ -126,6 +126,16 @@ def under_limit(limit: int, code: str, *arguments: Any) -> list[str]:
     return done.stdout.split()
 
 
+def test_a_shard_that_is_cut_short_under_an_open_cache(tmp_path: Path) -> None:
+    many_shards(tmp_path, 1)
+    with tc.open(tmp_path, io="pread") as cache:
+        lazy = cache[1]["large"]
+        os.truncate(tmp_path / "0000.tar", 1000)
+        for read in (lambda: cache[1], lazy.load):
+            with pytest.raises(tc.FormatError, match=r"0000\.tar: the file was cut short and ends at byte 1000; copy"):
+                read()
+
+
 @linux
 def test_one_limit_for_all_caches(shards600: Path) -> None:
     """A quarter of the limit; a cache that is opened with another number changes it for all."""
