@@ -104,8 +104,8 @@ class OldShard:
 
     def ranges(self, begin: int, end: int) -> Iterator[MemberRange]:
         """Yield the ranges of the members of samples `[begin, end)`."""
-        # Entries that belong to no sample, such as folders, are copied with the sample that follows them, unless there is a
-        # prefix.
+        # Entries that belong to no sample, such as folders, are copied with the sample that follows them. With a prefix, and
+        # after the last sample, they are left out.
         if not self.prefix:
             yield MemberRange(self.path, self.ends.item(begin - 1) if begin else 0, self.ends.item(end - 1))
             return
