@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future
 from ctypes import memmove
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from time import monotonic
@@ -31,13 +30,15 @@ _FEW = 8  # rows, for which numpy is not faster
 _PIECE_NBYTES = 1 << 17  # of the copy that numpy makes between; it stays in the processor's cache
 # A thread for less than 1 MiB costs more than it saves.
 _PART_NBYTES = 1 << 20
+_LEAD_NBYTES = 1 << 19  # the caller's thread copies so much until the other threads have started
 # Samples of this size are probed one by one, which takes 1 us each; to announce 450 KB that are in memory takes 7 us.
 _LARGE_NBYTES = 1 << 16
 _NUM_PROBES = 4
-# To look at all pages of a sample takes 3 us. So few samples of a batch are looked at, unless pages were missing lately.
+# To look at all pages of a sample takes 3 us. So unless pages were missing lately, few samples of few batches are looked at.
 _NUM_LOOKS = 8
+_LOOK_S = 0.004
 _SHORT_S = 1.0
-_short_until = 0.0  # until then, on the clock of `monotonic`, memory counts as short
+_next_look = _short_until = 0.0  # on the clock of `monotonic`; until the second time, memory counts as short
 _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
 # Bytes before the first tensor of a sample that are announced, too: its skeleton is often there.
 _BEFORE_NBYTES = 1 << 12
@@ -125,22 +126,24 @@ def _copy(
     base = bases[ranges.file]
     source = ranges.begin + base
     target, nbytes = ranges.target, ranges.nbytes
-    cold = _find_cold(files, ranges, base)
-    # numpy keeps the GIL during some of its copies. They are short, since the bytes are in memory.
-    is_narrow = (nbytes[:, 0] <= _NARROW_NBYTES) & (nbytes == nbytes[:, :1]).all(1)
-    is_narrow &= not len(cold) and len(ranges.file) >= _FEW
-    rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])[:, ~is_narrow]
+    is_narrow = (nbytes[:, 0] <= _NARROW_NBYTES) & (nbytes == nbytes[:, :1]).all(1) & (len(ranges.file) >= _FEW)
+    rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])
+    wide = rows[:, ~is_narrow]
 
     # `owners` stay alive while a thread copies, also after an interrupt
     def copy(begin: int, end: int, owners: Any = (memory, files)) -> None:
-        if len(part := cold[(cold >= begin) & (cold < end)]):
-            samples, first, last = _extents(ranges, part)
-            announce(base[samples] + first, last - first)
         # releases the GIL for each row
-        deque(map(memmove, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
+        deque(map(memmove, *wide[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
-    first = partial(_copy_narrow, memory, target[is_narrow], source[is_narrow], nbytes[is_narrow, 0])
-    _run(copy, rows[2].sum(0), num_threads, executor, first)
+    def first() -> None:
+        if len(cold := _find_cold(files, ranges, base)):
+            samples, begins, ends = _extents(ranges, cold)
+            announce(base[samples] + begins, ends - begins)
+            deque(map(memmove, *rows[:, is_narrow].reshape(3, -1).tolist()), 0)
+        else:  # numpy keeps the GIL during some of its copies, which are short, since the bytes are in memory
+            _copy_narrow(memory, target[is_narrow], source[is_narrow], nbytes[is_narrow, 0])
+
+    _run(copy, wide[2].sum(0), num_threads, executor, first)
 
 
 def _copy_narrow(memory: Array, targets: Array, sources: Array, widths: Array) -> None:
@@ -171,21 +174,26 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
 
     If they are small, a few are probed, and all are announced if one is not in memory. `base` has the addresses of maps.
     """
-    count = len(ranges.file)
+    global _short_until, _next_look
+    now, count = monotonic(), len(ranges.file)
+    is_short = now < _short_until
+    if now < _next_look and not is_short:
+        return np.arange(0)
+    _next_look = now + _LOOK_S
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
     if is_large and base is not None and all(map(_shows_pages, files.values())):
-        global _short_until
-        step = 1 if monotonic() < _short_until else max(1, count // _NUM_LOOKS)
-        cold = _find_incomplete(ranges, base, np.arange(0, count, step))
-        if len(cold):
-            _short_until = monotonic() + _SHORT_S
-            cold = cold if step == 1 else _find_incomplete(ranges, base, np.arange(count))
-        return cold
-    probed = range(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
-    last = (ranges.begin[:, probed] + ranges.nbytes[:, probed]).max(0) - 1
-    sources = [files[number] for number in ranges.file[probed].tolist()]  # closed files are opened again
-    missing = [i for i, file, at in zip(probed, sources, last.tolist(), strict=True) if not file.is_resident(at)]
-    return np.array(missing, np.int64) if is_large or not missing else np.arange(count)
+        cold = _find_incomplete(ranges, base, np.arange(0, count, 1 if is_short else max(1, count // _NUM_LOOKS)))
+        if len(cold) and not is_short:
+            cold = _find_incomplete(ranges, base, np.arange(count))
+    else:
+        probed = range(0, count, 1 if is_large else max(1, count // _NUM_PROBES))
+        last = (ranges.begin[:, probed] + ranges.nbytes[:, probed]).max(0) - 1
+        sources = [files[number] for number in ranges.file[probed].tolist()]  # closed files are opened again
+        missing = [i for i, file, at in zip(probed, sources, last.tolist(), strict=True) if not file.is_resident(at)]
+        cold = np.array(missing, np.int64) if is_large or not missing else np.arange(count)
+    if len(cold):
+        _short_until = now + _SHORT_S
+    return cold
 
 
 def _find_incomplete(ranges: Ranges, base: Array, samples: Array) -> Array:
@@ -275,15 +283,16 @@ def _run(
         call(0, count)
         return
     ends = nbytes.cumsum()
-    edges = [*np.searchsorted(ends, ends[-1] * np.arange(parts) // parts).tolist(), count]
+    shares = _LEAD_NBYTES + (ends[-1] - _LEAD_NBYTES) * np.arange(1, parts) // parts
+    edges = [*np.searchsorted(ends, shares).tolist(), count]
     futures: list[Future[None]] = []
     try:
-        futures.extend(pool.submit(call, begin, end) for begin, end in pairwise(edges[1:]))
+        futures.extend(pool.submit(call, begin, end) for begin, end in pairwise(edges))
         first()
-        call(0, edges[1])
+        call(0, edges[0])
     finally:
         # A thread that still runs would write into memory that another batch may use.
-        wait(futures)
+        deque(map(Future.exception, futures), 0)  # waits, in a third of the time that `concurrent.futures.wait` takes
     # An error refers to this frame. If the frame kept the future, the two would form a cycle.
     while futures:
         futures.pop(0).result()
