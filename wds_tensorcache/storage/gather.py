@@ -126,24 +126,32 @@ def _copy(
     base = bases[ranges.file]
     source = ranges.begin + base
     target, nbytes = ranges.target, ranges.nbytes
-    is_narrow = (nbytes[:, 0] <= _NARROW_NBYTES) & (nbytes == nbytes[:, :1]).all(1) & (len(ranges.file) >= _FEW)
-    rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])
-    wide = rows[:, ~is_narrow]
+    is_short = (
+        monotonic() < _short_until
+    )  # then, samples are announced before a fault on a missing page reads megabytes
+    cold = _find_cold(files, ranges, base) if is_short else np.arange(0)
+    # numpy keeps the GIL during some of its copies. They are short, since the bytes are in memory.
+    is_narrow = (nbytes[:, 0] <= _NARROW_NBYTES) & (nbytes == nbytes[:, :1]).all(1)
+    is_narrow &= not len(cold) and len(ranges.file) >= _FEW
+    rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])[:, ~is_narrow]
+
+    def announce_some(samples: Array) -> None:
+        if len(samples):
+            samples, first, last = _extents(ranges, samples)
+            announce(base[samples] + first, last - first)
 
     # `owners` stay alive while a thread copies, also after an interrupt
     def copy(begin: int, end: int, owners: Any = (memory, files)) -> None:
+        announce_some(cold[(cold >= begin) & (cold < end)])
         # releases the GIL for each row
-        deque(map(memmove, *wide[:, :, begin:end].reshape(3, -1).tolist()), 0)
+        deque(map(memmove, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
     def first() -> None:
-        if len(cold := _find_cold(files, ranges, base)):
-            samples, begins, ends = _extents(ranges, cold)
-            announce(base[samples] + begins, ends - begins)
-            deque(map(memmove, *rows[:, is_narrow].reshape(3, -1).tolist()), 0)
-        else:  # numpy keeps the GIL during some of its copies, which are short, since the bytes are in memory
-            _copy_narrow(memory, target[is_narrow], source[is_narrow], nbytes[is_narrow, 0])
+        if not is_short:  # meanwhile, other threads copy
+            announce_some(_find_cold(files, ranges, base))
+        _copy_narrow(memory, target[is_narrow], source[is_narrow], nbytes[is_narrow, 0])
 
-    _run(copy, wide[2].sum(0), num_threads, executor, first)
+    _run(copy, rows[2].sum(0), num_threads, executor, first)
 
 
 def _copy_narrow(memory: Array, targets: Array, sources: Array, widths: Array) -> None:
@@ -197,7 +205,7 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
 
 
 def _find_incomplete(ranges: Ranges, base: Array, samples: Array) -> Array:
-    """Return those of some samples that are not wholly in memory. A fault on one missing page may read megabytes."""
+    """Return those of some samples that are not wholly in memory."""
     samples, first, last = _extents(ranges, samples)
     return np.unique(samples[~are_resident(base[samples] + first, last - first)])
 
