@@ -1,7 +1,8 @@
 """Copy many byte ranges of files into one block of memory: out of memory maps, otherwise by positioned reads.
 
-Measured on two cores, for 3 tensors of 450 KB in all: `memmove` out of maps takes 30 to 40 us with one thread, and 24 to 26 us
-with two. `preadv` takes 33 to 72 us and 25 to 40 us, depending on the pages that the page cache uses.
+Measured on two cores, for 3 tensors of 450 KB in all, in batches of 32, with one thread and two: one call of torch for each
+tensor takes 38 and 21 us, `memmove` 40 and 25 us, `preadv` 33 to 72 and 25 to 40 us, depending on the pages that the page cache
+uses. While a thread copies in one call, another one can run Python.
 """
 
 from __future__ import annotations
