@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -198,3 +200,24 @@ def test_closing_while_threads_read(folder: str) -> None:
         cache.close()
         for future in futures:
             future.result()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_torch_keeps_its_number_of_threads_and_starts_none(tmp_path: Path, num_threads: int) -> None:
+    code = f"""
+import os, threading, numpy, torch, wds_tensorcache as tc
+with tc.ShardWriter("{tmp_path}/a.tar") as writer:
+    for i in range(64):
+        writer.write(str(i), {{"x": torch.from_numpy(numpy.full(1 << 16, i, "f4")), "y": i}})
+cache = tc.open("{tmp_path}/a.tar", num_threads={num_threads})
+torch.set_num_threads(5)
+before = len(os.listdir("/proc/self/task"))
+batch = cache.read_batch(range(63, -1, -1))
+print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+later = threading.Thread(target=lambda: print(torch.get_num_threads()))
+later.start()
+later.join()
+assert (batch["x"].numpy() == numpy.arange(63, -1, -1)[:, None]).all()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.split() == [str(num_threads - 1), "5", "5"]

@@ -125,6 +125,31 @@ def test_batches_are_right_while_another_process_evicts_their_shards(
     assert sum(512 * file.stat().st_blocks for file in (tmp_path / "cache").iterdir()) <= limit
 
 
+def test_the_bytes_of_a_mapped_shard_outlive_its_eviction(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    place = tmp_path / "cache"
+    nbytes = max(file.stat().st_size for file in folder.glob("*.tar"))
+    with tc.open(folder) as local, tc.open(server.url, cache_dir=place) as cache:
+        for _ in range(3):  # by requests, then from the disk, then out of a map
+            assert_same(cache, local, range(15))
+        ((begin, end, line),) = maps(place)
+        assert "(deleted)" not in line
+        with tc.open(server.url, cache_dir=place, cache_nbytes=nbytes * 3 // 2) as other:
+            for first in (15, 30, 45):
+                assert_same(other, local, range(first, first + 15))
+        assert [line for *_, line in maps(place) if "(deleted)" in line]
+        with open("/proc/self/mem", "rb") as memory:
+            memory.seek(begin)
+            assert len(memory.read(end - begin)) == end - begin  # of a truncated file: an error, or SIGBUS for a copy
+        assert_same(cache, local, range(15))
+        assert not [line for *_, line in maps(place) if "(deleted)" in line]
+
+
+def maps(folder: Path) -> list[tuple[int, int, str]]:
+    """Return the addresses `[begin, end)` of each map of a file in a folder, and its line in `/proc/self/maps`."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    return [(*(int(address, 16) for address in line.split()[0].split("-")), line) for line in lines]  # type: ignore[misc]
+
+
 def test_evicted_between_two_reads(folder: Path, server: HttpServer, tmp_path: Path) -> None:
     with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
         for number in range(4):

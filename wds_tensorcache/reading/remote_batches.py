@@ -61,6 +61,8 @@ def _find_copies(store: Store, numbers: Sequence[int]) -> dict[int, BlockFile] |
             if local is None:
                 return None
             if local.leading_nbytes() >= store.shards[number].index.end:  # what follows the samples is not needed
+                if store.files.may_map:
+                    local.allow_map()
                 store.whole_copies[number] = weakref.ref(local)
         copies[number] = local
     return copies

@@ -324,7 +324,8 @@ class Files:
         global _max_open
         if max_open is not None:
             _max_open = max_open
-        self._may_map, self._max_open, self._node_cache = may_map, max_open, node_cache
+        self.may_map = may_map and _CAN_MAP
+        self._max_open, self._node_cache = max_open, node_cache
         self._identities: dict[str, Any] = dict(identities or {})
         self._manifests = dict(manifests or {})
         self._files: dict[str, File] = {}
@@ -353,7 +354,7 @@ class Files:
             nbytes, tag = self._identities.get(path, (None, None))
             return make(path, nbytes, tag, manifest)
         try:
-            file = ShardFile(path, self._may_map, manifest)
+            file = ShardFile(path, self.may_map, manifest)
         except FileNotFoundError as exc:
             raise _missing_file(path, manifest) from exc
         if self._identities.setdefault(path, file.identity) != file.identity:
@@ -394,7 +395,7 @@ class Files:
 
     def __reduce__(self) -> Any:
         identities = self._identities | {path: file.identity for path, file in list(self._files.items())}
-        return Files, (self._may_map, self._max_open, self._node_cache, identities, self._manifests)
+        return Files, (self.may_map, self._max_open, self._node_cache, identities, self._manifests)
 
 
 def _changed_file(path: str) -> FormatError:

@@ -17,6 +17,19 @@ _FLOCK = Struct("@hhqqi0q")  # type, whence, first byte, length (0 for all bytes
 _BUSY = frozenset({errno.EAGAIN, errno.EACCES})
 
 
+def lock_range(fd: int, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock bytes for the open file of a descriptor; see `RangeLocks.lock`."""
+    kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    try:
+        fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, begin, length, 0))
+    except OSError as exc:
+        if exc.errno in _BUSY:
+            return False
+        raise
+    return True
+
+
 class RangeLocks(OwnedFile):
     """An open file whose bytes can be locked: exclusively by one holder, or shared by any number of holders.
 
@@ -49,15 +62,7 @@ class RangeLocks(OwnedFile):
         Returns:
             True if the lock was taken; False if `wait` is False and another holder has locked one of the bytes.
         """
-        kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
-        command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-        try:
-            fcntl.fcntl(self.fd, command, _FLOCK.pack(kind, os.SEEK_SET, begin, length, 0))
-        except OSError as exc:
-            if exc.errno in _BUSY:
-                return False
-            raise
-        return True
+        return lock_range(self.fd, begin, length, shared=shared, wait=wait)
 
     def unlock(self, begin: int, length: int = 1) -> None:
         """Release the locks of this object on `length` bytes from byte `begin` on, or on all bytes from there on if it is 0."""

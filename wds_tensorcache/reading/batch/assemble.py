@@ -154,14 +154,14 @@ def _read_rows(
     if store.has_remote and (is_remote := store.are_remote[rows.number]).any():
         from wds_tensorcache.reading.remote_batches import read_remote_rows
 
-        far = np.flatnonzero(is_remote)
-        wanted = sorted(set(skeletons).intersection(far.tolist()).difference(rows.fetched))
+        far = ranges if (is_all := is_remote.all()) else ranges.select(is_remote)
+        wanted = [i for i in skeletons if is_remote[i] and i not in rows.fetched]
         extents = {
             i: (number, *store.shards[number].skeleton_extent(rows.row.item(i)))
             for i, number in zip(wanted, rows.number[wanted].tolist(), strict=True)
         }
-        rows.fetched.update(read_remote_rows(store, ranges.select(far), extents, memory))
-        ranges = ranges.select(~is_remote)
+        rows.fetched.update(read_remote_rows(store, far, extents, memory))
+        ranges = ranges if is_all else ranges.select(~is_remote)
     files = {number: rows.shards[number].file for number, *_ in rows.by_shard if not rows.shards[number].is_remote}
     if files and placement.nbytes:
         gather(files, ranges, memory, store.num_threads, store.executor)

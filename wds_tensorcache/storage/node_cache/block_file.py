@@ -4,7 +4,8 @@ The file is sparse. A block is present if its byte in the map is 1, which is wri
 lose blocks and keep the map. So the header names the boot, and files of an earlier boot are not used. The map is the last part
 of the file, so that a file that was cut short has lost its map, too.
 
-A file is evicted by removing its name, then truncating it. So a reader that has it open finds out by `is_current`.
+A file is evicted by removing its name. A reader that has it open finds out by `is_current`. The file is then truncated as well,
+unless a process has mapped it, since reading the map would kill that process. A process holds a lock while it has a map.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import stat
 
 from wds_tensorcache.storage.files import Descriptor, ShardFile
 from wds_tensorcache.storage.owned import OTHERS_MAY_WRITE, is_owned
+from wds_tensorcache.storage.range_locks import lock_range
 from wds_tensorcache.storage.system import SHORTAGES, boot_id
 
 # bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes
 BLOCK = 4096
 SUFFIX = ".blocks"
+MAPPED = (
+    1 << 62
+)  # the byte that processes lock while they have mapped a file; locks of blocks are locks of smaller bytes
 _MAGIC = b"wds_tensorcache node cache 1\n".ljust(32, b"\0")
 _PRESENT = b"\1"  # bytes of the map
 _KNOWN = bytes(value == 1 for value in range(256))
@@ -71,7 +76,7 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
 
 
 class BlockFile(ShardFile):
-    """An open file of one object, which readers use like a local shard without a map.
+    """An open file of one object, which readers use like a local shard; it has no map until `allow_map`.
 
     Threads/fork: any thread; a forked child shares the open file.
 
@@ -85,7 +90,6 @@ class BlockFile(ShardFile):
     def __init__(self, path: str, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.status = os.fstat(fd)
-        # A file is evicted by truncating it, and reading its map would then kill the process.
         self._begin(path, self.status, may_map=False)
         self._descriptor = Descriptor(fd)
         self.nbytes = nbytes
@@ -115,6 +119,10 @@ class BlockFile(ShardFile):
 
     def _cut_short(self, nbytes: int) -> Exception:
         return Evicted()
+
+    def allow_map(self) -> None:
+        """Let readers map the file, unless it is being evicted. All blocks that they need must be present."""
+        self._may_map = lock_range(self.fd, MAPPED, shared=True)
 
     def has_header(self, digest: bytes) -> bool:
         """Return whether the header names this digest, and this boot of the machine."""

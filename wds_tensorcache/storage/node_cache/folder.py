@@ -14,6 +14,7 @@ from math import inf
 from wds_tensorcache.storage.locks import wait_for
 from wds_tensorcache.storage.node_cache.block_file import (
     BLOCK,
+    MAPPED,
     SUFFIX,
     BlockFile,
     BlockRuns,
@@ -231,11 +232,12 @@ def _remove(path: str) -> bool:
     try:
         with closing(RangeLocks(path)) as locks:
             # A process that fills the file, this one included, has locked bytes through another open file.
-            if not is_owned(os.fstat(locks.fd), stat.S_ISREG, OTHERS_MAY_WRITE) or not locks.lock(0, 0):
+            if not is_owned(os.fstat(locks.fd), stat.S_ISREG, OTHERS_MAY_WRITE) or not locks.lock(0, MAPPED):
                 return False
             os.unlink(path)
-            # A process that keeps the file open, perhaps without using it, would keep its space, too.
-            os.ftruncate(locks.fd, 0)
+            # Processes that keep the file open, perhaps without using it, would keep its space, too.
+            if locks.lock(MAPPED):
+                os.ftruncate(locks.fd, 0)
     except OSError:
         return False
     return True
