@@ -27,9 +27,10 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.importers.report import Skipped
 from wds_tensorcache.importers.shrink import narrow, trim
 from wds_tensorcache.importers.source import Loaded, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
+from wds_tensorcache.storage import output
 from wds_tensorcache.storage.system import SHORTAGES
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -37,6 +38,7 @@ _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer sampl
 _MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # so many samples or bytes are worth several shards
 _NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
+_LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this one waits for the disk
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
 
@@ -166,7 +168,6 @@ class Conversion:
                 key = hashed_key(sample.name)  # at most 80 characters instead of 88, so that the members' names fit
             packed = writer._pack(key, loaded.value, dict(loaded.members))
         except (TensorCacheError, OSError, RecursionError) as exc:
-            self.folder.check_shortage()
             if isinstance(exc, OSError) and exc.errno in SHORTAGES and not isinstance(exc, TensorCacheError):
                 raise
             error = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
@@ -176,9 +177,10 @@ class Conversion:
             written.skipped.append(Skipped(sample.name, sample.files, str(error)))
             written.counts["num_skipped"] += 1
             return
+        except ShortageError as exc:
+            raise OSError(*exc.args) from exc
         except MemoryError as exc:
             raise OSError(errno.ENOMEM, f"{sample.name}: not enough memory") from exc
-        self.folder.check_shortage()
         writer._place(packed)
         nbytes = sum(cache.layout.nbytes - cache.layout.data_begin for cache in packed.caches)
         written.counts.update(saved, num_written=1, num_hashed=isinstance(key, NamedKey), nbytes=nbytes)
@@ -242,6 +244,7 @@ def _begin_worker(conversion: Conversion, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # a collection would copy the pages of all objects
+    output._LARGE_NBYTES = _LARGE_NBYTES
     torch.set_num_threads(1)  # Hazard: the child does not have the threads of OpenMP, and would wait for them
 
 

@@ -16,7 +16,7 @@ from wds_tensorcache.importers.conversion import Conversion, Written, plan_shard
 from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
 from wds_tensorcache.importers.source import Format, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards, iterate_texts
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import hashed_key, safe_key
@@ -93,8 +93,8 @@ def import_cache(
     try:
         chosen = choose_format(folder, format)
         found = _open(chosen, folder)
-    finally:
-        folder.check_shortage()
+    except ShortageError as exc:
+        raise OSError(*exc.args) from exc
     keys = _keys_of(found, folder, chosen.name)
     changes: dict[str, Any] = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
     complete = {**_finite(found.provenance), "format": chosen.name, SOURCE: origin}

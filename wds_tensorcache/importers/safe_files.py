@@ -25,16 +25,17 @@ from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Layout, StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_bytes, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.source_folder import POOL, SourceFolder
+from wds_tensorcache.importers.source_folder import POOL, RECYCLED, SourceFolder
 from wds_tensorcache.integrations import arrays
 from wds_tensorcache.integrations.arrays import ZIP, check_content, gunzip, parse_npy, parse_npz, view_content
 from wds_tensorcache.integrations.pickles import OLD_TORCH, decode_pickle, load_pth
 from wds_tensorcache.shards.expansion import max_expanded
 
 _GZIP, _PICKLE = b"\x1f\x8b", b"\x80"
+_ZIP_HEAD = struct.Struct("<26xHH")  # of a file in a zip, with the lengths of its name and its extra field
+_ALIGNMENT = 64  # of arrays in bytes, enough for every dtype
 _MAPPED = 1 << 28  # longer files of torch are mapped
-_RECYCLED = 1 << 16  # smaller arrays get ordinary memory
-_MAX_SMALL_HEADER = 1 << 14
+_MAX_KEPT_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 
@@ -60,7 +61,9 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
     """
     with naming(name), folder.open(name) as file:
         files = arrays.list_zip(file)
-        raw = folder.view_open(file, name, find_data=_find_first_array)
+        begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
+        # Hazard: some processors copy eight times as slowly into memory that begins 1 to 15 bytes after a page.
+        raw = folder.view_open(file, name, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)
         parsed = parse_npz(raw, files, _find_limit(len(raw), folder.trust), REMEDY, folder.trust)
         return {key: as_tensor(array) for key, array in parsed.items()}
 
@@ -172,14 +175,8 @@ def _find_limit(nbytes: int, trust: bool) -> int:
 
 
 def load_pickle(folder: SourceFolder, name: str) -> Any:
-    """Return the object in a file of `pickle.dump` or `torch.save`, as `parse_pickle` does, and raise its errors."""
-    with naming(name):
-        return parse_pickle(folder.read(name), folder.trust)
-
-
-def parse_pickle(raw: bytes, trust: bool) -> Any:
-    """Return the object that `parse_torch` returns, with tensors in place of arrays, and raise its errors."""
-    return tensors_of(parse_torch(raw, trust))
+    """Return the object that `load_torch` returns, with tensors in place of arrays, and raise its errors."""
+    return tensors_of(load_torch(folder, name))
 
 
 def tensors_of(value: Any) -> Any:
@@ -194,27 +191,26 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
         FormatError: The file is damaged.
     """
     with naming(name):
-        raw = folder.view(name, find_data=lambda head: 8 + int.from_bytes(head[:8], "little"))
+        raw = folder.view(name)
         data_begin = 8 + int.from_bytes(raw[:8], "little")
-        parse = _parse_small_header if data_begin <= _MAX_SMALL_HEADER else _parse_header
-        layout, metadata = parse(bytes(raw[:data_begin]), len(raw))
-        address = np.asarray(raw).ctypes.data
-        tensors = {name: _view_stored(raw, address, tensor) for name, tensor in layout.tensors.items()}
-        return tensors, dict(metadata)
+        layout, metadata = _parse_header(bytes(raw[:data_begin]), len(raw))
+        return {name: _view_stored(raw, tensor) for name, tensor in layout.tensors.items()}, dict(metadata)
 
 
 def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
     """Return the layout in the header of a `.safetensors` file of `nbytes` bytes, and its metadata."""
+    return (_parse_kept_header if len(head) <= _MAX_KEPT_HEADER else _parse_kept_header.__wrapped__)(head, nbytes)
+
+
+@lru_cache(64)  # files whose tensors have equal shapes often have equal headers
+def _parse_kept_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
     layout, _ = parse_header(head, nbytes)
     return layout, json.loads(head[8 : layout.data_begin]).get("__metadata__") or {}
 
 
-_parse_small_header = lru_cache(64)(_parse_header)  # files whose tensors have equal shapes often have equal headers
-
-
-def _view_stored(raw: memoryview, address: int, tensor: StoredTensor) -> torch.Tensor:
+def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
     dtype = _dtype_of(tensor)
-    if (address + tensor.begin) % dtype.itemsize:
+    if tensor.begin % dtype.itemsize:
         return check_tensor(view_tensor(bytearray(raw[tensor.begin : tensor.end]), dtype, tensor.shape))
     return check_tensor(view_tensor(raw, dtype, tensor.shape, tensor.begin))
 
@@ -271,21 +267,15 @@ def as_tensor(array: np.ndarray[Any, Any]) -> Any:
     if array.dtype.hasobject:
         return tensors_of(array.tolist())
     flags, dtype = array.flags, array.dtype.newbyteorder("=")
-    if array.nbytes < _RECYCLED:
+    if array.nbytes < RECYCLED:
         ready = np.empty(array.shape, dtype)
+        ready[...] = array
     elif flags.c_contiguous and flags.aligned and flags.writeable and array.dtype.isnative:
         ready = array
     else:
         ready = POOL.lease(array.nbytes).view(dtype).reshape(array.shape)
-    if ready is not array:
-        np.copyto(ready, array)
+        ready[...] = array
     try:
         return torch.from_numpy(ready)
     except TypeError:
         return ready
-
-
-def _find_first_array(head: bytes) -> int:
-    """Return the position of the elements of the first array in an `.npz` file, from the first bytes of the file."""
-    begin = 30 + int(sum(struct.unpack_from("<HH", head, 26)))
-    return begin + 10 + int.from_bytes(head[begin + 8 : begin + 10], "little")

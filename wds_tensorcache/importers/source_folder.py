@@ -6,7 +6,7 @@ import io
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,12 +19,13 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import SHORTAGES
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
+RECYCLED = 1 << 16  # smaller contents and arrays get ordinary memory
 _MAX_JSON_NBYTES = 1 << 30
-_RECYCLED = 1 << 16  # smaller contents get ordinary memory
-_HEAD_NBYTES = 512
-ALIGNMENT = 64  # of memory in bytes, enough for every dtype
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
-_Find = Callable[[bytes], int]
+
+
+class ShortageError(MemoryError):
+    """Descriptors or memory are too few to read a file, which may be good; not an OSError, which a bad file could raise."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class SourceFolder:
         faults: Faults by relative path: links that lead out of the folder or nowhere, and folders that cannot be read.
         ignored: Files that are never read: pipes, sockets, devices, and what macOS writes next to files.
 
-    All methods that read raise FormatError of the kind "unreadable" if the system cannot open or read a file. If the reason is
-    that descriptors or memory are short, `check_shortage` raises the error, too.
+    All methods that read raise FormatError of the kind "unreadable" if the system cannot open or read a file, and ShortageError
+    if the reason is that descriptors or memory are short.
 
     Raises:
         NotADirectoryError: `path` is not a folder.
@@ -57,7 +58,6 @@ class SourceFolder:
     names: list[str] = field(init=False, default_factory=list)
     faults: dict[str, str] = field(init=False, default_factory=dict)
     ignored: list[str] = field(init=False, default_factory=list)
-    _shortages: list[OSError] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not os.path.isdir(self.path):
@@ -110,7 +110,7 @@ class SourceFolder:
 
     def locate(self, name: str) -> str:
         """Return the path of a listed file."""
-        return os.path.join(self.path, *name.split("/"))
+        return f"{self.path}/{name}"
 
     @contextmanager
     def open(self, name: str) -> Iterator[io.FileIO]:
@@ -122,16 +122,8 @@ class SourceFolder:
                 yield file
         except OSError as exc:
             if exc.errno in SHORTAGES:
-                self._shortages.append(OSError(exc.errno, f"{name}: cannot be read: {exc.strerror}"))
+                raise ShortageError(exc.errno, f"{name}: cannot be read: {exc.strerror}") from exc
             raise FormatError(f"cannot be read: {exc.strerror or exc}", kind="unreadable").at(name) from exc
-
-    def check_shortage(self) -> None:
-        """Raise OSError if a file could not be read because descriptors or memory were short: the file may be good.
-
-        Importers may take a file that cannot be read for a bad one, or for one of another format.
-        """
-        for error in self._shortages:
-            raise error
 
     def read(self, name: str, max_nbytes: int | None = None) -> bytes:
         """Return the content of a listed file; raise FormatError if it has more than `max_nbytes`."""
@@ -156,17 +148,17 @@ class SourceFolder:
         """Return the bytes `[begin, end)` of a listed file; raise FormatError if it ends before."""
         return bytes(self.view(name, begin, end))
 
-    def view(self, name: str, begin: int = 0, end: int | None = None, find_data: _Find | None = None) -> memoryview:
+    def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Return bytes of a listed file, as `view_open` does."""
         with self.open(name) as file:
-            return self.view_open(file, name, begin, end, find_data)
+            return self.view_open(file, name, begin, end)
 
     def view_open(
-        self, file: io.FileIO, name: str, begin: int = 0, end: int | None = None, find_data: _Find | None = None
+        self, file: io.FileIO, name: str, begin: int = 0, end: int | None = None, shift: int = 0
     ) -> memoryview:
         """Return the bytes `[begin, end)` of an open file, by default the whole content, as writable memory.
 
-        `find_data` gets the first 512 bytes of the file, and returns the offset of the byte to align to `ALIGNMENT` in memory.
+        Large contents begin `shift` bytes after the beginning of a page.
 
         Memory: recycled when the last reference to the view is gone.
 
@@ -178,13 +170,7 @@ class SourceFolder:
         if begin < 0 or (end is not None and end > file_nbytes):
             raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
         nbytes = (file_nbytes if end is None else end) - begin
-        if nbytes < _RECYCLED:
-            memory = np.empty(nbytes, np.uint8).data
-        else:
-            shift = 0 if find_data is None else -find_data(os.pread(fd, _HEAD_NBYTES, 0)) % ALIGNMENT
-            # Some processors copy eight times as slowly if memory begins 1 to 15 bytes after a page of the file does.
-            shift += ALIGNMENT if shift else 0
-            memory = POOL.lease(shift + nbytes)[shift:].data
+        memory = np.empty(nbytes, np.uint8).data if nbytes < RECYCLED else POOL.lease(shift + nbytes)[shift:].data
         position = 0
         while position < nbytes and (count := os.preadv(fd, [memory[position:]], begin + position)):
             position += count

@@ -29,15 +29,15 @@ from itertools import islice
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
-from wds_tensorcache.importers.safe_files import parse_pickle, parse_torch, tensors_of
+from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
 
-_DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "npy", "npz", "ten", "tb"})
-_PICKLES = frozenset({"pyd", "pickle", "pkl"})
+_PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth"})
+_DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
 _NUM_NAMED = 3  # members in a note
 _LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
@@ -172,11 +172,10 @@ def _read(folder: SourceFolder, name: str, extents: dict[str, _Extent]) -> dict[
 
 def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
     kind = _kind(suffix)
-    parse = {"pt": parse_torch, "pth": parse_torch, **dict.fromkeys(_PICKLES, parse_pickle)}.get(kind)
-    if parse is None:
+    if kind not in _PICKLES:
         return _DECODE({"__key__": "", kind: raw})[kind]
     try:
-        return parse(raw, trust)
+        return parse_torch(raw, trust)
     except TensorCacheError as exc:
         raise exc.at(f"member {suffix!r:.100}") from exc
 
