@@ -102,10 +102,10 @@ def test_latents_as_bytes(tmp_path: Path) -> None:
         ({"x": "str"}, {"format": "jsonl"}, "expected mds"),
         ({"x": "str"}, {"version": 1}, "version 2"),
         ({"x": "str"}, {"raw_data": {"basename": "../shard.00000.mds"}}, "is missing"),
-        ({"x": "str"}, {"column_sizes": ["1"]}, "not described as streaming does"),
-        ({"x": "str"}, {"samples": "1"}, "not described as streaming does"),
-        ({"x": "str"}, {"raw_data": None}, "not described as streaming does"),
-        ({"x": "str"}, {"column_names": None}, "not described as streaming does"),
+        ({"x": "str"}, {"column_sizes": ["1"]}, "cannot be opened"),
+        ({"x": "str"}, {"samples": "1"}, "cannot be opened"),
+        ({"x": "str"}, {"raw_data": None}, "cannot be opened"),
+        ({"x": "str"}, {"column_names": None}, "cannot be opened"),
     ],
 )
 def test_indexes_that_are_refused(

@@ -25,11 +25,12 @@ from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Layout, StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_bytes, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.source_folder import POOL, RECYCLED, SourceFolder
+from wds_tensorcache.importers.source_folder import POOL, RECYCLED, ShortageError, SourceFolder
 from wds_tensorcache.integrations import arrays
 from wds_tensorcache.integrations.arrays import ZIP, check_content, gunzip, parse_npy, parse_npz, view_content
 from wds_tensorcache.integrations.pickles import OLD_TORCH, decode_pickle, load_pth
 from wds_tensorcache.shards.expansion import max_expanded
+from wds_tensorcache.storage.system import SHORTAGES
 
 _GZIP, _PICKLE = b"\x1f\x8b", b"\x80"
 _ZIP_HEAD = struct.Struct("<26xHH")  # of a file in a zip, with the lengths of its name and its extra field
@@ -41,7 +42,7 @@ REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Put the name of a file in front of errors; raise FormatError for errors of numpy, zipfile and json."""
+    """Put the name of a file in front of errors; raise FormatError for errors of other packages."""
     try:
         yield
     except MemoryError:
@@ -49,6 +50,8 @@ def naming(name: str) -> Iterator[None]:
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except Exception as exc:
+        if isinstance(exc, OSError) and exc.errno in SHORTAGES:
+            raise ShortageError(exc.errno, f"{name}: {exc.strerror}") from exc
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
 
 

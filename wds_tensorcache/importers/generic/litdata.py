@@ -21,6 +21,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -30,17 +31,16 @@ import torch
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.generic.media import (
-    READING,
     Media,
+    Row,
     extension_of,
     find_indexes,
     import_library,
-    read_json,
-    separate_media,
+    open_indexes,
     split_list,
 )
 from wds_tensorcache.importers.safe_files import REMEDY
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.storage.atomic import write_atomically
 
@@ -62,31 +62,21 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the samples of all indexes."""
-    samples: list[SourceSample] = []
-    bad: dict[str, str] = {}
     formats: dict[str, Any] = {}
-    for index in find_indexes(folder, "chunks"):
-        start = index.removesuffix("index.json")
-        try:
-            content = read_json(folder, index)
-            _check_config(content["config"], folder.trust)
-            names = [start + chunk["filename"] for chunk in content["chunks"]]
-            for name, chunk in zip(names, content["chunks"], strict=True):
-                _check_chunk(folder, start, name, chunk["chunk_bytes"], content["config"].get("compression"))
-            counts = [operator.index(chunk["chunk_size"]) for chunk in content["chunks"]]
-            dataset = _open_dataset(folder, names, content)
-            formats[start.rstrip("/")] = content["config"]["data_format"]
-        except (FormatError, OSError) as exc:
-            bad[index] = str(exc)
-            continue
-        except (ImportError, MemoryError):
-            raise
-        except Exception as exc:  # hostile files may have any values
-            bad[index] = f"is not an index of litdata, or a chunk is damaged: {exc!r:.200}"
-            continue
+
+    def open_index(index: str, start: str) -> Iterator[Row]:
+        content = folder.read_json(index)
+        _check_config(content["config"], folder.trust)
+        names = [start + chunk["filename"] for chunk in content["chunks"]]
+        for name, chunk in zip(names, content["chunks"], strict=True):
+            _check_chunk(folder, start, name, chunk["chunk_bytes"], content["config"].get("compression"))
+        counts = [operator.index(chunk["chunk_size"]) for chunk in content["chunks"]]
+        dataset = _open_dataset(folder, names, content)
+        formats[start.rstrip("/")] = content["config"]["data_format"]
         for at, name in enumerate(chain.from_iterable(map(repeat, names, counts))):
-            samples.append(SourceSample(f"{start}{at:08d}", (name, index), partial(_load, dataset, at, name)))
+            yield name, partial(_read, dataset, at)
+
+    samples, bad = open_indexes(folder, find_indexes(folder, "chunks"), open_index)
     return Source(samples, {"data_format": next(iter(formats.values())) if len(formats) == 1 else formats}, bad)
 
 
@@ -179,17 +169,9 @@ def _remove(path: str, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _load(dataset: Any, at: int, name: str) -> Loaded:
-    try:
-        with READING:
-            # Hazard: litdata's tensors alias a map of the file, which it closes
-            return separate_media(rebuild(dataset[at], torch.clone, torch.Tensor))
-    except FormatError as exc:
-        raise exc.at(name) from exc
-    except Exception as exc:
-        if isinstance(exc, OSError) and exc.errno is not None:  # litdata raises OSError without a number for damage
-            raise
-        raise FormatError(f"litdata cannot decode it: {exc!r:.200}").at(name) from exc
+def _read(dataset: Any, at: int) -> Any:
+    # Hazard: litdata's tensors alias a map of the file, which it closes
+    return rebuild(dataset[at], torch.clone, torch.Tensor)
 
 
 FORMAT = Format(

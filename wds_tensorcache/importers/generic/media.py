@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import as_tensor
-from wds_tensorcache.importers.source import Loaded
+from wds_tensorcache.importers.safe_files import as_tensor, naming
+from wds_tensorcache.importers.source import Loaded, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
-READING = Lock()  # datasets of other libraries may have state, so one thread at a time reads them
-_MAX_INDEX_NBYTES = 1 << 28
+Row = tuple[str, Callable[[], Any]]  # the file of a sample, and the function that reads it
+
+_READING = Lock()  # datasets of other libraries may have state, so one thread at a time reads them
 _NUM_PROBED = 4096  # bytes of an index in which to look for the list of chunks
 _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
@@ -51,19 +52,36 @@ def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
                     yield name
 
 
-def read_json(folder: SourceFolder, name: str) -> dict[str, Any]:
-    """Return the dict in a JSON file.
+def open_indexes(
+    folder: SourceFolder, indexes: Iterable[str], open_index: Callable[[str, str], Iterable[Row]]
+) -> tuple[list[SourceSample], dict[str, str]]:
+    """Return the samples of all indexes, named by their positions after the path of the index, and the bad indexes.
 
-    Raises:
-        FormatError: The file is damaged, is nested too deeply, or contains something else.
+    Args:
+        open_index: Function from an index and the path of its folder, `""` or with a slash at its end, to the samples.
     """
-    try:
-        content = json.loads(folder.read_text(name, _MAX_INDEX_NBYTES))
-    except (json.JSONDecodeError, RecursionError) as exc:
-        raise FormatError(f"is not JSON: {exc!r:.200}").at(name) from exc
-    if not isinstance(content, dict):
-        raise FormatError(f"contains {type(content).__name__}, expected a dict").at(name)
-    return content
+    samples: list[SourceSample] = []
+    bad: dict[str, str] = {}
+    for index in indexes:
+        start = index[: index.rfind("/") + 1]
+        try:
+            rows = list(open_index(index, start))
+        except (FormatError, OSError) as exc:
+            bad[index] = str(exc)
+        except (ImportError, MemoryError):
+            raise
+        except Exception as exc:  # hostile files may have any values
+            bad[index] = f"cannot be opened: {exc!r:.300}"
+        else:
+            for at, (file, read) in enumerate(rows):
+                load = partial(_load, file, read)
+                samples.append(SourceSample(f"{start}{at:08d}", (file, index), load))
+    return samples, bad
+
+
+def _load(file: str, read: Callable[[], Any]) -> Loaded:
+    with naming(file), _READING:
+        return separate_media(read())
 
 
 @dataclass(frozen=True, slots=True)
