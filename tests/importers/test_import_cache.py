@@ -252,7 +252,7 @@ def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], message: str) 
 def test_folders_without_samples(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("hello")
-    with pytest.raises(ValueError, match="none of its 1 files belongs to a known format"):
+    with pytest.raises(ValueError, match="in: 1 file, none of a known format"):
         tc.import_cache(tmp_path / "in", tmp_path / "out")
     with pytest.raises(ValueError, match="has no samples of the format 'files'"):
         tc.import_cache(tmp_path / "in", tmp_path / "out", format="files")

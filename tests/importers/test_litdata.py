@@ -139,9 +139,7 @@ def test_bad_samples_and_chunks(tmp_path: Path) -> None:
     skipped = {each.name: each.what for each in report.skipped}
     assert "chunk-0-0.bin: is missing" in skipped.pop("missing/index.json")
     assert "damaged/index.json" in skipped
-    assert all(
-        "cannot be decoded" in skipped[f"{name}/00000000"] for name in ("tensor", "no_header_numpy", "str")
-    )
+    assert all("cannot be decoded" in skipped[f"{name}/00000000"] for name in ("tensor", "no_header_numpy", "str"))
 
 
 @pytest.mark.long

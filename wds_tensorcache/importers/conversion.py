@@ -52,11 +52,11 @@ def plan_shards(
 ) -> list[Sequence[int]]:
     """Divide samples into shards by the sizes of their files; the number of workers does not count."""
     shared = Counter(file for index in indexes for file in samples[index].files)
-    sizes = dict.fromkeys(shared, 0.0)
+    sizes: dict[str, float] = {}
     for file, count in shared.items():
         with suppress(OSError):  # reading the sample reports it
             sizes[file] = os.path.getsize(folder.locate(file)) / count
-    nbytes = [sum(map(sizes.__getitem__, samples[index].files)) for index in indexes]
+    nbytes = [sum(sizes.get(file, 0) for file in samples[index].files) for index in indexes]
     num_shards = math.ceil(max(len(indexes) / max_samples, sum(nbytes) / max_nbytes, 1))
     if max_samples < math.inf and (len(indexes) >= _MANY_SAMPLES or sum(nbytes) >= _MANY_NBYTES):
         num_shards += -num_shards % _NUM_SHARDS
@@ -72,13 +72,16 @@ def plan_shards(
 
 @dataclass(slots=True)
 class Written:
-    """What was written into a shard."""
+    """Counts of a shard that was written.
 
-    counts: Counter[str] = field(
-        default_factory=Counter
-    )  # attributes of `ImportReport`, "probed" and "narrowable" bytes
+    Attributes:
+        counts: Attributes of `ImportReport`, and "probed" and "narrowable" bytes.
+        skipped: Samples that were left out.
+        forms: For each set of entries and members, how many samples have it, and the name of the first of these.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
-    # for each set of entries and members, how many samples have it, and the name of the first of these
     forms: dict[frozenset[str], tuple[int, str]] = field(default_factory=dict)
 
 
@@ -95,9 +98,8 @@ class Conversion:
     trim: dict[str, str]
     drop_padding: bool
     _probed: set[int] = field(default_factory=set)
-    _shared: Any = (
-        None  # memory of all workers: whether the import is over, then the number of samples done of each shard
-    )
+    # memory of all workers: whether the import is over, then the number of samples done of each shard
+    _shared: Any = None
 
     def write_all(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,9 +115,7 @@ class SourceFolder:
     def open(self, name: str) -> Iterator[io.FileIO]:
         """Open a listed file; an error of the system inside the `with` block becomes a FormatError of the kind "unreadable"."""
         try:
-            with io.FileIO(self.locate(name), opener=_open_at_once) as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise FormatError("is not an ordinary file").at(name)
+            with io.FileIO(self.locate(name)) as file:
                 yield file
         except OSError as exc:
             if exc.errno in SHORTAGES:
@@ -177,8 +174,3 @@ class SourceFolder:
         if position < nbytes:
             raise FormatError("the file was cut short while it was read").at(name)
         return memory
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. Hazard: it may have become a FIFO, and opening it would wait for a process that writes to it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

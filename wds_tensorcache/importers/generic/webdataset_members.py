@@ -28,7 +28,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
+from wds_tensorcache.errors import FormatError, TensorCacheError, format_count, list_names
 from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
@@ -112,8 +112,8 @@ def _open(folder: SourceFolder) -> Source:
     doubles = [key for key, count in Counter(key for _, key, _ in found).items() if count > 1]
     notes = _note_stems([(key, members) for _, key, members in found])
     if doubles:
-        what = f"{len(doubles):,} keys occur in several tars, for example {list_names(doubles[:_NUM_NAMED])}"
-        notes.append(f"{what}, so all keys begin with the path of their tar")
+        listed = f"{format_count(len(doubles), 'key')}, for example {list_names(doubles[:_NUM_NAMED])}"
+        notes.append(f"several tars have the same {listed}, so all keys begin with the path of their tar")
     return Source(
         [
             SourceSample(
@@ -137,7 +137,7 @@ def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
     names = [f"{key}.{suffix}" for key, suffixes in islice(doubtful.items(), _NUM_NAMED) for suffix in suffixes]
     first, suffixes = next(iter(doubtful.items()))
     return [
-        f"{len(doubtful):,} samples have members that look like separate samples, for example "
+        f"members that look like separate samples, in {format_count(len(doubtful), 'sample')}: for example "
         f"{list_names(names[:_NUM_NAMED])}: in a WebDataset tar, a key ends at the first dot, so {first!r:.100} has "
         f"{len(suffixes):,} of them; to keep them apart, extract the tars, and import the folder with --format files (format=)"
     ]
