@@ -39,7 +39,7 @@ def test_tars_join_what_follows_the_first_dot(folder: Path, tmp_path: Path) -> N
     assert said.stdout.splitlines()[-1] == "3 samples read, 3 written, 0 skipped"
     (note,) = [line for line in said.stderr.splitlines() if "first dot" in line]
     assert note == (
-        "2 samples have members that look like separate samples, for example '1.0.npy', '1.5.npy', "
+        "members that look like separate samples, in 2 samples: for example '1.0.npy', '1.5.npy', "
         "'Track 2.0 (Clean).npy': in a WebDataset tar, a key ends at the first dot, so '1' has 2 of them; to keep them apart, "
         "extract the tars, and import the folder with --format files (format=)"
     )

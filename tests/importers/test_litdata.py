@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import wds_tensorcache as tc
-from tests.importers.chunked_samples import COUNT, JPEG, PNG, Gadget, litdata_sample, write_litdata
+from tests.importers.chunked_samples import COUNT, JPEG, PNG, litdata_sample, write_litdata
 from tests.importers.damaged import load_damaged
-from tests.importers.folders import imported
+from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 
 

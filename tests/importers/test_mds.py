@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.chunked_samples import COUNT, JPEG, PNG, Gadget, import_streaming, mds_sample, write_mds
+from tests.importers.chunked_samples import COUNT, JPEG, PNG, import_streaming, mds_sample, write_mds
 from tests.importers.damaged import load_damaged
-from tests.importers.folders import imported
+from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, format_count, unknown_name
+from wds_tensorcache.errors import FormatError, TensorCacheError, unknown_name
 from wds_tensorcache.importers.generic import (
     file_folder,
     hf_datasets,
@@ -81,7 +81,7 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
             "samples and those of other caches into one cache, and `tensorcache reshard` into shards of another length"
         )
     raise ValueError(
-        f"{folder.path}: {format_count(len(folder.names), 'file')}, none of a known format; --list-formats lists the formats"
+        f"{folder.path}: no file, of {len(folder.names):,}, belongs to a known format; --list-formats lists the formats"
     )
 
 

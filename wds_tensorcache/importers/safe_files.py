@@ -56,12 +56,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
-    """Return the arrays of an `.npz` file by name, as `as_tensor` returns them.
-
-    Raises:
-        FormatError: The file is damaged, contains other files than arrays, or pickled objects, or expands too much. A trusted
-            file may expand, and contain objects, which are unpickled.
-    """
+    """Return the arrays of an `.npz` file by name, as by `as_tensor`; unpickle objects only in trusted files."""
     with naming(name), folder.open(name) as file:
         files = arrays.list_zip(file)
         begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
@@ -72,32 +67,18 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
 
 
 def list_npz(folder: SourceFolder, name: str) -> list[str]:
-    """Return the names of the arrays in an `.npz` file, in the order of the file. No array is read.
-
-    Raises:
-        FormatError: The list at the end of the file is damaged.
-    """
+    """Return the names of the arrays in an `.npz` file, in the order of the file. No array is read."""
     return [file.filename.removesuffix(".npy") for file in list_zip(folder, name)]
 
 
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
-    """Return the files in a zip, whose list is at its end.
-
-    Raises:
-        FormatError: The list is damaged, or two files have the same name.
-    """
+    """Return the files in a zip; raise FormatError if two have the same name."""
     with naming(name), folder.open(name) as file:
         return list(arrays.list_zip(file).values())
 
 
 def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> memoryview:
-    """Return the content of a stored file in a zip, after a check of its CRC; nothing else of the zip is read.
-
-    Memory: recycled when the last reference to the view is gone.
-
-    Raises:
-        FormatError: The file is compressed, encrypted, cut short or damaged.
-    """
+    """Return the content of a stored file in a zip, after a check of its CRC; nothing else of the zip is read."""
     with naming(name), naming(f"{file.filename!r:.200}"):
         if file.compress_type != zipfile.ZIP_STORED:
             raise FormatError("is compressed, expected a stored file")
@@ -107,22 +88,15 @@ def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> mem
 
 
 def load_npy(folder: SourceFolder, name: str) -> Any:
-    """Return the array in an `.npy` file, as `as_tensor` returns it.
-
-    Raises:
-        FormatError: The file is damaged, or contains pickled objects and is not trusted.
-    """
+    """Return the array in an `.npy` file, as by `as_tensor`; unpickle objects only in a trusted file."""
     with naming(name):
         return as_tensor(parse_npy(folder.view(name), folder.trust))
 
 
 def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
-    """Return the object in a file of `torch.save`, as `parse_torch` does.
+    """Return the object in a file of `torch.save`, as by `parse_torch`.
 
-    Memory: tensors alias the content. It is read when they are used, if `is_mapped` or the file is long; never write to them.
-
-    Raises:
-        UnsafeSkeletonError, FormatError: As `parse_torch`.
+    Memory: tensors alias the content; never write to them. With `is_mapped`, and in a long file, the content is read on use.
     """
     with naming(name), folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -135,17 +109,16 @@ def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
 
 
 def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
-    """Return the object in the content of a file of `torch.save`, with tensors on the CPU; numpy's arrays stay arrays.
+    """Return the object in a file of `torch.save` or `pickle.dump`, with tensors on the CPU; arrays stay arrays.
 
     Args:
-        raw: Content of the file, which may be compressed by gzip; or a pickle.
+        raw: Content of the file, which may be compressed by gzip.
         trust: Read other classes and older formats with `torch.load` or `pickle.loads`, which may run code. Modules become
             their state dicts.
         file: The file itself, if there is one.
 
     Raises:
         UnsafeSkeletonError: The content names other classes than those of tensors, arrays and plain values.
-        FormatError: The content is damaged, has another format, or expands too much.
     """
     limit = _find_limit(len(raw), trust)
     if raw[:2] == _GZIP:
@@ -178,7 +151,7 @@ def _find_limit(nbytes: int, trust: bool) -> int:
 
 
 def load_pickle(folder: SourceFolder, name: str) -> Any:
-    """Return the object that `load_torch` returns, with tensors in place of arrays, and raise its errors."""
+    """Return the object that `load_torch` returns, with tensors in place of arrays."""
     return tensors_of(load_torch(folder, name))
 
 
@@ -188,11 +161,7 @@ def tensors_of(value: Any) -> Any:
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a `.safetensors` file, in the order of its header, and its metadata.
-
-    Raises:
-        FormatError: The file is damaged.
-    """
+    """Return the tensors of a `.safetensors` file, in the order of its header, and its metadata."""
     with naming(name):
         raw = folder.view(name)
         data_begin = 8 + int.from_bytes(raw[:8], "little")
@@ -201,7 +170,7 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
 
 
 def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
-    """Return the layout in the header of a `.safetensors` file of `nbytes` bytes, and its metadata."""
+    """Return the tensors in the header of a `.safetensors` file of `nbytes` bytes, and its metadata."""
     return (_parse_kept_header if len(head) <= _MAX_KEPT_HEADER else _parse_kept_header.__wrapped__)(head, nbytes)
 
 
@@ -219,7 +188,6 @@ def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
 
 
 def _dtype_of(tensor: StoredTensor) -> torch.dtype:
-    """Return the dtype of a tensor in a `.safetensors` file; raise FormatError if the installed torch does not have it."""
     dtype = getattr(torch, STORED[tensor.dtype][1], None)
     if dtype is None:
         raise FormatError(f"{tensor.dtype} needs a newer release of torch")
@@ -233,11 +201,7 @@ def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str],
 
 
 def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of a `.safetensors` file by name, in the order of their bytes, and its metadata; read only the header.
-
-    Raises:
-        FormatError: The header is damaged.
-    """
+    """Return the descriptions of the tensors of a `.safetensors` file, in the order of their bytes, and its metadata."""
     with naming(name), folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
         begin = file.read(8)
@@ -248,11 +212,7 @@ def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str,
 
 
 def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) -> torch.Tensor:
-    """Return `tensor[row]` of a `.safetensors` file; only its bytes are read.
-
-    Raises:
-        FormatError: The file was cut short, or the tensor has an unknown dtype or an invalid bool.
-    """
+    """Return `tensor[row]` of a `.safetensors` file; only its bytes are read."""
     shape = tensor.shape[1:]
     nbytes = math.prod(shape) * STORED[tensor.dtype][0]
     begin = tensor.begin + row * nbytes

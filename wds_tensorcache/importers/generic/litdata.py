@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ from wds_tensorcache.importers.generic.media import (
 from wds_tensorcache.importers.safe_files import REMEDY
 from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.storage.atomic import write_atomically
 
 _PACKAGE = "litdata>=0.2.76"
 _PLAIN = frozenset(
@@ -149,7 +149,7 @@ def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any
             target = os.path.join(path, name.rpartition("/")[2])
             if is_whole:
                 expand = import_library("litdata.streaming.compression", _PACKAGE)._COMPRESSORS[codec].decompress
-                write_atomically(target, [expand(folder.read(name))], fsync=False)
+                Path(target).write_bytes(expand(folder.read(name)))
             else:
                 os.symlink(os.path.abspath(folder.locate(name)), target)
         if is_whole:
@@ -160,13 +160,8 @@ def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any
     except BaseException:
         shutil.rmtree(path)
         raise
-    weakref.finalize(dataset, _remove, path, os.getpid())
+    weakref.finalize(dataset, shutil.rmtree, path, ignore_errors=True)
     return dataset
-
-
-def _remove(path: str, owner: int) -> None:
-    if os.getpid() == owner:  # not in forked children
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _read(dataset: Any, at: int) -> Any:
