@@ -34,7 +34,8 @@ def test_files_of_one_stem_are_joined(folder: Path, tmp_path: Path) -> None:
         (folder / f"{name}.pkl").write_bytes(pickle.dumps([np.ones(2), "a cat"]))
     found, report = imported(folder, tmp_path / "out")
     assert list(found) == ["a", "deep/er/b.v2"]
-    assert report.unused == []
+    assert (report.ok, report.unused) == (True, [])
+    assert report.fingerprint == {"format": "files", "source": str(folder)} == tc.open(tmp_path / "out").fingerprint
     for value in found.values():
         assert set(value) == {"npy", "npz", "pt", "safetensors", "pkl"}
         assert_same(torch.arange(3), value["npy"])

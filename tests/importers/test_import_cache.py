@@ -21,12 +21,11 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of
 from tests.importers.folders import Gadget, imported, write_tar
-from tests.same import assert_same
 
 
-def write_files(folder: Path, count: int = 6) -> dict[str, Any]:
-    """Write files of each kind with one sample each; return the samples by name."""
-    samples: dict[str, Any] = {}
+def write_files(folder: Path, count: int = 6) -> list[str]:
+    """Write files of each kind with one sample each; return the names of the samples."""
+    names = []
     for i in range(count):
         arrays = {"latent": torch.randn(4, 3 + i), "size": torch.tensor([i, 7])}
         name = f"sub dir/photo ({i}).v2"
@@ -40,22 +39,8 @@ def write_files(folder: Path, count: int = 6) -> dict[str, Any]:
             safetensors.torch.save_file(arrays, path)
         else:
             torch.save(arrays, path)
-        samples[name] = arrays["latent"] if path.suffix == ".npy" else arrays
-    return samples
-
-
-def test_every_file_is_a_sample(tmp_path: Path) -> None:
-    expected = write_files(tmp_path / "in")
-    found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, dict):  # safetensors orders tensors by their dtypes
-            assert found[name].keys() == value.keys()
-            value = {key: value[key] for key in found[name]}
-        assert_same(value, found[name])
-    assert report.ok
-    assert report.fingerprint == {"format": "files", "source": str(tmp_path / "in")}
-    assert tc.open(tmp_path / "out").fingerprint == report.fingerprint
+        names.append(name)
+    return sorted(names)
 
 
 def bomb() -> bytes:
@@ -136,7 +121,7 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str, monk
         tc.import_cache("in", "stopped")
     assert f"more/{name}" in str(caught.value)
     found, report = imported(Path("in"), Path("out"), on_error="skip")
-    assert found.keys() == expected.keys()
+    assert sorted(found) == expected
     assert (report.num_read, report.num_written, report.num_skipped) == (7, 6, 1)
     (skipped,) = report.skipped
     assert skipped.files == (f"more/{name}",)
@@ -154,7 +139,7 @@ def test_values_that_are_nested_deeply(tmp_path: Path) -> None:
         npz_with("archive/data.pkl", content=b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".")
     )
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert expected.keys() <= found.keys()
+    assert set(expected) <= found.keys()
     assert {each.name for each in report.skipped} | found.keys() == {*expected, "deep", "deeper"}
 
 

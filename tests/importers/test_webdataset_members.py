@@ -81,6 +81,29 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
     assert_same([members["pth"], torch.ones(4)], [found["k"]["pth"], found["k"]["pt"]])
 
 
+def test_names_with_dots(tmp_path: Path) -> None:
+    """A key ends at the first dot, so files become one sample; the import says so, and how to keep them apart."""
+    names = ["1.0", "1.5", "Track 2.0 (Clean)", "Track 2.0 (Dirty)", "plain"]
+    write_tar(tmp_path / "in" / "a.tar", {f"{name}.npy": np.array(number) for number, name in enumerate(names)})
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.notes == [
+        "members that look like separate samples, in 2 samples: for example '1.0.npy', '1.5.npy', "
+        "'Track 2.0 (Clean).npy': in a WebDataset tar, a key ends at the first dot, so '1' has 2 of them; to keep them apart, "
+        "extract the tars, and import the folder with --format files (format=)"
+    ]
+    assert list(found) == ["1", "Track 2", "plain"]
+    assert list(found["1"]) == ["0", "5"]
+
+
+@pytest.mark.parametrize(
+    "names", [["a.latent", "a.text", "b.latent", "b.text"], ["a", "b"], ["0001.latent", "0002.latent"]]
+)
+def test_members_by_name_have_no_note(tmp_path: Path, names: list[str]) -> None:
+    texts = {f"{name.partition('.')[0]}.json": b"{}" for name in names}
+    write_tar(tmp_path / "in" / "a.tar", {f"{name}.npy": np.ones(2) for name in names} | texts)
+    assert tc.import_cache(tmp_path / "in", tmp_path / "out").notes == []
+
+
 def test_equal_keys_in_several_tars(tmp_path: Path) -> None:
     for number in range(2):
         write(tmp_path / "in" / f"s{number}.tar", {"k": {"npy": np.full(3, number)}})
