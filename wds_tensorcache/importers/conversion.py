@@ -1,4 +1,4 @@
-"""Convert the samples of a source, and write them: each worker writes whole shards, which are planned before."""
+"""Convert the samples of a source, and write them into shards. Each worker writes whole shards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan_shards(
     max_samples: float = math.inf,
     max_nbytes: float = math.inf,
 ) -> list[Sequence[int]]:
-    """Divide samples into shards by the sizes of their files; the number of workers does not count."""
+    """Divide samples into shards by their number and the sizes of their files."""
     shared = Counter(file for index in indexes for file in samples[index].files)
     sizes: dict[str, float] = {}
     for file, count in shared.items():
@@ -194,7 +194,7 @@ class Conversion:
         written.forms[form] = number + 1, first
 
     def _convert(self, sample: SourceSample, index: int) -> tuple[Loaded, Counter[str]]:
-        """Read a sample, trim and narrow its tensors; return it, and the bytes that each saves."""
+        """Read, trim and narrow a sample; return it, and the counts of saved bytes."""
         try:
             loaded = sample.load()
         except (TensorCacheError, ImportError, MemoryError, OSError, RecursionError):
@@ -221,7 +221,7 @@ class Conversion:
 
 
 def _is_fork_safe() -> bool:
-    """Return whether a forked child may run torch, and ends with this process.
+    """Return whether a forked child can use torch, and ends with its parent.
 
     Hazard: another thread may hold a lock, which the child would have forever. CUDA and Arrow do not work after a fork.
     """

@@ -57,23 +57,24 @@ def import_cache(
             the files, and the options that change samples.
         narrow: Store each float32 tensor as bfloat16 or float16 if no bit of any number is lost.
         trim: Name of the mask by name of the tensor. Rows of the tensor after the last true element of its mask are not stored.
-        drop_padding: Trim rows even if their elements are not all equal, so that padding cannot restore them.
+        drop_padding: Trim rows even if they are not zero, so that padding with zeros cannot restore them.
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
         num_workers: Number of processes that read and convert files; each writes whole shards. Threads are used instead if a
             fork is not safe: on other systems than Linux, in a process with several threads or with CUDA, for few samples, and
             if `out` is a url.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
-        max_samples: Maximum number of samples in a shard. From 128 samples or 64 MiB on, they are divided into four equal
-            shards, or eight, twelve, …, so that all workers have work.
-        max_nbytes: Maximum length of a shard, about: the files count as long as they are before they are converted.
+        max_samples: Maximum number of samples in a shard. From 128 samples or 64 MiB on, the number of shards is a multiple of
+            four, and they have equal numbers of samples, so that all workers have work.
+        max_nbytes: Approximate maximum length of a shard in bytes. The lengths of the files before the conversion count.
         progress: As for `tc.build`.
 
     Returns:
         The counts, and every sample or file that was skipped.
 
     Raises:
-        ValueError: The format is unknown or cannot be chosen; the folder has no samples; or two samples have one name.
+        ValueError: An option has a wrong value, the format is unknown or cannot be chosen, the folder has no samples, or two
+            samples have the same name.
         FormatError: A file is bad, and `on_error` is "stop"; or all files are bad.
         OSError: A file cannot be read, and `on_error` is "stop"; or a shard cannot be written.
         ImportError: The format needs another package, which is not installed; the message has the command that installs it.
@@ -131,7 +132,7 @@ def import_cache(
 
 
 def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | list[str]]:
-    """Open a source; return what its fingerprint has of it, too."""
+    """Open a source; return it, and its entry in the fingerprint."""
     texts = list(iterate_texts(source))
     origin = [os.path.abspath(text) for text in texts]
     if len(texts) == 1 and os.path.isdir(texts[0]):
@@ -166,7 +167,7 @@ def _missing_shards(
 
 
 def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
-    """Add what was written into each shard to a report."""
+    """Add the counts of the written shards to a report."""
     counts = sum((part.counts for part in parts), Counter[str]())
     report.skipped += [skipped for part in parts for skipped in part.skipped]
     probed, narrowable = counts.pop("probed", 0), counts.pop("narrowable", 0)
@@ -182,7 +183,7 @@ def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
 
 
 def _changed(samples: Sequence[SourceSample], folder: SourceFolder, shards: Collection[str]) -> list[str]:
-    """Return the names of the samples that have a file which was changed after the last shard was written."""
+    """Return the names of samples with files that changed after the last shard was written."""
     if not shards or any(map(is_url, shards)):
         return []
     written_ns = max(os.stat(path).st_ctime_ns for path in shards)
@@ -212,7 +213,7 @@ def _finite(value: Any) -> Any:
 
 
 def _keys_of(source: Source, folder: SourceFolder, name: str) -> list[str]:
-    """Return the keys of all samples; keys with a hash have the name, too."""
+    """Return the keys of all samples; a key with a hash also has the name."""
     if not source.samples:
         what = f"{folder.path} has no samples of the format {name!r}"
         if source.bad:

@@ -1,4 +1,4 @@
-"""Files of numpy, torch and safetensors as tensors. No pickle runs, and a small file never takes much memory."""
+"""Read files of numpy, torch and safetensors as tensors. Unless trusted, they run no pickle, and take little memory."""
 
 from __future__ import annotations
 

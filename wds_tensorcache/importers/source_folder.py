@@ -1,4 +1,4 @@
-"""The files of a folder to import: listed without following links out of it, and read without running anything."""
+"""The files of a folder to import. Links out of the folder are not followed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the sam
 
 
 class ShortageError(MemoryError):
-    """Descriptors or memory are too few to read a file, which may be good; not an OSError, which a bad file could raise."""
+    """Too few descriptors or too little memory to read a file. Not an OSError: handlers of bad files must not catch it."""
 
 
 @dataclass(frozen=True)
 class SourceFolder:
     """The ordinary files in a folder and its subfolders.
 
-    A symbolic link to a file inside the folder is followed, and so is one to a blob of the same repository in the cache of the
-    Hugging Face Hub. A link to a folder inside it is not, because the files of that folder are listed there.
+    Symbolic links to files inside the folder are followed. In the cache of the Hugging Face Hub, so are links to blobs of the
+    same repository. Links to folders are not followed.
 
     Args:
         path: The folder.
-        trust: The user trusts the files: pickles and files of `torch.save` may name any class, and then run code.
+        trust: Pickles and files of `torch.save` may name any class, and run code.
         files: Relative paths of the only files to import; None for all.
 
     Attributes:
@@ -44,11 +44,10 @@ class SourceFolder:
         faults: Faults by relative path: links that lead out of the folder or nowhere, and folders that cannot be read.
         ignored: Files that are never read: pipes, sockets, devices, and what macOS writes next to files.
 
-    All methods that read raise FormatError of the kind "unreadable" if the system cannot open or read a file, and ShortageError
-    if the reason is that descriptors or memory are short.
-
     Raises:
         NotADirectoryError: `path` is not a folder.
+        FormatError: A file cannot be read, in all methods that read.
+        ShortageError: Descriptors or memory are short, in all methods that read.
     """
 
     path: str
@@ -113,7 +112,7 @@ class SourceFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[io.FileIO]:
-        """Open a listed file; an error of the system inside the `with` block becomes a FormatError of the kind "unreadable"."""
+        """Open a listed file; an OSError in the `with` block becomes a FormatError of the kind "unreadable"."""
         try:
             with io.FileIO(self.locate(name)) as file:
                 yield file
@@ -138,7 +137,7 @@ class SourceFolder:
             raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
 
     def read_json(self, name: str, names_nan: bool = False) -> Any:
-        """Return the JSON in a listed file; `names_nan`: NaN, which a fingerprint cannot have, as text."""
+        """Return the JSON in a listed file; with `names_nan`, NaN and infinities become texts."""
         return json.loads(self.read_text(name, _MAX_JSON_NBYTES), parse_constant=str if names_nan else None)
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
@@ -146,7 +145,7 @@ class SourceFolder:
         return bytes(self.view(name, begin, end))
 
     def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """Return bytes of a listed file, as `view_open` does."""
+        """Return bytes of a listed file, as by `view_open`."""
         with self.open(name) as file:
             return self.view_open(file, name, begin, end)
 
@@ -160,7 +159,7 @@ class SourceFolder:
         Memory: recycled when the last reference to the view is gone.
 
         Raises:
-            FormatError: The file ends before byte `end`, or was changed while it was read.
+            FormatError: The file ends before byte `end`, or was truncated during the read.
         """
         fd = file.fileno()
         file_nbytes = os.fstat(fd).st_size

@@ -110,7 +110,7 @@ def _check_chunk(folder: SourceFolder, start: str, name: str, nbytes: int, codec
 
 
 class _Member:
-    """What litdata calls in place of its serializer, which would decode the media."""
+    """A serializer for litdata that leaves media encoded."""
 
     def __init__(self, kind: str) -> None:
         self._default, self._named = _MEDIA[kind], ""

@@ -1,4 +1,4 @@
-"""Values that other libraries return, as tensors, plain values and members for encoded media."""
+"""Samples of other libraries, converted to tensors, plain values and members."""
 
 from __future__ import annotations
 
@@ -55,10 +55,13 @@ def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
 def open_indexes(
     folder: SourceFolder, indexes: Iterable[str], open_index: Callable[[str, str], Iterable[Row]]
 ) -> tuple[list[SourceSample], dict[str, str]]:
-    """Return the samples of all indexes, named by their positions after the path of the index, and the bad indexes.
+    """Return the samples of all indexes, and the bad indexes with their faults.
+
+    A sample is named by the folder of its index, and by its position in it.
 
     Args:
-        open_index: Function from an index and the path of its folder, `""` or with a slash at its end, to the samples.
+        open_index: Function that returns the samples of an index. Its arguments are the paths of the index and of its folder,
+            which is empty or ends with a slash.
     """
     samples: list[SourceSample] = []
     bad: dict[str, str] = {}
@@ -100,8 +103,8 @@ class Media:
 def separate_media(value: Any) -> Loaded:
     """Return a sample with tensors in place of arrays, pixels and bytes. Media become members, named by their paths.
 
-    The names are such as `image.jpg` and `frames.0.jpg`, with `_` in place of all characters but ASCII letters, digits, `.` and
-    `-`. Dicts lose the entries with media or with a list of media alone. Other lists and tuples have None in place of media.
+    A name, such as `image.jpg` or `frames.0.jpg`, has `_` in place of all characters but ASCII letters, digits, `.` and `-`.
+    Entries of dicts that are media, or lists of media, are left out. Other lists and tuples have None in place of media.
 
     Raises:
         FormatError: Two media have the same name.
@@ -112,7 +115,7 @@ def separate_media(value: Any) -> Loaded:
 
 
 def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
-    """Return the value without media, and a `Media` if it has nothing else."""
+    """Return a value without its media; a `Media` if it has nothing else."""
     if isinstance(value, Media):
         # readers of tars need such names, which must not begin with "_"
         name = re.sub(r"[^A-Za-z0-9.-]", "_", f"{path}.{value.extension}").lstrip("._")
@@ -145,7 +148,7 @@ def extension_of(content: bytes, name: str, default: str) -> str:
 
 
 def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:
-    """Return the media of a list that is stored as its length, the lengths of the items, and the items.
+    """Return the media of a list, stored as its length, the lengths of the items, and the items.
 
     Raises:
         FormatError: The lengths do not match.

@@ -10,9 +10,8 @@ two tars have a key in common, all keys begin with the path of the tar. The memb
 The key of a member ends at the first dot, as in webdataset: `1.0.npy` and `1.5.npy` are the members `0.npy` and `5.npy` of one
 sample, `1`. The report has a note about members whose names begin with a digit or contain a space before the suffix.
 
-All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. So are pickles
-with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted; and `.pt` and `.pth` members
-with more than tensors and plain values, where arrays count as more.
+All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. Unless the files
+are trusted, so are pickles, `.pt` and `.pth` members with more than tensors, arrays of numbers or texts, and plain values.
 
 Symbolic and hard links in a tar are not followed, but reported.
 
@@ -47,7 +46,7 @@ _DECODE = decode(lazy=False)
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Count the tars whose first members include one to decode, and none of our caches."""
+    """Count the tars with a member to decode, and no cache, among their first members."""
     heads = [_first_suffixes(folder, name) for name in folder.by_suffix.get(".tar", ())]
     return sum(
         any(_kind(suffix) in _DECODED for suffix in head)
@@ -57,7 +56,7 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def find_shard(folder: SourceFolder) -> str | None:
-    """Return the relative path of a tar that is a shard of a cache already; None if there is none."""
+    """Return the relative path of a tar that is a shard of a cache, or None."""
     for name in folder.by_suffix.get(".tar", ()):
         halves = [half_of(suffix.lower()) for suffix in _first_suffixes(folder, name)]
         if any(half is not None and half.is_skeleton for half in halves):
@@ -66,7 +65,7 @@ def find_shard(folder: SourceFolder) -> str | None:
 
 
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
-    """Return the suffixes of the first members of a tar; none for a damaged tar, whose fault importing it reports."""
+    """Return the suffixes of the first members of a tar; none if it is damaged."""
     try:
         return [_split(member)[1] for member, *_ in islice(_scanner(folder, name), _NUM_PROBED)]
     except (FormatError, OSError):
