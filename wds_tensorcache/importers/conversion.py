@@ -25,13 +25,13 @@ import torch
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.importers.report import Skipped
+from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.shrink import narrow, trim
 from wds_tensorcache.importers.source import Loaded, SourceSample
 from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
 from wds_tensorcache.storage import output
-from wds_tensorcache.storage.system import SHORTAGES
 from wds_tensorcache.writing.writer import ShardWriter
 
 _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
@@ -164,19 +164,16 @@ class Conversion:
     def _write_sample(self, writer: ShardWriter, index: int, written: Written) -> None:
         sample = self.samples[index]
         try:
-            loaded, saved = self._convert(sample, index)
-            key = self.keys[index]
-            if older_key(key) and any(len(f"{key}.{suffix}") > MAX_MEMBER_NBYTES for suffix in loaded.members):
-                key = hashed_key(sample.name)  # at most 80 characters instead of 88, so that the members' names fit
-            packed = writer._pack(key, loaded.value, dict(loaded.members))
-        except (TensorCacheError, OSError, RecursionError) as exc:
-            if isinstance(exc, OSError) and exc.errno in SHORTAGES and not isinstance(exc, TensorCacheError):
-                raise
-            error = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
-            error = error.at(sample.name) if isinstance(error, TensorCacheError) else error
+            with naming(sample.name):
+                loaded, saved = self._convert(sample, index)
+                key = self.keys[index]
+                if older_key(key) and any(len(f"{key}.{suffix}") > MAX_MEMBER_NBYTES for suffix in loaded.members):
+                    key = hashed_key(sample.name)  # at most 80 characters instead of 88, so that the members' names fit
+                packed = writer._pack(key, loaded.value, dict(loaded.members))
+        except TensorCacheError as exc:
             if self.stops:
-                raise error from exc.__cause__
-            written.skipped.append(Skipped(sample.name, sample.files, str(error)))
+                raise
+            written.skipped.append(Skipped(sample.name, sample.files, str(exc)))
             written.counts["num_skipped"] += 1
             return
         except ShortageError as exc:
@@ -195,12 +192,7 @@ class Conversion:
 
     def _convert(self, sample: SourceSample, index: int) -> tuple[Loaded, Counter[str]]:
         """Read, trim and narrow a sample; return it, and the counts of saved bytes."""
-        try:
-            loaded = sample.load()
-        except (TensorCacheError, ImportError, MemoryError, OSError, RecursionError):
-            raise
-        except Exception as exc:  # hostile files may have any values
-            raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+        loaded = sample.load()
         for suffix in loaded.members:
             if suffix == FIELD or suffix.endswith(f".{FIELD}"):
                 raise FormatError(f"member {suffix!r:.100} has a name that is reserved for caches")

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.arguments import as_int
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.conversion import Conversion, Written, plan_shards
 from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
-from wds_tensorcache.importers.source import Format, Source, SourceSample
+from wds_tensorcache.importers.safe_files import naming
+from wds_tensorcache.importers.source import Source, SourceSample
 from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards, iterate_texts
 from wds_tensorcache.shards.fingerprint import SOURCE
@@ -90,7 +91,8 @@ def import_cache(
     folder, origin = _open_folder(source, trust)
     try:
         chosen = choose_format(folder, format)
-        opened = _open(chosen, folder)
+        with naming(folder.path):
+            opened = chosen.open(folder)
     except ShortageError as exc:
         raise OSError(*exc.args) from exc
     samples, bad = opened.samples, {**opened.bad, **folder.faults}
@@ -190,17 +192,6 @@ def _changed(samples: Sequence[SourceSample], folder: SourceFolder, shards: Coll
     files = {file for sample in samples for file in sample.files}
     changed = {file for file in files if os.stat(folder.locate(file)).st_ctime_ns > written_ns}
     return [sample.name for sample in samples if not changed.isdisjoint(sample.files)]
-
-
-def _open(chosen: Format, folder: SourceFolder) -> Source:
-    try:
-        return chosen.open(folder)
-    except (TensorCacheError, ImportError, MemoryError, OSError):
-        raise
-    except Exception as exc:  # hostile files may have any values
-        raise FormatError(
-            f"{folder.path}: the files of the format {chosen.name!r} cannot be read: {exc!r:.300}"
-        ) from exc
 
 
 def _finite(value: Any) -> Any:

@@ -45,14 +45,16 @@ def naming(name: str) -> Iterator[None]:
     """Put the name of a file in front of errors; raise FormatError for errors of other packages."""
     try:
         yield
-    except MemoryError:
+    except (ImportError, MemoryError):
         raise
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except Exception as exc:
         if isinstance(exc, OSError) and exc.errno in SHORTAGES:
             raise ShortageError(exc.errno, f"{name}: {exc.strerror}") from exc
-        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+        is_deep = isinstance(exc, RecursionError)
+        problem = "the values are nested too deeply" if is_deep else f"cannot be decoded: {exc!r:.300}"
+        raise FormatError(problem).at(name) from exc
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
