@@ -95,7 +95,7 @@ def import_cache(
             opened = chosen.open(folder)
     except ShortageError as exc:
         raise OSError(*exc.args) from exc
-    samples, bad = opened.samples, {**opened.bad, **folder.faults}
+    samples, bad = opened.samples, {**opened.bad, **dict(sorted(folder.faults.items()))}
     keys = _keys_of(opened, folder, chosen.name)
     if bad and on_error == "stop":
         name, what = next(iter(bad.items()))

@@ -89,7 +89,6 @@ class SourceFolder:
                 self.faults[prefix[:-1]] = f"is a folder that cannot be read: {exc.strerror or exc}"
         self.names.sort()
         self.ignored.sort()
-        object.__setattr__(self, "faults", dict(sorted(self.faults.items())))
 
     @cached_property
     def by_suffix(self) -> dict[str, list[str]]:
