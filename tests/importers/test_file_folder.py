@@ -54,6 +54,16 @@ def test_all_samples_have_one_structure(folder: Path, tmp_path: Path) -> None:
     assert {name: list(value) for name, value in found.items()} == {"a": ["npy"], "b": ["npy", "pt"]}
 
 
+def test_safetensors_without_alignment(folder: Path, tmp_path: Path) -> None:
+    """As old releases of safetensors wrote them."""
+    header = b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'.ljust(57)
+    (folder / "a.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + np.arange(2, dtype="<f4").tobytes()
+    )
+    found, _ = imported(folder, tmp_path / "out")
+    assert_same({"x": torch.arange(2.0)}, found["a"])
+
+
 def test_texts_become_members(folder: Path, tmp_path: Path) -> None:
     """As stable-audio-tools writes them: `{i}.npy` and `{i}.json`."""
     for name in ("000/1", "000/2"):
