@@ -38,11 +38,6 @@ MDS_COLUMNS = {
 }
 
 
-class Gadget:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch hacked",)
-
-
 def import_streaming() -> Any:
     """Import MosaicML's package without its `__init__`, which needs torchvision, whose builds fit one build of torch."""
     if "streaming" not in sys.modules:

@@ -1,4 +1,4 @@
-"""Damage files of a folder, one after another, and open it with its importer: the result is a sample or a FormatError."""
+"""Damage files of a folder, one after another, and import it: samples are imported, or reported as bad."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import random
 import shutil
 from pathlib import Path
 
-from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.formats import choose_format
-from wds_tensorcache.importers.source_folder import SourceFolder
+import wds_tensorcache as tc
 
 
 def count_errors(folder: Path, name: str) -> tuple[int, int]:
-    """Load all samples with the format `name`; return how many there are, and how many are bad or in bad files."""
-    source = choose_format(SourceFolder(str(folder)), name).open(SourceFolder(str(folder)))
-    num_bad = len(source.bad)
-    for sample in source.samples:
-        try:
-            sample.load()
-        except FormatError:
-            num_bad += 1
-    return len(source.samples), num_bad
+    """Import a folder with the format `name`; return the numbers of samples and of faults."""
+    out = folder.with_name(f"{folder.name} imported")
+    shutil.rmtree(out, ignore_errors=True)
+    try:
+        report = tc.import_cache(folder, out, format=name, on_error="skip", num_workers=1)
+    except tc.FormatError:  # all samples are in bad files
+        return 0, 1
+    return report.num_read, len(report.skipped)
 
 
 def load_damaged(folder: Path, copy: Path, name: str, count: int, seed: int = 0) -> int:
-    """Load `count` damaged copies of a folder; return how many of them had errors, which were all FormatError."""
+    """Load `count` damaged copies of a folder; return how many of them had faults."""
     draw = random.Random(seed)
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     num_bad = 0

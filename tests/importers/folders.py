@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +16,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same, tensor_bytes
-from wds_tensorcache.importers.report import ImportReport
 
 
 class Gadget:
@@ -24,7 +25,21 @@ class Gadget:
         return os.system, ("touch hacked",)
 
 
-def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], ImportReport]:
+def write_tar(path: Path, members: dict[str, Any]) -> None:
+    """Write a tar of members, which are bytes, or arrays for `numpy.save`."""
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            raw = io.BytesIO(content if isinstance(content, bytes) else b"")
+            if not isinstance(content, bytes):
+                np.save(raw, content)
+            member = tarfile.TarInfo(name)
+            member.size = len(raw.getvalue())
+            raw.seek(0)
+            archive.addfile(member, raw)
+
+
+def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Any]:
     """Return the imported samples by their original names, and the report; the cache is intact."""
     report = tc.import_cache(source, out, **options)
     assert tc.verify(out).ok

@@ -34,7 +34,8 @@ def test_files_of_one_stem_are_joined(folder: Path, tmp_path: Path) -> None:
         (folder / f"{name}.pkl").write_bytes(pickle.dumps([np.ones(2), "a cat"]))
     found, report = imported(folder, tmp_path / "out")
     assert list(found) == ["a", "deep/er/b.v2"]
-    assert report.unused == []
+    assert (report.ok, report.unused) == (True, [])
+    assert report.fingerprint == {"format": "files", "source": str(folder)} == tc.open(tmp_path / "out").fingerprint
     for value in found.values():
         assert set(value) == {"npy", "npz", "pt", "safetensors", "pkl"}
         assert_same(torch.arange(3), value["npy"])
@@ -51,6 +52,16 @@ def test_all_samples_have_one_structure(folder: Path, tmp_path: Path) -> None:
     torch.save(torch.ones(3), folder / "b.pt")
     found, _ = imported(folder, tmp_path / "out")
     assert {name: list(value) for name, value in found.items()} == {"a": ["npy"], "b": ["npy", "pt"]}
+
+
+def test_safetensors_without_alignment(folder: Path, tmp_path: Path) -> None:
+    """As old releases of safetensors wrote them."""
+    header = b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'.ljust(57)
+    (folder / "a.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + np.arange(2, dtype="<f4").tobytes()
+    )
+    found, _ = imported(folder, tmp_path / "out")
+    assert_same({"x": torch.arange(2.0)}, found["a"])
 
 
 def test_texts_become_members(folder: Path, tmp_path: Path) -> None:

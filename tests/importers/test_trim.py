@@ -10,7 +10,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.importers.folders import imported
-from wds_tensorcache.importers.report import ImportReport
 
 MASKS = {"text.states": "text.mask"}
 
@@ -23,7 +22,7 @@ def sample(fill: float = 0.0, length: int = 3, rows: int = 8) -> dict[str, Any]:
 
 def trimmed(
     folder: Path, samples: dict[str, Any], masks: dict[str, str] = MASKS, drop_padding: bool = False
-) -> tuple[dict[str, Any], ImportReport]:
+) -> tuple[dict[str, Any], Any]:
     (folder / "in").mkdir(exist_ok=True)
     for name, value in samples.items():
         torch.save(value, folder / "in" / f"{name}.pt")

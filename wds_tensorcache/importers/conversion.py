@@ -1,4 +1,4 @@
-"""Convert the samples of a source, and write them: each worker writes whole shards, which are planned before."""
+"""Convert the samples of a source, and write them into shards. Each worker writes whole shards."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ import torch
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.importers.report import Skipped
+from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.shrink import narrow, trim
 from wds_tensorcache.importers.source import Loaded, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
-from wds_tensorcache.storage.system import SHORTAGES
+from wds_tensorcache.storage import output
 from wds_tensorcache.writing.writer import ShardWriter
 
 _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
 _MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # so many samples or bytes are worth several shards
 _NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
+_LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this one waits for the disk
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
 
@@ -48,13 +50,13 @@ def plan_shards(
     max_samples: float = math.inf,
     max_nbytes: float = math.inf,
 ) -> list[Sequence[int]]:
-    """Divide samples into shards by the sizes of their files; the number of workers does not count."""
+    """Divide samples into shards by their number and the sizes of their files."""
     shared = Counter(file for index in indexes for file in samples[index].files)
-    sizes = dict.fromkeys(shared, 0.0)
+    sizes: dict[str, float] = {}
     for file, count in shared.items():
         with suppress(OSError):  # reading the sample reports it
             sizes[file] = os.path.getsize(folder.locate(file)) / count
-    nbytes = [sum(map(sizes.__getitem__, samples[index].files)) for index in indexes]
+    nbytes = [sum(sizes.get(file, 0) for file in samples[index].files) for index in indexes]
     num_shards = math.ceil(max(len(indexes) / max_samples, sum(nbytes) / max_nbytes, 1))
     if max_samples < math.inf and (len(indexes) >= _MANY_SAMPLES or sum(nbytes) >= _MANY_NBYTES):
         num_shards += -num_shards % _NUM_SHARDS
@@ -70,13 +72,16 @@ def plan_shards(
 
 @dataclass(slots=True)
 class Written:
-    """What was written into a shard."""
+    """Counts of a shard that was written.
 
-    counts: Counter[str] = field(
-        default_factory=Counter
-    )  # attributes of `ImportReport`, "probed" and "narrowable" bytes
+    Attributes:
+        counts: Attributes of `ImportReport`, and "probed" and "narrowable" bytes.
+        skipped: Samples that were left out.
+        forms: For each set of entries and members, how many samples have it, and the name of the first of these.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
-    # for each set of entries and members, how many samples have it, and the name of the first of these
     forms: dict[frozenset[str], tuple[int, str]] = field(default_factory=dict)
 
 
@@ -93,9 +98,8 @@ class Conversion:
     trim: dict[str, str]
     drop_padding: bool
     _probed: set[int] = field(default_factory=set)
-    _shared: Any = (
-        None  # memory of all workers: whether the import is over, then the number of samples done of each shard
-    )
+    # memory of all workers: whether the import is over, then the number of samples done of each shard
+    _shared: Any = None
 
     def write_all(
         self,
@@ -160,25 +164,22 @@ class Conversion:
     def _write_sample(self, writer: ShardWriter, index: int, written: Written) -> None:
         sample = self.samples[index]
         try:
-            loaded, saved = self._convert(sample, index)
-            key = self.keys[index]
-            if older_key(key) and any(len(f"{key}.{suffix}") > MAX_MEMBER_NBYTES for suffix in loaded.members):
-                key = hashed_key(sample.name)  # at most 80 characters instead of 88, so that the members' names fit
-            packed = writer._pack(key, loaded.value, dict(loaded.members))
-        except (TensorCacheError, OSError, RecursionError) as exc:
-            self.folder.check_shortage()
-            if isinstance(exc, OSError) and exc.errno in SHORTAGES and not isinstance(exc, TensorCacheError):
-                raise
-            error = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
-            error = error.at(sample.name) if isinstance(error, TensorCacheError) else error
+            with naming(sample.name):
+                loaded, saved = self._convert(sample, index)
+                key = self.keys[index]
+                if older_key(key) and any(len(f"{key}.{suffix}") > MAX_MEMBER_NBYTES for suffix in loaded.members):
+                    key = hashed_key(sample.name)  # at most 80 characters instead of 88, so that the members' names fit
+                packed = writer._pack(key, loaded.value, dict(loaded.members))
+        except TensorCacheError as exc:
             if self.stops:
-                raise error from exc.__cause__
-            written.skipped.append(Skipped(sample.name, sample.files, str(error)))
+                raise
+            written.skipped.append(Skipped(sample.name, sample.files, str(exc)))
             written.counts["num_skipped"] += 1
             return
+        except ShortageError as exc:
+            raise OSError(*exc.args) from exc
         except MemoryError as exc:
             raise OSError(errno.ENOMEM, f"{sample.name}: not enough memory") from exc
-        self.folder.check_shortage()
         writer._place(packed)
         nbytes = sum(cache.layout.nbytes - cache.layout.data_begin for cache in packed.caches)
         written.counts.update(saved, num_written=1, num_hashed=isinstance(key, NamedKey), nbytes=nbytes)
@@ -190,13 +191,8 @@ class Conversion:
         written.forms[form] = number + 1, first
 
     def _convert(self, sample: SourceSample, index: int) -> tuple[Loaded, Counter[str]]:
-        """Read a sample, trim and narrow its tensors; return it, and the bytes that each saves."""
-        try:
-            loaded = sample.load()
-        except (TensorCacheError, ImportError, MemoryError, OSError, RecursionError):
-            raise
-        except Exception as exc:  # hostile files may have any values
-            raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+        """Read, trim and narrow a sample; return it, and the counts of saved bytes."""
+        loaded = sample.load()
         for suffix in loaded.members:
             if suffix == FIELD or suffix.endswith(f".{FIELD}"):
                 raise FormatError(f"member {suffix!r:.100} has a name that is reserved for caches")
@@ -217,7 +213,7 @@ class Conversion:
 
 
 def _is_fork_safe() -> bool:
-    """Return whether a forked child may run torch, and ends with this process.
+    """Return whether a forked child can use torch, and ends with its parent.
 
     Hazard: another thread may hold a lock, which the child would have forever. CUDA and Arrow do not work after a fork.
     """
@@ -242,6 +238,7 @@ def _begin_worker(conversion: Conversion, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # a collection would copy the pages of all objects
+    output._LARGE_NBYTES = _LARGE_NBYTES
     torch.set_num_threads(1)  # Hazard: the child does not have the threads of OpenMP, and would wait for them
 
 

@@ -81,7 +81,7 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
             "samples and those of other caches into one cache, and `tensorcache reshard` into shards of another length"
         )
     raise ValueError(
-        f"{folder.path}: none of its {len(folder.names):,} files belongs to a known format; --list-formats lists them"
+        f"{folder.path}: no file, of {len(folder.names):,}, belongs to a known format; --list-formats lists the formats"
     )
 
 

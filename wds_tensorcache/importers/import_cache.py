@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from wds_tensorcache.arguments import as_int
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.conversion import Conversion, Written, plan_shards
 from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
-from wds_tensorcache.importers.source import Format, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.safe_files import naming
+from wds_tensorcache.importers.source import Source, SourceSample
+from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards, iterate_texts
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import hashed_key, safe_key
@@ -24,8 +24,6 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
-
-_WAIT_S, _POLL_S = 1.0, 0.02
 
 
 def import_cache(
@@ -60,23 +58,24 @@ def import_cache(
             the files, and the options that change samples.
         narrow: Store each float32 tensor as bfloat16 or float16 if no bit of any number is lost.
         trim: Name of the mask by name of the tensor. Rows of the tensor after the last true element of its mask are not stored.
-        drop_padding: Trim rows even if their elements are not all equal, so that padding cannot restore them.
+        drop_padding: Trim rows even if they are not zero, so that padding with zeros cannot restore them.
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
         num_workers: Number of processes that read and convert files; each writes whole shards. Threads are used instead if a
             fork is not safe: on other systems than Linux, in a process with several threads or with CUDA, for few samples, and
             if `out` is a url.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
-        max_samples: Maximum number of samples in a shard. From 128 samples or 64 MiB on, they are divided into four equal
-            shards, or eight, twelve, …, so that all workers have work.
-        max_nbytes: Maximum length of a shard, about: the files count as long as they are before they are converted.
+        max_samples: Maximum number of samples in a shard. From 128 samples or 64 MiB on, the number of shards is a multiple of
+            four, and they have equal numbers of samples, so that all workers have work.
+        max_nbytes: Approximate maximum length of a shard in bytes. The lengths of the files before the conversion count.
         progress: As for `tc.build`.
 
     Returns:
         The counts, and every sample or file that was skipped.
 
     Raises:
-        ValueError: The format is unknown or cannot be chosen; the folder has no samples; or two samples have one name.
+        ValueError: An option has a wrong value, the format is unknown or cannot be chosen, the folder has no samples, or two
+            samples have the same name.
         FormatError: A file is bad, and `on_error` is "stop"; or all files are bad.
         OSError: A file cannot be read, and `on_error` is "stop"; or a shard cannot be written.
         ImportError: The format needs another package, which is not installed; the message has the command that installs it.
@@ -92,17 +91,22 @@ def import_cache(
     folder, origin = _open_folder(source, trust)
     try:
         chosen = choose_format(folder, format)
-        found = _open(chosen, folder)
-    finally:
-        folder.check_shortage()
-    keys = _keys_of(found, folder, chosen.name)
+        with naming(folder.path):
+            opened = chosen.open(folder)
+    except ShortageError as exc:
+        raise OSError(*exc.args) from exc
+    samples, bad = opened.samples, {**opened.bad, **dict(sorted(folder.faults.items()))}
+    keys = _keys_of(opened, folder, chosen.name)
+    if bad and on_error == "stop":
+        name, what = next(iter(bad.items()))
+        raise FormatError(what).at(name)
     changes: dict[str, Any] = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
-    complete = {**_finite(found.provenance), "format": chosen.name, SOURCE: origin}
+    complete = {**_finite(opened.provenance), "format": chosen.name, SOURCE: origin}
     complete |= {name: value for name, value in changes.items() if value} | dict(fingerprint or {})
-    report = _begin_report(chosen.name, found, folder, complete)
-    if report.skipped and on_error == "stop":
-        first = report.skipped[0]
-        raise FormatError(first.what).at(first.name)
+    report = ImportReport(chosen.name, num_read=len(samples), notes=list(opened.notes), fingerprint=complete)
+    report.skipped = [Skipped(name, (name,), what) for name, what in bad.items()]
+    used = {*opened.metadata_files, *opened.bad}.union(*(sample.files for sample in samples))
+    report.unused = [file for file in folder.names if file not in used] + folder.ignored
     pattern = ShardPattern(os.fsdecode(out))
     if not resume and not is_url(pattern.folder):
         for name in pattern.existing(folder_of(pattern.folder).names()).values():
@@ -111,18 +115,18 @@ def import_cache(
     limits: dict[str, Any] = {"max_samples": max_samples, "max_nbytes": max_nbytes}
 
     # This writer locks the pattern. Each shard has a writer of its own, unless the path means a single shard.
-    with _open_whole(partial(ShardWriter, out, resume=resume, fingerprint=complete, **limits), resume) as whole:
+    with ShardWriter(out, resume=resume, fingerprint=complete, **limits) as whole:
 
         def open_writer(number: int) -> ShardWriter:
             return ShardWriter(pattern.path(number), fingerprint=complete) if pattern.is_numbered else whole
 
-        plan = partial(plan_shards, samples=found.samples, folder=folder, **(limits if pattern.is_numbered else {}))
+        plan = partial(plan_shards, samples=samples, folder=folder, **(limits if pattern.is_numbered else {}))
         shards = _missing_shards(whole, pattern, keys, plan)
-        new = {found.samples[index].name for shard in shards.values() for index in shard}
-        report.num_present = len(keys) - len(new)
-        report.num_gone = len(whole.finished) - report.num_present
-        report.changed = _changed(found.samples, new, folder, whole.finished.indexes)
-        conversion = Conversion(folder, found.samples, keys, on_error == "stop", open_writer, **changes)
+        present = set(range(len(samples))).difference(*shards.values())
+        report.num_present = len(present)
+        report.num_gone = len(whole.finished) - len(present)
+        report.changed = _changed([samples[index] for index in sorted(present)], folder, whole.finished.indexes)
+        conversion = Conversion(folder, samples, keys, on_error == "stop", open_writer, **changes)
         may_fork = not is_url(pattern.folder)  # the client of a store has threads
         parts = conversion.write_all(shards, num_workers, may_fork, progress, report.num_present)
     _complete(report, parts)
@@ -130,7 +134,7 @@ def import_cache(
 
 
 def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | list[str]]:
-    """Open a source; return what its fingerprint has of it, too."""
+    """Open a source; return it, and its entry in the fingerprint."""
     texts = list(iterate_texts(source))
     origin = [os.path.abspath(text) for text in texts]
     if len(texts) == 1 and os.path.isdir(texts[0]):
@@ -139,27 +143,6 @@ def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | l
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     files = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
     return SourceFolder(root, trust, files), origin[0] if len(origin) == 1 else origin
-
-
-def _open_whole(open_writer: Callable[[], ShardWriter], resume: bool) -> ShardWriter:
-    """Open the writer; the workers of an import that was killed just now may hold its locks until they have ended."""
-    end = time.monotonic() + _WAIT_S
-    while True:
-        try:
-            return open_writer()
-        except FileExistsError:
-            if not resume or time.monotonic() > end:
-                raise
-            time.sleep(_POLL_S)
-
-
-def _begin_report(format: str, found: Source, folder: SourceFolder, fingerprint: dict[str, Any]) -> ImportReport:
-    """Return a report with what is known before samples are read."""
-    report = ImportReport(format, num_read=len(found.samples), notes=list(found.notes), fingerprint=fingerprint)
-    report.skipped += [Skipped(name, (name,), what) for name, what in (*found.bad.items(), *folder.faults.items())]
-    used = {file for sample in found.samples for file in sample.files} | found.bad.keys() | set(found.metadata_files)
-    report.unused += [file for file in folder.names if file not in used] + folder.ignored
-    return report
 
 
 def _missing_shards(
@@ -186,7 +169,7 @@ def _missing_shards(
 
 
 def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
-    """Add what was written into each shard to a report."""
+    """Add the counts of the written shards to a report."""
     counts = sum((part.counts for part in parts), Counter[str]())
     report.skipped += [skipped for part in parts for skipped in part.skipped]
     probed, narrowable = counts.pop("probed", 0), counts.pop("narrowable", 0)
@@ -201,30 +184,14 @@ def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
             report.lacking[name] = sum(count for count, _ in without), without[0][1]
 
 
-def _changed(
-    samples: Sequence[SourceSample], new: set[str], folder: SourceFolder, shards: Collection[str]
-) -> list[str]:
-    """Return the names of the samples that are in shards, and have a file that was changed after the last shard."""
+def _changed(samples: Sequence[SourceSample], folder: SourceFolder, shards: Collection[str]) -> list[str]:
+    """Return the names of samples with files that changed after the last shard was written."""
     if not shards or any(map(is_url, shards)):
         return []
     written_ns = max(os.stat(path).st_ctime_ns for path in shards)
-    return [
-        sample.name
-        for sample in samples
-        if sample.name not in new
-        and any(os.stat(folder.locate(file)).st_ctime_ns > written_ns for file in sample.files)
-    ]
-
-
-def _open(chosen: Format, folder: SourceFolder) -> Source:
-    try:
-        return chosen.open(folder)
-    except (TensorCacheError, ImportError, MemoryError, OSError):
-        raise
-    except Exception as exc:  # hostile files may have any values
-        raise FormatError(
-            f"{folder.path}: the files of the format {chosen.name!r} cannot be read: {exc!r:.300}"
-        ) from exc
+    files = {file for sample in samples for file in sample.files}
+    changed = {file for file in files if os.stat(folder.locate(file)).st_ctime_ns > written_ns}
+    return [sample.name for sample in samples if not changed.isdisjoint(sample.files)]
 
 
 def _finite(value: Any) -> Any:
@@ -236,25 +203,22 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _key_of(sample: SourceSample) -> str:
-    """Return the key of a sample, with its name if the key is a hash of the name."""
-    key = safe_key(sample.name)
-    if sample.key is None or sample.key == key:
-        return key
-    key = hashed_key(sample.name)
-    return key if sample.key == key else sample.key
-
-
-def _keys_of(found: Source, folder: SourceFolder, name: str) -> list[str]:
-    """Return the keys of all samples."""
-    if not found.samples:
+def _keys_of(source: Source, folder: SourceFolder, name: str) -> list[str]:
+    """Return the keys of all samples; a key with a hash also has the name."""
+    if not source.samples:
         what = f"{folder.path} has no samples of the format {name!r}"
-        if found.bad:
-            raise FormatError("{}; {}: {}".format(what, *next(iter(found.bad.items()))))
+        if source.bad:
+            raise FormatError("{}; {}: {}".format(what, *next(iter(source.bad.items()))))
         raise ValueError(what)
-    keys = [_key_of(sample) for sample in found.samples]
-    if len(set(keys)) < len(keys):
-        (twice, _), *_ = Counter(keys).most_common(1)
-        name = next(sample.name for key, sample in zip(keys, found.samples, strict=True) if key == twice)
-        raise ValueError(f"{folder.path}: two samples have the name {name!r:.200}")
+    keys = []
+    for sample in source.samples:
+        key = safe_key(sample.name)
+        if sample.key not in (None, key):
+            key = hashed_key(sample.name)
+            key = key if sample.key == key else sample.key
+        keys.append(key)
+    (most, count), *_ = Counter(keys).most_common(1)
+    if count > 1:
+        sample = source.samples[keys.index(most)]
+        raise ValueError(f"{folder.path}: two samples have the name {sample.name!r:.200}")
     return keys

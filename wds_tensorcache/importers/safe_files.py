@@ -1,4 +1,4 @@
-"""Files of numpy, torch and safetensors as tensors. No pickle runs, and a small file never takes much memory."""
+"""Read files of numpy, torch and safetensors as tensors. Unless trusted, they run no pickle, and take little memory."""
 
 from __future__ import annotations
 
@@ -25,73 +25,62 @@ from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Layout, StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_bytes, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.source_folder import POOL, SourceFolder
+from wds_tensorcache.importers.source_folder import POOL, RECYCLED, ShortageError, SourceFolder
 from wds_tensorcache.integrations import arrays
 from wds_tensorcache.integrations.arrays import ZIP, check_content, gunzip, parse_npy, parse_npz, view_content
 from wds_tensorcache.integrations.pickles import OLD_TORCH, decode_pickle, load_pth
 from wds_tensorcache.shards.expansion import max_expanded
+from wds_tensorcache.storage.system import SHORTAGES
 
 _GZIP, _PICKLE = b"\x1f\x8b", b"\x80"
+_ZIP_HEAD = struct.Struct("<26xHH")  # of a file in a zip, with the lengths of its name and its extra field
+_ALIGNMENT = 64  # of arrays in bytes, enough for every dtype
 _MAPPED = 1 << 28  # longer files of torch are mapped
-_RECYCLED = 1 << 16  # smaller arrays get ordinary memory
-_MAX_SMALL_HEADER = 1 << 14
+_MAX_KEPT_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Put the name of a file in front of errors; raise FormatError for errors of numpy, zipfile and json."""
+    """Put the name of a file in front of errors; raise FormatError for errors of other packages."""
     try:
         yield
-    except MemoryError:
+    except (ImportError, MemoryError):
         raise
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except Exception as exc:
-        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+        if isinstance(exc, OSError) and exc.errno in SHORTAGES:
+            raise ShortageError(exc.errno, f"{name}: {exc.strerror}") from exc
+        is_deep = isinstance(exc, RecursionError)
+        problem = "the values are nested too deeply" if is_deep else f"cannot be decoded: {exc!r:.300}"
+        raise FormatError(problem).at(name) from exc
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
-    """Return the arrays of an `.npz` file by name, as `as_tensor` returns them.
-
-    Raises:
-        FormatError: The file is damaged, contains other files than arrays, or pickled objects, or expands too much. A trusted
-            file may expand, and contain objects, which are unpickled.
-    """
+    """Return the arrays of an `.npz` file by name, as by `as_tensor`; unpickle objects only in trusted files."""
     with naming(name), folder.open(name) as file:
         files = arrays.list_zip(file)
-        raw = folder.view_open(file, name, find_data=_find_first_array)
+        begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
+        # Hazard: some processors copy eight times as slowly into memory that begins 1 to 15 bytes after a page.
+        raw = folder.view_open(file, name, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)
         parsed = parse_npz(raw, files, _find_limit(len(raw), folder.trust), REMEDY, folder.trust)
         return {key: as_tensor(array) for key, array in parsed.items()}
 
 
 def list_npz(folder: SourceFolder, name: str) -> list[str]:
-    """Return the names of the arrays in an `.npz` file, in the order of the file. No array is read.
-
-    Raises:
-        FormatError: The list at the end of the file is damaged.
-    """
+    """Return the names of the arrays in an `.npz` file, in the order of the file. No array is read."""
     return [file.filename.removesuffix(".npy") for file in list_zip(folder, name)]
 
 
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
-    """Return the files in a zip, whose list is at its end.
-
-    Raises:
-        FormatError: The list is damaged, or two files have the same name.
-    """
+    """Return the files in a zip; raise FormatError if two have the same name."""
     with naming(name), folder.open(name) as file:
         return list(arrays.list_zip(file).values())
 
 
 def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> memoryview:
-    """Return the content of a stored file in a zip, after a check of its CRC; nothing else of the zip is read.
-
-    Memory: recycled when the last reference to the view is gone.
-
-    Raises:
-        FormatError: The file is compressed, encrypted, cut short or damaged.
-    """
+    """Return the content of a stored file in a zip, after a check of its CRC; nothing else of the zip is read."""
     with naming(name), naming(f"{file.filename!r:.200}"):
         if file.compress_type != zipfile.ZIP_STORED:
             raise FormatError("is compressed, expected a stored file")
@@ -101,22 +90,15 @@ def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> mem
 
 
 def load_npy(folder: SourceFolder, name: str) -> Any:
-    """Return the array in an `.npy` file, as `as_tensor` returns it.
-
-    Raises:
-        FormatError: The file is damaged, or contains pickled objects and is not trusted.
-    """
+    """Return the array in an `.npy` file, as by `as_tensor`; unpickle objects only in a trusted file."""
     with naming(name):
         return as_tensor(parse_npy(folder.view(name), folder.trust))
 
 
 def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
-    """Return the object in a file of `torch.save`, as `parse_torch` does.
+    """Return the object in a file of `torch.save`, as by `parse_torch`.
 
-    Memory: tensors alias the content. It is read when they are used, if `is_mapped` or the file is long; never write to them.
-
-    Raises:
-        UnsafeSkeletonError, FormatError: As `parse_torch`.
+    Memory: tensors alias the content; never write to them. With `is_mapped`, and in a long file, the content is read on use.
     """
     with naming(name), folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -129,17 +111,16 @@ def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
 
 
 def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
-    """Return the object in the content of a file of `torch.save`, with tensors on the CPU; numpy's arrays stay arrays.
+    """Return the object in a file of `torch.save` or `pickle.dump`, with tensors on the CPU; arrays stay arrays.
 
     Args:
-        raw: Content of the file, which may be compressed by gzip; or a pickle.
+        raw: Content of the file, which may be compressed by gzip.
         trust: Read other classes and older formats with `torch.load` or `pickle.loads`, which may run code. Modules become
             their state dicts.
         file: The file itself, if there is one.
 
     Raises:
         UnsafeSkeletonError: The content names other classes than those of tensors, arrays and plain values.
-        FormatError: The content is damaged, has another format, or expands too much.
     """
     limit = _find_limit(len(raw), trust)
     if raw[:2] == _GZIP:
@@ -172,14 +153,8 @@ def _find_limit(nbytes: int, trust: bool) -> int:
 
 
 def load_pickle(folder: SourceFolder, name: str) -> Any:
-    """Return the object in a file of `pickle.dump` or `torch.save`, as `parse_pickle` does, and raise its errors."""
-    with naming(name):
-        return parse_pickle(folder.read(name), folder.trust)
-
-
-def parse_pickle(raw: bytes, trust: bool) -> Any:
-    """Return the object that `parse_torch` returns, with tensors in place of arrays, and raise its errors."""
-    return tensors_of(parse_torch(raw, trust))
+    """Return the object that `load_torch` returns, with tensors in place of arrays."""
+    return tensors_of(load_torch(folder, name))
 
 
 def tensors_of(value: Any) -> Any:
@@ -188,39 +163,33 @@ def tensors_of(value: Any) -> Any:
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a `.safetensors` file, in the order of its header, and its metadata.
-
-    Raises:
-        FormatError: The file is damaged.
-    """
+    """Return the tensors of a `.safetensors` file, in the order of its header, and its metadata."""
     with naming(name):
-        raw = folder.view(name, find_data=lambda head: 8 + int.from_bytes(head[:8], "little"))
+        raw = folder.view(name)
         data_begin = 8 + int.from_bytes(raw[:8], "little")
-        parse = _parse_small_header if data_begin <= _MAX_SMALL_HEADER else _parse_header
-        layout, metadata = parse(bytes(raw[:data_begin]), len(raw))
-        address = np.asarray(raw).ctypes.data
-        tensors = {name: _view_stored(raw, address, tensor) for name, tensor in layout.tensors.items()}
-        return tensors, dict(metadata)
+        layout, metadata = _parse_header(bytes(raw[:data_begin]), len(raw))
+        return {name: _view_stored(raw, tensor) for name, tensor in layout.tensors.items()}, dict(metadata)
 
 
 def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
-    """Return the layout in the header of a `.safetensors` file of `nbytes` bytes, and its metadata."""
+    """Return the tensors in the header of a `.safetensors` file of `nbytes` bytes, and its metadata."""
+    return (_parse_kept_header if len(head) <= _MAX_KEPT_HEADER else _parse_kept_header.__wrapped__)(head, nbytes)
+
+
+@lru_cache(64)  # files whose tensors have equal shapes often have equal headers
+def _parse_kept_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
     layout, _ = parse_header(head, nbytes)
     return layout, json.loads(head[8 : layout.data_begin]).get("__metadata__") or {}
 
 
-_parse_small_header = lru_cache(64)(_parse_header)  # files whose tensors have equal shapes often have equal headers
-
-
-def _view_stored(raw: memoryview, address: int, tensor: StoredTensor) -> torch.Tensor:
+def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
     dtype = _dtype_of(tensor)
-    if (address + tensor.begin) % dtype.itemsize:
+    if tensor.begin % dtype.itemsize:
         return check_tensor(view_tensor(bytearray(raw[tensor.begin : tensor.end]), dtype, tensor.shape))
     return check_tensor(view_tensor(raw, dtype, tensor.shape, tensor.begin))
 
 
 def _dtype_of(tensor: StoredTensor) -> torch.dtype:
-    """Return the dtype of a tensor in a `.safetensors` file; raise FormatError if the installed torch does not have it."""
     dtype = getattr(torch, STORED[tensor.dtype][1], None)
     if dtype is None:
         raise FormatError(f"{tensor.dtype} needs a newer release of torch")
@@ -234,11 +203,7 @@ def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str],
 
 
 def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of a `.safetensors` file by name, in the order of their bytes, and its metadata; read only the header.
-
-    Raises:
-        FormatError: The header is damaged.
-    """
+    """Return the descriptions of the tensors of a `.safetensors` file, in the order of their bytes, and its metadata."""
     with naming(name), folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
         begin = file.read(8)
@@ -249,11 +214,7 @@ def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str,
 
 
 def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) -> torch.Tensor:
-    """Return `tensor[row]` of a `.safetensors` file; only its bytes are read.
-
-    Raises:
-        FormatError: The file was cut short, or the tensor has an unknown dtype or an invalid bool.
-    """
+    """Return `tensor[row]` of a `.safetensors` file; only its bytes are read."""
     shape = tensor.shape[1:]
     nbytes = math.prod(shape) * STORED[tensor.dtype][0]
     begin = tensor.begin + row * nbytes
@@ -271,21 +232,15 @@ def as_tensor(array: np.ndarray[Any, Any]) -> Any:
     if array.dtype.hasobject:
         return tensors_of(array.tolist())
     flags, dtype = array.flags, array.dtype.newbyteorder("=")
-    if array.nbytes < _RECYCLED:
+    if array.nbytes < RECYCLED:
         ready = np.empty(array.shape, dtype)
+        ready[...] = array
     elif flags.c_contiguous and flags.aligned and flags.writeable and array.dtype.isnative:
         ready = array
     else:
         ready = POOL.lease(array.nbytes).view(dtype).reshape(array.shape)
-    if ready is not array:
-        np.copyto(ready, array)
+        ready[...] = array
     try:
         return torch.from_numpy(ready)
     except TypeError:
         return ready
-
-
-def _find_first_array(head: bytes) -> int:
-    """Return the position of the elements of the first array in an `.npz` file, from the first bytes of the file."""
-    begin = 30 + int(sum(struct.unpack_from("<HH", head, 26)))
-    return begin + 10 + int.from_bytes(head[begin + 8 : begin + 10], "little")

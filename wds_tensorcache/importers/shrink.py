@@ -1,4 +1,4 @@
-"""Store fewer bytes of a sample: float32 values as bfloat16 or float16, and no rows of padding after a mask."""
+"""Make samples smaller: float32 tensors as bfloat16 or float16, and no rows of padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROBE = 4096  # elements to test first, since most tensors that cannot be narro
 def narrow(tensor: torch.Tensor) -> torch.Tensor:
     """Return a float32 tensor as bfloat16 or float16 if converting it back gives the same bits; bfloat16 is tried first.
 
-    If neither keeps all bits, also those of NaN and of negative zero, or if `tensor` has another dtype, `tensor` is returned.
+    The bits of NaN and of negative zero count, too. A tensor that cannot be narrowed is returned as it is.
 
     Memory: newly allocated, or `tensor` itself.
     """
@@ -43,7 +43,7 @@ def _is_float16(bits: torch.Tensor) -> bool:
 
 
 def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, int]:
-    """Cut tensors after the last row that their masks mark; return the sample and the number of bytes that this saves.
+    """Cut tensors after the last row that their masks mark; return the sample and the number of saved bytes.
 
     A tensor `[N, …]` has a mask `[N]`. A tensor `[1, N, …]`, from a batch of one sample, may also have a mask `[1, N]`.
 

@@ -1,4 +1,4 @@
-"""The samples that an importer finds in a folder, which are read on request, and how they were made."""
+"""Formats, and the samples that they find in a folder; samples are read on request."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Source:
         provenance: How the samples were made, as JSON values: model, architecture, version, the trainer's metadata. It becomes
             part of the fingerprint.
         bad: Files that belong to the format but to no sample, with the reason: `{"a.npz": "no image size in the name"}`.
-        metadata_files: Files from which the provenance was read, if they belong to no sample.
-        notes: Sentences for the report about what the files do not tell, for people.
+        metadata_files: Files that were read and belong to no sample, for example those of the provenance.
+        notes: Sentences for the report about facts that the files do not contain.
     """
 
     samples: Sequence[SourceSample]
@@ -67,13 +67,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format in which some program stores tensors.
+    """A format in which a program stores tensors.
 
     Attributes:
         name: Name for `--format`.
         title: The program, and what it writes, in one line.
-        files: Pattern of the names of its files; or a function that returns how many files of a folder this format would read,
-            from their names, and if these do not tell, from the beginnings of a few files. 0 if the folder has another format.
+        files: Pattern of the names of its files; or a function that returns how many files of a folder this format would read.
+            It judges by the names, and if they do not suffice, by the beginnings of a few files.
         open: Function that finds the samples in a folder.
         is_generic: True for a format that fits the files of many programs. It is chosen only if no other format fits.
     """
@@ -109,9 +109,9 @@ def one_or_all(names: set[str]) -> str | list[str]:
 
 
 def name_media(paths: Sequence[str]) -> list[str]:
-    """Return distinct names of media files, whose absolute paths the trainer has stored.
+    """Return distinct names of media files with these absolute paths.
 
-    They are relative to the folder that contains all files, without suffix if that is unique. A path that occurs again gets a
+    A name is relative to the folder that contains all files, and without suffix if it is unique then. A repeated name gets a
     number: `clips/a`, `clips/a~2`.
     """
     parts = [path.replace("\\", "/").strip("/").split("/") for path in paths]

@@ -1,12 +1,11 @@
-"""The files of a folder to import: listed without following links out of it, and read without running anything."""
+"""The files of a folder to import. Links out of the folder are not followed."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,24 +18,25 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import SHORTAGES
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
+RECYCLED = 1 << 16  # smaller contents and arrays get ordinary memory
 _MAX_JSON_NBYTES = 1 << 30
-_RECYCLED = 1 << 16  # smaller contents get ordinary memory
-_HEAD_NBYTES = 512
-ALIGNMENT = 64  # of memory in bytes, enough for every dtype
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
-_Find = Callable[[bytes], int]
+
+
+class ShortageError(MemoryError):
+    """Too few descriptors or too little memory to read a file. Not an OSError: handlers of bad files must not catch it."""
 
 
 @dataclass(frozen=True)
 class SourceFolder:
     """The ordinary files in a folder and its subfolders.
 
-    A symbolic link to a file inside the folder is followed, and so is one to a blob of the same repository in the cache of the
-    Hugging Face Hub. A link to a folder inside it is not, because the files of that folder are listed there.
+    Symbolic links to files inside the folder are followed. In the cache of the Hugging Face Hub, so are links to blobs of the
+    same repository. Links to folders are not followed.
 
     Args:
         path: The folder.
-        trust: The user trusts the files: pickles and files of `torch.save` may name any class, and then run code.
+        trust: Pickles and files of `torch.save` may name any class, and run code.
         files: Relative paths of the only files to import; None for all.
 
     Attributes:
@@ -44,11 +44,10 @@ class SourceFolder:
         faults: Faults by relative path: links that lead out of the folder or nowhere, and folders that cannot be read.
         ignored: Files that are never read: pipes, sockets, devices, and what macOS writes next to files.
 
-    All methods that read raise FormatError of the kind "unreadable" if the system cannot open or read a file. If the reason is
-    that descriptors or memory are short, `check_shortage` raises the error, too.
-
     Raises:
         NotADirectoryError: `path` is not a folder.
+        FormatError: A file cannot be read, in all methods that read.
+        ShortageError: Descriptors or memory are short, in all methods that read.
     """
 
     path: str
@@ -57,7 +56,6 @@ class SourceFolder:
     names: list[str] = field(init=False, default_factory=list)
     faults: dict[str, str] = field(init=False, default_factory=dict)
     ignored: list[str] = field(init=False, default_factory=list)
-    _shortages: list[OSError] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not os.path.isdir(self.path):
@@ -91,7 +89,6 @@ class SourceFolder:
                 self.faults[prefix[:-1]] = f"is a folder that cannot be read: {exc.strerror or exc}"
         self.names.sort()
         self.ignored.sort()
-        object.__setattr__(self, "faults", dict(sorted(self.faults.items())))
 
     @cached_property
     def by_suffix(self) -> dict[str, list[str]]:
@@ -110,28 +107,18 @@ class SourceFolder:
 
     def locate(self, name: str) -> str:
         """Return the path of a listed file."""
-        return os.path.join(self.path, *name.split("/"))
+        return f"{self.path}/{name}"
 
     @contextmanager
     def open(self, name: str) -> Iterator[io.FileIO]:
-        """Open a listed file; an error of the system inside the `with` block becomes a FormatError of the kind "unreadable"."""
+        """Open a listed file; an OSError in the `with` block becomes a FormatError of the kind "unreadable"."""
         try:
-            with io.FileIO(self.locate(name), opener=_open_at_once) as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise FormatError("is not an ordinary file").at(name)
+            with io.FileIO(self.locate(name)) as file:
                 yield file
         except OSError as exc:
             if exc.errno in SHORTAGES:
-                self._shortages.append(OSError(exc.errno, f"{name}: cannot be read: {exc.strerror}"))
+                raise ShortageError(exc.errno, f"{name}: cannot be read: {exc.strerror}") from exc
             raise FormatError(f"cannot be read: {exc.strerror or exc}", kind="unreadable").at(name) from exc
-
-    def check_shortage(self) -> None:
-        """Raise OSError if a file could not be read because descriptors or memory were short: the file may be good.
-
-        Importers may take a file that cannot be read for a bad one, or for one of another format.
-        """
-        for error in self._shortages:
-            raise error
 
     def read(self, name: str, max_nbytes: int | None = None) -> bytes:
         """Return the content of a listed file; raise FormatError if it has more than `max_nbytes`."""
@@ -149,50 +136,39 @@ class SourceFolder:
             raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
 
     def read_json(self, name: str, names_nan: bool = False) -> Any:
-        """Return the JSON in a listed file; `names_nan`: NaN, which a fingerprint cannot have, as text."""
+        """Return the JSON in a listed file; with `names_nan`, NaN and infinities become texts."""
         return json.loads(self.read_text(name, _MAX_JSON_NBYTES), parse_constant=str if names_nan else None)
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)` of a listed file; raise FormatError if it ends before."""
         return bytes(self.view(name, begin, end))
 
-    def view(self, name: str, begin: int = 0, end: int | None = None, find_data: _Find | None = None) -> memoryview:
-        """Return bytes of a listed file, as `view_open` does."""
+    def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """Return bytes of a listed file, as by `view_open`."""
         with self.open(name) as file:
-            return self.view_open(file, name, begin, end, find_data)
+            return self.view_open(file, name, begin, end)
 
     def view_open(
-        self, file: io.FileIO, name: str, begin: int = 0, end: int | None = None, find_data: _Find | None = None
+        self, file: io.FileIO, name: str, begin: int = 0, end: int | None = None, shift: int = 0
     ) -> memoryview:
         """Return the bytes `[begin, end)` of an open file, by default the whole content, as writable memory.
 
-        `find_data` gets the first 512 bytes of the file, and returns the offset of the byte to align to `ALIGNMENT` in memory.
+        Large contents begin `shift` bytes after the beginning of a page.
 
         Memory: recycled when the last reference to the view is gone.
 
         Raises:
-            FormatError: The file ends before byte `end`, or was changed while it was read.
+            FormatError: The file ends before byte `end`, or was truncated during the read.
         """
         fd = file.fileno()
         file_nbytes = os.fstat(fd).st_size
         if begin < 0 or (end is not None and end > file_nbytes):
             raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
         nbytes = (file_nbytes if end is None else end) - begin
-        if nbytes < _RECYCLED:
-            memory = np.empty(nbytes, np.uint8).data
-        else:
-            shift = 0 if find_data is None else -find_data(os.pread(fd, _HEAD_NBYTES, 0)) % ALIGNMENT
-            # Some processors copy eight times as slowly if memory begins 1 to 15 bytes after a page of the file does.
-            shift += ALIGNMENT if shift else 0
-            memory = POOL.lease(shift + nbytes)[shift:].data
+        memory = np.empty(nbytes, np.uint8).data if nbytes < RECYCLED else POOL.lease(shift + nbytes)[shift:].data
         position = 0
         while position < nbytes and (count := os.preadv(fd, [memory[position:]], begin + position)):
             position += count
         if position < nbytes:
             raise FormatError("the file was cut short while it was read").at(name)
         return memory
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. Hazard: it may have become a FIFO, and opening it would wait for a process that writes to it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

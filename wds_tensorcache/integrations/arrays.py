@@ -30,10 +30,6 @@ Array = np.ndarray[Any, Any]
 def parse_npy(content: Any, trust: bool = False) -> Array:
     """Return the array in the content of an `.npy` file; run the pickles in it only if `trust`.
 
-    Raises:
-        FormatError: The content is too short, or contains pickled objects.
-        ValueError: It is not the content of an `.npy` file.
-
     Memory: aliases `content`, and may be unaligned.
     """
     is_short = len(content) > 6 and content[6] == 1
@@ -54,7 +50,6 @@ def parse_npy(content: Any, trust: bool = False) -> Array:
 
 @lru_cache(256)  # the arrays of a trainer have few different shapes
 def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, order and dtype; True for Fortran's order."""
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0), (3, 0)):
@@ -65,12 +60,7 @@ def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]
 
 
 def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
-    """Return the files in a zip by name.
-
-    Raises:
-        FormatError: Two files have the same name, or one has none.
-        zipfile.BadZipFile, and other exceptions of `zipfile`: The list is damaged.
-    """
+    """Return the files in a zip by name; raise FormatError if two have the same name."""
     with zipfile.ZipFile(file) as archive:
         files = archive.infolist()
     listed = {file.filename: file for file in files}
@@ -82,11 +72,7 @@ def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
-    """Return the content of a file in a zip, which may be compressed; `view` returns the bytes of a range of the zip.
-
-    Raises:
-        FormatError: The file is damaged, encrypted, or compressed by anything but deflate.
-    """
+    """Return the bytes of a file in a zip, perhaps compressed by deflate; `view` returns a range of the zip."""
     head = view(file.header_offset, file.header_offset + 30)
     # other methods may allocate gigabytes before the first byte, for example LZMA for its dictionary
     is_known = file.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -98,7 +84,7 @@ def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
 
 
 def check_content(content: Any, file: zipfile.ZipInfo) -> None:
-    """Raise FormatError if the content of a file in a zip has another length or CRC than the zip lists."""
+    """Raise FormatError if the length or the CRC of a file in a zip is not as listed."""
     if len(content) != file.file_size or crc32(content) != file.CRC:
         raise FormatError("is damaged: its length or CRC is not as listed")
 
@@ -106,16 +92,12 @@ def check_content(content: Any, file: zipfile.ZipInfo) -> None:
 def parse_npz(
     content: memoryview, files: dict[str, zipfile.ZipInfo], limit: int, remedy: str, trust: bool = False
 ) -> dict[str, Array]:
-    """Return the arrays of an `.npz` file by name, as `parse_npy` does.
+    """Return the arrays of an `.npz` file by name, as by `parse_npy`.
 
     Args:
-        content, files: The file, and what `list_zip` returns for it.
+        files: The result of `list_zip`.
         limit: Limit for the total bytes of all arrays.
         remedy: Advice for users that trust the file, at the end of a message about the limit.
-        trust: As for `parse_npy`.
-
-    Raises:
-        FormatError: The file is damaged, contains pickled objects or other files, or expands too much.
 
     Memory: arrays that are not compressed alias `content`.
     """
@@ -138,12 +120,7 @@ def parse_npz(
 
 
 def gunzip(raw: bytes, limit: int, remedy: str) -> bytes:
-    """Return the content of a gzip file; `remedy` is advice if it expands to more than `limit` bytes.
-
-    Raises:
-        FormatError: The file expands too much.
-        EOFError, OSError, zlib.error: It is damaged.
-    """
+    """Return the content of a gzip file; raise FormatError with the advice `remedy` if it exceeds `limit` bytes."""
     # in pieces, because gzip.decompress copies all bytes after each of the concatenated streams
     with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file, io.BytesIO() as expanded:
         while piece := file.read(_PIECE_NBYTES):

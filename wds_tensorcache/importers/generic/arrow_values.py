@@ -1,4 +1,4 @@
-"""Values in Arrow arrays as tensors and plain values."""
+"""Convert values in Arrow arrays to tensors and plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGE = "pyarrow>=14.0.1"  # Hazard: older releases run pickles in the metada
 
 
 class Lists(IntEnum):
-    """The form that the lists of numbers in a column have, which must be the same in all rows."""
+    """The form of a column's lists of numbers, the same in all rows."""
 
     TENSORS = 0  # nested lists are one tensor
     INNERMOST = 1  # the innermost lists are tensors, because lists of one level have different lengths
@@ -36,7 +36,7 @@ def import_pyarrow() -> Any:
 
 
 def lists_of(array: Any) -> Lists:
-    """Return the simplest form of lists that some rows of a column allow."""
+    """Return the simplest form that fits the lists in some rows of a column."""
     types = import_pyarrow().types
     array = getattr(array, "storage", array)
     if types.is_struct(array.type):

@@ -21,8 +21,10 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,19 +32,17 @@ import torch
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.generic.media import (
-    READING,
     Media,
+    Row,
     extension_of,
     find_indexes,
     import_library,
-    read_json,
-    separate_media,
+    open_indexes,
     split_list,
 )
 from wds_tensorcache.importers.safe_files import REMEDY
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.storage.atomic import write_atomically
 
 _PACKAGE = "litdata>=0.2.76"
 _PLAIN = frozenset(
@@ -62,31 +62,21 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the samples of all indexes."""
-    samples: list[SourceSample] = []
-    bad: dict[str, str] = {}
     formats: dict[str, Any] = {}
-    for index in find_indexes(folder, "chunks"):
-        start = index.removesuffix("index.json")
-        try:
-            content = read_json(folder, index)
-            _check_config(content["config"], folder.trust)
-            names = [start + chunk["filename"] for chunk in content["chunks"]]
-            for name, chunk in zip(names, content["chunks"], strict=True):
-                _check_chunk(folder, start, name, chunk["chunk_bytes"], content["config"].get("compression"))
-            counts = [operator.index(chunk["chunk_size"]) for chunk in content["chunks"]]
-            dataset = _open_dataset(folder, names, content)
-            formats[start.rstrip("/")] = content["config"]["data_format"]
-        except (FormatError, OSError) as exc:
-            bad[index] = str(exc)
-            continue
-        except (ImportError, MemoryError):
-            raise
-        except Exception as exc:  # hostile files may have any values
-            bad[index] = f"is not an index of litdata, or a chunk is damaged: {exc!r:.200}"
-            continue
+
+    def open_index(index: str, start: str) -> Iterator[Row]:
+        content = folder.read_json(index)
+        _check_config(content["config"], folder.trust)
+        names = [start + chunk["filename"] for chunk in content["chunks"]]
+        for name, chunk in zip(names, content["chunks"], strict=True):
+            _check_chunk(folder, start, name, chunk["chunk_bytes"], content["config"].get("compression"))
+        counts = [operator.index(chunk["chunk_size"]) for chunk in content["chunks"]]
+        dataset = _open_dataset(folder, names, content)
+        formats[start.rstrip("/")] = content["config"]["data_format"]
         for at, name in enumerate(chain.from_iterable(map(repeat, names, counts))):
-            samples.append(SourceSample(f"{start}{at:08d}", (name, index), partial(_load, dataset, at, name)))
+            yield name, partial(_read, dataset, at)
+
+    samples, bad = open_indexes(folder, find_indexes(folder, "chunks"), open_index)
     return Source(samples, {"data_format": next(iter(formats.values())) if len(formats) == 1 else formats}, bad)
 
 
@@ -120,7 +110,7 @@ def _check_chunk(folder: SourceFolder, start: str, name: str, nbytes: int, codec
 
 
 class _Member:
-    """What litdata calls in place of its serializer, which would decode the media."""
+    """A serializer for litdata that leaves media encoded."""
 
     def __init__(self, kind: str) -> None:
         self._default, self._named = _MEDIA[kind], ""
@@ -159,7 +149,7 @@ def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any
             target = os.path.join(path, name.rpartition("/")[2])
             if is_whole:
                 expand = import_library("litdata.streaming.compression", _PACKAGE)._COMPRESSORS[codec].decompress
-                write_atomically(target, [expand(folder.read(name))], fsync=False)
+                Path(target).write_bytes(expand(folder.read(name)))
             else:
                 os.symlink(os.path.abspath(folder.locate(name)), target)
         if is_whole:
@@ -170,26 +160,13 @@ def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any
     except BaseException:
         shutil.rmtree(path)
         raise
-    weakref.finalize(dataset, _remove, path, os.getpid())
+    weakref.finalize(dataset, shutil.rmtree, path, ignore_errors=True)
     return dataset
 
 
-def _remove(path: str, owner: int) -> None:
-    if os.getpid() == owner:  # not in forked children
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _load(dataset: Any, at: int, name: str) -> Loaded:
-    try:
-        with READING:
-            # Hazard: litdata's tensors alias a map of the file, which it closes
-            return separate_media(rebuild(dataset[at], torch.clone, torch.Tensor))
-    except FormatError as exc:
-        raise exc.at(name) from exc
-    except Exception as exc:
-        if isinstance(exc, OSError) and exc.errno is not None:  # litdata raises OSError without a number for damage
-            raise
-        raise FormatError(f"litdata cannot decode it: {exc!r:.200}").at(name) from exc
+def _read(dataset: Any, at: int) -> Any:
+    # Hazard: litdata's tensors alias a map of the file, which it closes
+    return rebuild(dataset[at], torch.clone, torch.Tensor)
 
 
 FORMAT = Format(

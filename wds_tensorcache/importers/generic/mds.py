@@ -17,7 +17,7 @@ the index are not compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,16 +25,15 @@ import numpy as np
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.generic.media import (
-    READING,
     Media,
+    Row,
     find_indexes,
     import_library,
-    read_json,
-    separate_media,
+    open_indexes,
     split_list,
 )
 from wds_tensorcache.importers.safe_files import REMEDY
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _PACKAGE = "mosaicml-streaming"
@@ -55,8 +54,6 @@ def _recognize(folder: SourceFolder) -> int:
 
 def _open(folder: SourceFolder) -> Source:
     """Find the samples of all indexes; the index of an outer folder may list the shards of inner ones."""
-    samples: list[SourceSample] = []
-    bad: dict[str, str] = {}
     columns: dict[str, str] = {}
     listed: set[str] = set()
 
@@ -64,22 +61,13 @@ def _open(folder: SourceFolder) -> Source:
     def expand(file: str, codec: str) -> bytes:
         return import_library("streaming.base.compression", _PACKAGE).decompress(codec, folder.read(file))  # type: ignore[no-any-return]
 
-    for index in find_indexes(folder, "shards"):
-        start = index.removesuffix("index.json")
-        try:
-            shards = read_json(folder, index)["shards"]
-            files = [_check(folder, start, shard) for shard in shards]
-        except (FormatError, OSError) as exc:
-            bad[index] = str(exc)
-            continue
-        except (LookupError, TypeError, ValueError, AttributeError) as exc:
-            bad[index] = f"a shard is not described as streaming does: {exc!r:.200}"
-            continue
+    def open_index(index: str, start: str) -> Iterator[Row]:
+        shards = folder.read_json(index)["shards"]
+        files = [_check(folder, start, shard) for shard in shards]
         if listed.issuperset(files):
-            continue
+            return
         listed.update(files)
         streaming = import_library("streaming.base.format.mds", _PACKAGE)
-        at = 0
         for shard, file in zip(shards, files, strict=True):
             columns.update(zip(shard["column_names"], shard["column_encodings"], strict=True))
             encodings = ["bytes" if each in _MEDIA or each in _LISTS else each for each in shard["column_encodings"]]
@@ -89,9 +77,9 @@ def _open(folder: SourceFolder) -> Source:
             else:
                 read = partial(_slice, partial(expand, file, shard["compression"]))
             for row in range(reader.samples):
-                load = partial(_load, read, reader, file, row, shard["column_encodings"])
-                samples.append(SourceSample(f"{start}{at:08d}", (file, index), load))
-                at += 1
+                yield file, partial(_read, read, reader, row, shard["column_encodings"])
+
+    samples, bad = open_indexes(folder, find_indexes(folder, "shards"), open_index)
     return Source(samples, {"columns": columns}, bad)
 
 
@@ -115,32 +103,23 @@ def _slice(expand: Callable[[], bytes], begin: int, end: int) -> bytes:
     return expand()[begin:end]
 
 
-def _load(read: Callable[[int, int], bytes], reader: Any, file: str, row: int, encodings: list[str]) -> Loaded:
-    try:
-        with READING:
-            count = int.from_bytes(read(0, 4), "little")
-            begin, end = np.frombuffer(read(4 + 4 * row, 12 + 4 * row), "<u4").tolist()
-            if count != reader.samples:
-                raise FormatError(f"has {count:,} samples, but the index lists {reader.samples:,}")
-            raw = read(begin, end)
-            sizes = [size for size in reader.column_sizes if size]
-            head = 4 * (len(encodings) - len(sizes))
-            if (
-                head + sum(sizes) + int(np.frombuffer(raw[:head], "<u4").sum()) != end - begin
-                or len(raw) != end - begin
-            ):
-                raise FormatError("the columns do not end with the sample")
-            value = reader.decode_sample(raw)
-        for (name, content), encoding in zip(value.items(), encodings, strict=True):
-            if encoding in _MEDIA:
-                value[name] = Media(_MEDIA[encoding], content)
-            elif encoding in _LISTS:
-                value[name] = split_list(content, *_LISTS[encoding])
-        return separate_media(value)
-    except FormatError as exc:
-        raise exc.at(file) from exc
-    except Exception as exc:
-        raise FormatError(f"streaming cannot decode it: {exc!r:.200}").at(file) from exc
+def _read(read: Callable[[int, int], bytes], reader: Any, row: int, encodings: list[str]) -> dict[str, Any]:
+    count = int.from_bytes(read(0, 4), "little")
+    begin, end = np.frombuffer(read(4 + 4 * row, 12 + 4 * row), "<u4").tolist()
+    if count != reader.samples:
+        raise FormatError(f"has {count:,} samples, but the index lists {reader.samples:,}")
+    raw = read(begin, end)
+    sizes = [size for size in reader.column_sizes if size]
+    head = 4 * (len(encodings) - len(sizes))
+    if not len(raw) == end - begin == head + sum(sizes) + int(np.frombuffer(raw[:head], "<u4").sum()):
+        raise FormatError("the columns do not end with the sample")
+    value: dict[str, Any] = reader.decode_sample(raw)
+    for (name, content), encoding in zip(value.items(), encodings, strict=True):
+        if encoding in _MEDIA:
+            value[name] = Media(_MEDIA[encoding], content)
+        elif encoding in _LISTS:
+            value[name] = split_list(content, *_LISTS[encoding])
+    return value
 
 
 FORMAT = Format(

@@ -1,24 +1,25 @@
-"""Values that other libraries return, as tensors, plain values and members for encoded media."""
+"""Samples of other libraries, converted to tensors, plain values and members."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import as_tensor
-from wds_tensorcache.importers.source import Loaded
+from wds_tensorcache.importers.safe_files import as_tensor, naming
+from wds_tensorcache.importers.source import Loaded, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
-READING = Lock()  # datasets of other libraries may have state, so one thread at a time reads them
-_MAX_INDEX_NBYTES = 1 << 28
+Row = tuple[str, Callable[[], Any]]  # the file of a sample, and the function that reads it
+
+_READING = Lock()  # datasets of other libraries may have state, so one thread at a time reads them
 _NUM_PROBED = 4096  # bytes of an index in which to look for the list of chunks
 _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
@@ -51,19 +52,39 @@ def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
                     yield name
 
 
-def read_json(folder: SourceFolder, name: str) -> dict[str, Any]:
-    """Return the dict in a JSON file.
+def open_indexes(
+    folder: SourceFolder, indexes: Iterable[str], open_index: Callable[[str, str], Iterable[Row]]
+) -> tuple[list[SourceSample], dict[str, str]]:
+    """Return the samples of all indexes, and the bad indexes with their faults.
 
-    Raises:
-        FormatError: The file is damaged, is nested too deeply, or contains something else.
+    A sample is named by the folder of its index, and by its position in it.
+
+    Args:
+        open_index: Function that returns the samples of an index. Its arguments are the paths of the index and of its folder,
+            which is empty or ends with a slash.
     """
-    try:
-        content = json.loads(folder.read_text(name, _MAX_INDEX_NBYTES))
-    except (json.JSONDecodeError, RecursionError) as exc:
-        raise FormatError(f"is not JSON: {exc!r:.200}").at(name) from exc
-    if not isinstance(content, dict):
-        raise FormatError(f"contains {type(content).__name__}, expected a dict").at(name)
-    return content
+    samples: list[SourceSample] = []
+    bad: dict[str, str] = {}
+    for index in indexes:
+        start = index[: index.rfind("/") + 1]
+        try:
+            rows = list(open_index(index, start))
+        except (FormatError, OSError) as exc:
+            bad[index] = str(exc)
+        except (ImportError, MemoryError):
+            raise
+        except Exception as exc:  # hostile files may have any values
+            bad[index] = f"cannot be opened: {exc!r:.300}"
+        else:
+            for at, (file, read) in enumerate(rows):
+                load = partial(_load, file, read)
+                samples.append(SourceSample(f"{start}{at:08d}", (file, index), load))
+    return samples, bad
+
+
+def _load(file: str, read: Callable[[], Any]) -> Loaded:
+    with naming(file), _READING:
+        return separate_media(read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +103,8 @@ class Media:
 def separate_media(value: Any) -> Loaded:
     """Return a sample with tensors in place of arrays, pixels and bytes. Media become members, named by their paths.
 
-    The names are such as `image.jpg` and `frames.0.jpg`, with `_` in place of all characters but ASCII letters, digits, `.` and
-    `-`. Dicts lose the entries with media or with a list of media alone. Other lists and tuples have None in place of media.
+    A name, such as `image.jpg` or `frames.0.jpg`, has `_` in place of all characters but ASCII letters, digits, `.` and `-`.
+    Entries of dicts that are media, or lists of media, are left out. Other lists and tuples have None in place of media.
 
     Raises:
         FormatError: Two media have the same name.
@@ -94,7 +115,7 @@ def separate_media(value: Any) -> Loaded:
 
 
 def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
-    """Return the value without media, and a `Media` if it has nothing else."""
+    """Return a value without its media; a `Media` if it has nothing else."""
     if isinstance(value, Media):
         # readers of tars need such names, which must not begin with "_"
         name = re.sub(r"[^A-Za-z0-9.-]", "_", f"{path}.{value.extension}").lstrip("._")
@@ -127,7 +148,7 @@ def extension_of(content: bytes, name: str, default: str) -> str:
 
 
 def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:
-    """Return the media of a list that is stored as its length, the lengths of the items, and the items.
+    """Return the media of a list, stored as its length, the lengths of the items, and the items.
 
     Raises:
         FormatError: The lengths do not match.

@@ -10,9 +10,8 @@ two tars have a key in common, all keys begin with the path of the tar. The memb
 The key of a member ends at the first dot, as in webdataset: `1.0.npy` and `1.5.npy` are the members `0.npy` and `5.npy` of one
 sample, `1`. The report has a note about members whose names begin with a digit or contain a space before the suffix.
 
-All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. So are pickles
-with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted; and `.pt` and `.pth` members
-with more than tensors and plain values, where arrays count as more.
+All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. Unless the files
+are trusted, so are pickles, `.pt` and `.pth` members with more than tensors, arrays of numbers or texts, and plain values.
 
 Symbolic and hard links in a tar are not followed, but reported.
 
@@ -28,16 +27,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
-from wds_tensorcache.importers.safe_files import parse_pickle, parse_torch, tensors_of
+from wds_tensorcache.errors import FormatError, TensorCacheError, format_count, list_names
+from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
 
-_DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "npy", "npz", "ten", "tb"})
-_PICKLES = frozenset({"pyd", "pickle", "pkl"})
+_PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth"})
+_DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
 _NUM_NAMED = 3  # members in a note
 _LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
@@ -47,7 +46,7 @@ _DECODE = decode(lazy=False)
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Count the tars whose first members include one to decode, and none of our caches."""
+    """Count the tars with a member to decode, and no cache, among their first members."""
     heads = [_first_suffixes(folder, name) for name in folder.by_suffix.get(".tar", ())]
     return sum(
         any(_kind(suffix) in _DECODED for suffix in head)
@@ -57,7 +56,7 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def find_shard(folder: SourceFolder) -> str | None:
-    """Return the relative path of a tar that is a shard of a cache already; None if there is none."""
+    """Return the relative path of a tar that is a shard of a cache, or None."""
     for name in folder.by_suffix.get(".tar", ()):
         halves = [half_of(suffix.lower()) for suffix in _first_suffixes(folder, name)]
         if any(half is not None and half.is_skeleton for half in halves):
@@ -66,7 +65,7 @@ def find_shard(folder: SourceFolder) -> str | None:
 
 
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
-    """Return the suffixes of the first members of a tar; none for a damaged tar, whose fault importing it reports."""
+    """Return the suffixes of the first members of a tar; none if it is damaged."""
     try:
         return [_split(member)[1] for member, *_ in islice(_scanner(folder, name), _NUM_PROBED)]
     except (FormatError, OSError):
@@ -112,8 +111,8 @@ def _open(folder: SourceFolder) -> Source:
     doubles = [key for key, count in Counter(key for _, key, _ in found).items() if count > 1]
     notes = _note_stems([(key, members) for _, key, members in found])
     if doubles:
-        what = f"{len(doubles):,} keys occur in several tars, for example {list_names(doubles[:_NUM_NAMED])}"
-        notes.append(f"{what}, so all keys begin with the path of their tar")
+        listed = f"{format_count(len(doubles), 'key')}, for example {list_names(doubles[:_NUM_NAMED])}"
+        notes.append(f"several tars have the same {listed}, so all keys begin with the path of their tar")
     return Source(
         [
             SourceSample(
@@ -137,7 +136,7 @@ def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
     names = [f"{key}.{suffix}" for key, suffixes in islice(doubtful.items(), _NUM_NAMED) for suffix in suffixes]
     first, suffixes = next(iter(doubtful.items()))
     return [
-        f"{len(doubtful):,} samples have members that look like separate samples, for example "
+        f"members that look like separate samples, in {format_count(len(doubtful), 'sample')}: for example "
         f"{list_names(names[:_NUM_NAMED])}: in a WebDataset tar, a key ends at the first dot, so {first!r:.100} has "
         f"{len(suffixes):,} of them; to keep them apart, extract the tars, and import the folder with --format files (format=)"
     ]
@@ -172,11 +171,10 @@ def _read(folder: SourceFolder, name: str, extents: dict[str, _Extent]) -> dict[
 
 def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
     kind = _kind(suffix)
-    parse = {"pt": parse_torch, "pth": parse_torch, **dict.fromkeys(_PICKLES, parse_pickle)}.get(kind)
-    if parse is None:
+    if kind not in _PICKLES:
         return _DECODE({"__key__": "", kind: raw})[kind]
     try:
-        return parse(raw, trust)
+        return parse_torch(raw, trust)
     except TensorCacheError as exc:
         raise exc.at(f"member {suffix!r:.100}") from exc
 
