@@ -131,17 +131,12 @@ def _identify(cache: Cache, kind: str) -> str:
     # Hazard: after a power cut, finished files may be empty; a new boot begins anew
     found = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
     for i, entry in enumerate(cache._entries(selected=True)):
-        extent = cache._stored_name(i), *_extent(cache, i)
-        found.update(repr((entry.key, sorted(entry.shapes.items()), extent)).encode("utf-8", "surrogatepass"))
+        sample = [entry.key, sorted(entry.shapes.items()), cache._stored_name(i)]
+        if isinstance(cache, TensorCache):
+            shard, row = cache._store.locate(cache._at(i))
+            sample += shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
+        found.update(repr(sample).encode("utf-8", "surrogatepass"))
     return found.hexdigest()[:32]
-
-
-def _extent(cache: Cache, i: int) -> tuple[int, ...]:
-    """Return the digest and the length of the skeleton of a sample in one shard."""
-    if not isinstance(cache, TensorCache):
-        return ()
-    shard, row = cache._store.locate(cache._at(i))
-    return shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
 
 
 class _Export:

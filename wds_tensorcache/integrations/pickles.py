@@ -18,6 +18,7 @@ import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -38,7 +39,7 @@ _ALIGNMENT = 16  # in bytes, enough for every dtype
 _POINTER_NBYTES, _ELEMENT_NBYTES = 8, 64  # of a tuple's item, and of a set's
 _MAX_NDIM = 64
 _MAX_ARRAY_NDIM = 32
-_MAX_SIZE = 1 << 59
+_MAX_NUMEL = 1 << 59
 _OPCODES = """
     PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT
     BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8
@@ -58,11 +59,10 @@ def decode_pickle(raw: bytes, limit: int, remedy: str, allow: Allowed | None = N
         allow: Classes that the caller trusts.
 
     Raises:
-        UnsafeSkeletonError: The pickle has more than plain values, OrderedDict and other types of FORMAT.md, arrays of numbers,
-            bools, bytes and texts, dense tensors and parameters.
+        UnsafeSkeletonError: The pickle names other classes or functions than those of `tc.decode`.
         FormatError: The pickle is damaged, or exceeds `limit`.
 
-    Memory: arrays may alias one newly allocated copy of `raw`'s bytes, and may be read-only.
+    Memory: arrays may be read-only.
     """
     with _advising(remedy):
         unpickler = _Unpickler(io.BytesIO(raw), limit, remedy, allow)
@@ -94,9 +94,10 @@ def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed |
             expected = f"expected a zip file, the format of torch.save since torch 1.6{advice}"
             raise FormatError(expected if content else "the file is empty")
         records = {name.partition("/")[2]: record for name, record in list_zip(file).items()}
-        stored = {(record.compress_type, record.file_size - record.compress_size) for record in records.values()}
-        nbytes = sum(record.file_size for record in records.values())
-        if nbytes > len(content) or stored - {(zipfile.ZIP_STORED, 0)}:
+        if sum(record.file_size for record in records.values()) > len(content) or any(
+            record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size
+            for record in records.values()
+        ):
             raise FormatError("records in the zip overlap or are compressed, which torch.save never does")
 
         def view(begin: int, end: int) -> Any:
@@ -184,8 +185,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         self._nbytes_left = limit + _ELEMENT_NBYTES * len(file.getbuffer())
         self._remedy, self._allow = remedy, allow or {}
         self._num_key_parts = self._num_defaultdicts = 0
-        self._load_storage = load_storage
-        self._storages: dict[str, Any] = {}
+        self._load_storage = load_storage and cache(load_storage)
 
     def load(self) -> Any:
         self.metastack, self.stack = list[Any](), list[Any]()
@@ -231,9 +231,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
                 raise FormatError(f"expected the description of a storage, got {shown(pid)}")
         if self._load_storage is None:
             raise FormatError("the pickle needs storages, which only a file of torch.save has")
-        if key not in self._storages:
-            self._storages[key] = self._load_storage(key)
-        memory = self._storages[key]
+        memory = self._load_storage(key)
         if memory is not None and not 0 <= count * dtype.itemsize <= len(memory):
             raise FormatError(f"storage {key!r:.80} declares {count} elements of {dtype} in {len(memory)} bytes")
         return _Storage(memory, dtype)
@@ -270,31 +268,26 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
     def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
+        self._check_items(self.stack[-3], self.stack[-2:-1])
+        super().load_setitem()
 
     def load_setitems(self) -> None:
-        self._set_items(self.pop_mark())
+        self._check_items(self.metastack[-1][-1], self.stack[::2])
+        super().load_setitems()
 
-    def _set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
+    def _check_items(self, target: Any, keys: Sequence[Any]) -> None:
+        # Hazard: each assignment of a list to one of its own slices would double it.
         if not isinstance(target, dict):
             raise FormatError(f"an item is set in {shown(target)}")
-        self._count_keys(items[::2])
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            target[key] = value
+        self._count_keys(keys)
 
     def load_additems(self) -> None:
-        items = self.pop_mark()
-        self._count_keys(items)
-        if not isinstance(self.stack[-1], set):
-            raise FormatError(f"an element is added to {shown(self.stack[-1])}")
-        self.stack[-1].update(items)
+        self._count_keys(self.stack)
+        super().load_additems()
 
     def load_frozenset(self) -> None:
-        items = self.pop_mark()
-        self._count_keys(items)
-        self.append(frozenset(items))
+        self._count_keys(self.stack)
+        super().load_frozenset()
 
     def _count_keys(self, keys: Sequence[Any]) -> None:
         self._num_key_parts = add_key_parts(self._num_key_parts, keys)
@@ -364,25 +357,19 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     def build_typed_tensor(
         self, storage: Any, offset: int, size: Any, stride: Any, needs_grad: Any, hooks: Any, dtype: Any, *rest: Any
     ) -> Any:
-        if storage.__class__ is not _Storage or len(size) > _MAX_NDIM:
-            raise FormatError(f"a tensor has no storage, or more than {_MAX_NDIM} dimensions")
         if hooks or any(rest) or not isinstance(dtype, torch.dtype) or dtype not in TORCH_TRUE:
             raise UnsafeSkeletonError(
                 f"a tensor of {shown(dtype)} has hooks, is conjugated, or has an unsupported dtype"
             )
+        if storage.__class__ is not _Storage or len(size) > _MAX_NDIM or math.prod(n or 1 for n in size) >= _MAX_NUMEL:
+            raise FormatError(f"a tensor has no storage, more than {_MAX_NDIM} dimensions, or an impossible shape")
         if storage.memory is None:
             return torch.empty(0)
-        if any(n.__class__ is not int or not 0 <= n < _MAX_SIZE for n in (offset, *size, *stride)):
-            raise FormatError("a tensor has an impossible shape, stride or offset")
-        # from the first element to the last
-        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        begin, end = (0, 0) if 0 in size else (offset, offset + span)
-        # torch counts a dimension of 0 as 1 for strides
-        if end * dtype.itemsize > len(storage.memory) or math.prod(n or 1 for n in size) >= _MAX_SIZE:
-            raise FormatError(f"a tensor of {dtype}{list(size)} exceeds its storage of {len(storage.memory)} bytes")
-        self._spend(math.prod(size) * dtype.itemsize)
-        flat = view_tensor(storage.memory, dtype, (end,))
-        return check_tensor(flat.as_strided(size, stride, begin)).requires_grad_(needs_grad)
+        flat = view_tensor(storage.memory, dtype, (len(storage.memory) // dtype.itemsize,))
+        # refuses negative and overflowing arguments, and elements beyond the storage
+        tensor = flat.as_strided(size, stride, offset)
+        self._spend(tensor.numel() * dtype.itemsize)
+        return check_tensor(tensor).requires_grad_(needs_grad)
 
     def build_parameter(self, tensor: Any, needs_grad: bool, hooks: Any) -> Any:
         if tensor.__class__ is not torch.Tensor or hooks:
@@ -401,16 +388,10 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return replace(storage, memory=bytearray(raw[head.tell() + 8 :]))  # after the number of elements
 
 
-def _set_byte_order(
-    dtype: np.dtype[Any], version: int, order: str, subarray: Any, names: Any, fields: Any, size: Any, *rest: Any
-) -> None:
-    if (
-        order not in ("<", ">", "|", "=")
-        or (subarray, names, fields) != (None,) * 3
-        or size not in (-1, dtype.itemsize)
-    ):
+def _set_byte_order(dtype: np.dtype[Any], version: int, order: str, *rest: Any) -> None:
+    if order not in ("<", ">", "|", "=") or rest[:3] != (None,) * 3:
         raise UnsafeSkeletonError(f"the dtype {dtype} has fields, or an unknown byte order")
-    # Hazard: numpy trusts these sizes.
+    # Hazard: numpy trusts the sizes in a state, so those in the file are not used.
     sizes = (dtype.itemsize, dtype.alignment) if dtype.kind in "SU" else (-1, -1)
     dtype.__setstate__((3, order, None, None, None, *sizes, 0))  # type: ignore[attr-defined]
 

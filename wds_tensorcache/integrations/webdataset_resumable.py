@@ -461,14 +461,13 @@ def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
         names = [reveal(url) for url in urls]
-    entries = [None if shard is None else shard.entry for shard in listed]
+    entries = [shard and shard.entry for shard in listed]
     # lengths of local shards are among the loads, which determine who reads which shard
     counts = [
-        None if entry is None else (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
+        entry and (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
         for url, entry in zip(urls, entries, strict=True)
     ]
-    has_counts = any(count is not None and any(count) for count in counts)
-    parts = [*names, repr(loads), *([repr(counts)] if has_counts else [])]
+    parts = [*names, repr(loads), *([repr(counts)] if any(map(any, filter(None, counts))) else [])]
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from braceexpand import braceexpand
 from webdataset.gopen import gopen, gopen_schemes, rewrite_url
 from webdataset.pipeline import DataPipeline
 
-from wds_tensorcache.reading.find_shards import existing_folder, expand_braces, find_shards
+from wds_tensorcache.reading.find_shards import existing_folder, find_shards
 from wds_tensorcache.shards.manifest import FoundShard
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.stream import RemoteStream
@@ -80,19 +79,13 @@ def find_urls(urls: Any) -> list[Url]:
 
 
 def _find_text(text: str) -> list[Url]:
-    is_there = os.path.lexists(text)
-    if not is_there and is_remote(text) and _is_several(text):
+    if os.path.isfile(text) and not text.endswith(".json"):
+        return [(text, None)]
+    is_local = os.path.lexists(text) or bool(existing_folder(text)) or not _IS_URL(text)
+    if is_local or (is_remote(text) and _is_several(text)):
+        # also `{pipe:…,a}.tar`, which does not start with `pipe:`, so its braces expand to names of files
         return _find_paths(text)
-    if not is_there and _IS_URL(text) and not existing_folder(text):
-        return [_as_is(url) for url in braceexpand(text)]
-    if not is_there and glob.has_magic(text):
-        return _find_paths(text)
-    urls: list[Url] = []
-    for path in [text] if is_there else expand_braces(text):
-        is_list = os.path.isdir(path) or (path.endswith(".json") and os.path.exists(path))
-        # `{pipe:…,a}.tar` does not start with `pipe:`, so its braces expand to names of files
-        urls += _find_paths(path) if is_list else [(path if path == text else _Path(path), None)]
-    return urls
+    return [_as_is(url) for url in braceexpand(text)]
 
 
 def _is_several(url: str) -> bool:
