@@ -96,6 +96,8 @@ ATTACKS = {
     "1,000 dimensions": tensor(b"K\x00", b"(" + b"K\x01" * 1000 + b"t", b"(" + b"K\x01" * 1000 + b"t"),
     "sizes that are none": tensor(b"K\x00", text("1"), text("1")),
     "a LONG_BINPUT at 2^28": b"Nr\x00\x00\x00\x10" + b"h\x07",
+    "a list that doubles itself": b"]Naq\x00" + (fetch("__builtin__", "slice") + b"K\x00K\x00N\x87Rh\x00s") * 40,
+    "a list that doubles itself at once": b"]Naq\x00(" + (fetch("__builtin__", "slice") + b"K\x00K\x00N\x87Rh\x00") * 40 + b"u",
     "state of a dict": b"}" + b"}" + text("x") + b"Nsb",
     "text longer than the file": b"X\xff\xff\xff\x7f",
     "code": fetch("os", "system") + text("touch OWNED") + b"\x85R",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,35 +10,6 @@ import webdataset as wds
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from wds_tensorcache.integrations.webdataset_resumable import SharedEpochs
-
-
-class Info(NamedTuple):
-    """The part of torch's `WorkerInfo` that identifies a worker of an iteration."""
-
-    seed: int
-    id: int
-    num_workers: int = 2
-
-
-def worker(iteration: int, number: int) -> Info:
-    return Info(1000 * iteration + number, number)
-
-
-def test_late_workers_of_an_abandoned_iteration() -> None:
-    begin = [worker(iteration, number) for iteration in (1, 2) for number in (0, 1)]
-    for order in itertools.permutations(begin):
-        epochs = SharedEpochs()
-        begun = {info: epochs.begin(info, 1) for info in order}
-        first, second = ({begun[worker(iteration, number)] for number in (0, 1)} for iteration in (1, 2))
-        assert sorted([*first, *second]) == [0, 1]
-        assert epochs.is_in_workers()
-
-
-def test_persistent_workers() -> None:
-    epochs = SharedEpochs()
-    for turn in range(1, 3000):  # more epochs than the cells can hold
-        assert {epochs.begin(worker(1, number), turn) for number in (0, 1)} == {turn - 1}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +59,15 @@ def test_two_iterations_at_once_have_two_epochs(urls: list[str]) -> None:
     both = list(zip(made, made, strict=True))
     found = [[samples[at]["__key__"] for samples in both] for at in (0, 1)]
     assert sorted(found) == sorted([order(urls, 0, 2), order(urls, 1, 2)])
+
+
+def test_persistent_workers_agree_on_many_epochs(urls: list[str]) -> None:
+    """Two orders in one epoch would repeat samples; there are more epochs than the workers remember."""
+    made = DataLoader(tc.ResumablePipeline(urls), batch_size=None, num_workers=2, persistent_workers=True)
+    epochs = [[sample["__key__"] for sample in made] for _ in range(70)]
+    assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(sorted(epochs[0]))}
+    assert len(set(epochs[0])) == len(epochs[0]) == 18
+    assert [epochs[0], epochs[69]] == [order(urls, 0, 2), order(urls, 69, 2)]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

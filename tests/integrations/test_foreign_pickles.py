@@ -18,7 +18,6 @@ import torch
 import wds_tensorcache as tc
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.importers import safe_files
 
 PROTOCOLS = [2, 3, 4, 5]
 RECONSTRUCT = np.ones(1).__reduce__()[0]
@@ -217,10 +216,8 @@ def test_bad_opcodes(opcodes: bytes) -> None:
 VALUE = {"x": [torch.randn(4, 6).t()[1:], torch.zeros(0)], "text": "a", "array": np.arange(3)}
 
 
-@pytest.mark.parametrize("most", [1 << 28, 0], ids=["read", "mapped"])
-def test_files(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files(tmp_path: Path) -> None:
     """Views of one storage are one memory, wherever the storages begin in the file."""
-    monkeypatch.setattr(safe_files, "_MAPPED", most)
     (tmp_path / "in").mkdir()
     contents = {"a.pt": saved(VALUE), "b.pth": gzip.compress(saved(VALUE)), "c.pt": pickle.dumps(VALUE)}
     for name, content in contents.items():

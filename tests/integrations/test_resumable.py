@@ -83,6 +83,14 @@ def test_resumed_at_every_item(urls: list[str], stages: list[Any]) -> None:
 
 def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
+    opened: list[str] = []
+
+    def open_noted(url: str, *_: Any) -> Any:
+        opened.append(url)
+        return open(url.removeprefix("noted://"), "rb")
+
+    monkeypatch.setitem(wds.gopen_schemes, "noted", open_noted)
+    urls = [f"noted://{url}" for url in urls]
 
     def note(samples: Any) -> Any:
         for sample in samples:
@@ -94,11 +102,7 @@ def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.M
     second = tc.ResumablePipeline(urls, note, tc.decode(), shuffle=False)
     second.load_state_dict(first.state_dict())
     decoded.clear()
-    opened: list[str] = []
-    from wds_tensorcache.integrations import webdataset_urls as shard_urls
-
-    gopen = shard_urls.gopen
-    monkeypatch.setattr(shard_urls, "gopen", lambda url: opened.append(url) or gopen(url))
+    opened.clear()
     assert take(second, 1) == [[8]]
     assert decoded == ["008"]
     assert opened == urls[2:3]
