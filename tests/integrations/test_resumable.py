@@ -108,17 +108,6 @@ def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.M
     assert opened == urls[2:3]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_and_workers_share_an_epoch(urls: list[str], world_size: int, num_workers: int) -> None:
-    seen = []
-    for rank in range(world_size):
-        stream = tc.ResumablePipeline(urls, tc.decode(), rank=rank, world_size=world_size)
-        for sample in DataLoader(stream, batch_size=None, num_workers=num_workers):
-            seen.append(sample["tensorcache"]["i"])
-    assert sorted(seen) == list(range(COUNT))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
     def begun() -> Any:
@@ -181,8 +170,8 @@ def test_epochs_with_the_same_torch_seed(urls: list[str]) -> None:
     assert seen == expected
 
 
-def epochs(stream: Any, num_workers: int, count: int = 1) -> list[list[int]]:
-    made = DataLoader(stream, batch_size=None, num_workers=num_workers)
+def epochs(stream: Any, num_workers: int, count: int = 1, **options: Any) -> list[list[int]]:
+    made = DataLoader(stream, batch_size=None, num_workers=num_workers, **options)
     return [[i for item in made for i in number(item)] for _ in range(count)]
 
 
@@ -309,3 +298,68 @@ def test_stages_that_the_pipeline_replaces_are_refused(urls: list[str], tmp_path
         tc.ResumablePipeline(str(tmp_path), tc.decode())
     with pytest.raises(KeyError, match="let the stages pass it on, or apply this stage to the items"):
         next(iter(tc.ResumablePipeline(urls, wds.map(lambda sample: sample["__key__"]))))
+
+
+# --- epochs in workers: the same for all workers of an iteration, in any order in which they begin, and without gaps ---
+
+_ORDERS: dict[tuple[int, int], list[int]] = {}
+
+
+def order(urls: list[str], epoch: int, num_workers: int) -> list[int]:
+    """Return the samples of an epoch as a fresh pipeline yields them, which is found out once."""
+    if (epoch, num_workers) not in _ORDERS:
+        stream = tc.ResumablePipeline(urls, tc.decode())
+        stream.set_epoch(epoch)
+        (_ORDERS[epoch, num_workers],) = epochs(stream, num_workers)
+    return _ORDERS[epoch, num_workers]
+
+
+@pytest.mark.parametrize(("context", "counts"), [("fork", (2, 1, 0, 2)), ("spawn", (0, 1, 0))])
+def test_the_number_of_workers_may_change(urls: list[str], context: str, counts: tuple[int, ...]) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    for epoch, num_workers in enumerate(counts):
+        options = {"multiprocessing_context": context} if num_workers else {}
+        assert epochs(stream, num_workers, **options) == [order(urls, epoch, num_workers)]
+
+
+def test_an_abandoned_iteration_ends_its_epoch(urls: list[str]) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    made = DataLoader(stream, batch_size=None, num_workers=2)
+    for _ in range(3):
+        next(iter(made))
+    assert epochs(stream, 2) == [order(urls, 3, 2)]
+
+
+def test_two_iterations_at_once_have_two_epochs(urls: list[str]) -> None:
+    made = DataLoader(tc.ResumablePipeline(urls, tc.decode()), batch_size=None, num_workers=2)
+    both = list(zip(made, made, strict=True))
+    found = [[i for samples in both for i in number(samples[at])] for at in (0, 1)]
+    assert sorted(found) == sorted([order(urls, 0, 2), order(urls, 1, 2)])
+
+
+def test_persistent_workers_agree_on_many_epochs(urls: list[str]) -> None:
+    """Two orders in one epoch would repeat samples; there are more epochs than the workers remember."""
+    found = epochs(tc.ResumablePipeline(urls, tc.decode()), 2, 70, persistent_workers=True)
+    assert all(sorted(epoch) == list(range(COUNT)) for epoch in found)
+    assert [found[0], found[69]] == [order(urls, 0, 2), order(urls, 69, 2)]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_set_epoch_reaches_workers(urls: list[str], persistent: bool) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    made = DataLoader(stream, batch_size=None, num_workers=2, persistent_workers=persistent)
+    for epoch in (4, 1, 1, 0):
+        stream.set_epoch(epoch)
+        assert [i for item in made for i in number(item)] == order(urls, epoch, 2)
+    assert [i for item in made for i in number(item)] == order(urls, 1, 2)
+
+
+def begin_at_5(number: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.set_epoch(5)  # type: ignore[attr-defined]
+
+
+def test_set_epoch_in_a_worker(urls: list[str]) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    assert epochs(stream, 2, worker_init_fn=begin_at_5) == [order(urls, 5, 2)]

@@ -21,9 +21,8 @@ from tests.integrations.trainers import QUIET, ResumeLoaders, SkippableLoader, p
 from tests.reading.batches import write
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
-from accelerate.utils import recursively_apply, send_to_device  # noqa: E402
+from accelerate.utils import send_to_device  # noqa: E402
 from lightning.fabric.utilities import move_data_to_device  # noqa: E402
-from lightning_utilities import apply_to_collection  # noqa: E402
 
 # their warnings: about workers, devices and deprecations
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -143,17 +142,6 @@ def test_batches_are_moved(cache: Any, kind: str, mover: str) -> None:
         assert len(on_meta) >= num_tensors * 3 // 4
 
 
-@pytest.mark.parametrize("kind", ["stack", "list", "pad", "filled", "loader", "nested"])
-def test_functions_over_collections(cache: Any, kind: str) -> None:
-    batch = batches(cache)[kind]
-    old = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
-    doubled = apply_to_collection(batch, torch.Tensor, lambda tensor: tensor * 2)
-    new = [leaf for leaf in leaves_of(doubled) if isinstance(leaf, torch.Tensor)]
-    assert all(torch.equal(a * 2, b) for a, b in zip(old, new, strict=True))
-    found = recursively_apply(lambda tensor: tensor, batch)
-    assert [type(leaf) for leaf in leaves_of(found)] == [type(leaf) for leaf in leaves_of(batch)]
-
-
 def test_lazy_tensors_are_moved(cache: Any) -> None:
     for mover in MOVERS.values():
         moved = mover({"x": cache[3]["x"], "name": cache[3]["name"]}, torch.device("meta"))
@@ -237,20 +225,13 @@ def test_records_pickle(cache: Any) -> None:
         assert made.is_padding.tolist() == info.is_padding.tolist()
         assert made != infos[0]
     assert info == info.to("cpu")
-    others = [
-        tc.BatchInfo(info.indices[::-1], info.is_padding, 0, 2, None, cache),
-        tc.BatchInfo(info.indices, ~info.is_padding, 0, 2, None, cache),
-        tc.BatchInfo(info.indices, info.is_padding, 1, 2, None, cache),
-        tc.BatchInfo(info.indices, info.is_padding, 0, 3, None, cache),
-        tc.BatchInfo(info.indices, info.is_padding, 0, 2, "a", cache),
-        tc.BatchInfo(info.indices, info.is_padding, 0, 2, None, cache[::-1]),
-        tc.BatchInfo(info.indices[:2], info.is_padding[:2], 0, 2, None, cache),
-        info.keys,
-        None,
-    ]
-    same, plain = (tc.BatchInfo(info.indices, info.is_padding, 0, 2, None, cache) for _ in range(2))
+    arguments = (info.indices, info.is_padding, 0, 2, None, cache)
+    plain = tc.BatchInfo(*arguments)
+    changes = (info.indices[::-1], ~info.is_padding, 1, 3, "a", cache[::-1])
+    others = [tc.BatchInfo(*arguments[:at], change, *arguments[at + 1 :]) for at, change in enumerate(changes)]
+    others += [tc.BatchInfo(info.indices[:2], info.is_padding[:2], *arguments[2:]), info.keys, None]
     assert [other == plain for other in others] == [False] * len(others)
-    assert same == plain
+    assert tc.BatchInfo(*arguments) == plain
     seeded = next(iter(tc.Loader(cache, 4, seed=3).with_info()))[1]
     assert tc.BatchInfo(seeded.indices, seeded.is_padding, 0, 0, None, cache) != seeded  # other seeds
 

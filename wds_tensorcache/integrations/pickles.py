@@ -257,11 +257,11 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         else:
             ALLOW_ONLY[op.BUILD](self.stack, self._allow, 1)
 
-    def load_newobj(self, code: int = op.NEWOBJ) -> None:
-        ALLOW_ONLY[code](self.stack, self._allow, 1)
+    def load_newobj(self) -> None:
+        ALLOW_ONLY[op.NEWOBJ](self.stack, self._allow, 1)
 
     def load_newobj_ex(self) -> None:
-        self.load_newobj(op.NEWOBJ_EX)
+        ALLOW_ONLY[op.NEWOBJ_EX](self.stack, self._allow, 1)
 
     def load_bytearray8(self) -> None:
         # Hazard: pickle allocates the declared length before it reads.
@@ -349,10 +349,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
             raise FormatError(f"an array of {dtype} {list(shape)!r:.200} has {len(raw):,} bytes")
         self._spend(len(raw))
 
-    def build_tensor(
-        self, storage: Any, offset: int, size: Any, stride: Any, needs_grad: Any, hooks: Any, *rest: Any
-    ) -> Any:
-        return self.build_typed_tensor(storage, offset, size, stride, needs_grad, hooks, storage.dtype, *rest)
+    def build_tensor(self, storage: Any, *args: Any) -> Any:
+        return self.build_typed_tensor(storage, *args[:5], storage.dtype, *args[5:])
 
     def build_typed_tensor(
         self, storage: Any, offset: int, size: Any, stride: Any, needs_grad: Any, hooks: Any, dtype: Any, *rest: Any
@@ -415,11 +413,9 @@ _PLAIN: dict[tuple[str, str], object] = {
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
 }
-_CODES = {getattr(pickle, name)[0] for name in _OPCODES}
 _Unpickler.dispatch = {
-    code: getattr(_Unpickler, function.__name__)
-    for code, function in _PythonUnpickler.dispatch.items()
-    if code in _CODES
+    code: getattr(_Unpickler, _PythonUnpickler.dispatch[code].__name__)
+    for code in (getattr(pickle, name)[0] for name in _OPCODES)
 }
 _BUILDERS: dict[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "set"): lambda unpickler, *args: unpickler.build_set(set, *args),
