@@ -20,7 +20,7 @@ from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
+from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
@@ -211,28 +211,32 @@ class ResumablePipeline(IterableDataset[Any]):
             if done.is_whole():
                 continue
             try:
-                for number, sample in self._samples_of(self._urls[shard], self._listed[shard], done):
-                    yield {**sample, POSITION: f"{_PREFIX}{shard}:{number}"}
+                yield from self._samples_of(shard, done)
             except Stopped:
                 return
             except Exception as exc:  # the handler decides, as in every stage of webdataset
                 if not self._handler(exc):
                     return
-            else:
-                done.count = done.num_read
 
-    def _samples_of(self, url: str, listed: FoundShard | None, done: _Done) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the samples of a shard. A remote shard is read from its first sample that is not done."""
-        if not is_remote(url):
-            if listed is not None and listed.entry is not None and listed.entry.digest is not None:
-                check_listed(url, listed.entry, listed.manifest, digest=stored_digest(url))
-            yield from self._tars.samples_of({"url": url}, done.is_wanted, listed=listed)
-            return
-        stream = open_url(url)
-        first = done.resume(stream.info)
-        stream.skip(first[1])
-        shard = {"url": url, "stream": stream}
-        yield from self._tars.samples_of(shard, done.is_wanted, first=first, on_start=done.add_start, listed=listed)
+    def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:
+        """Yield the samples of a shard that are not done. A remote shard is read from the first of them."""
+        url, listed = self._urls[shard], self._listed[shard]
+        source, first = {"url": url}, (0, 0)
+        if is_remote(url):
+            source["stream"] = stream = open_url(url)
+            first = done.resume(stream.info)
+            stream.skip(first[1])
+        elif listed is not None and listed.entry is not None and listed.entry.digest is not None:
+            check_listed(url, listed.entry, listed.manifest, digest=stored_digest(url))
+        count = first[0]
+        samples = self._tars.samples_of(source, lambda index: index not in done, first=first, listed=listed)
+        for index, sample, following in samples:
+            count = index + 1
+            if done.info is not None and following is not None and count not in done:
+                done.starts[count] = following
+            if sample is not None:
+                yield {**sample, POSITION: f"{_PREFIX}{shard}:{index}"}
+        done.count = count
 
     def _shards(self) -> list[int]:
         """Return this worker's shards in the epoch's order."""
@@ -352,24 +356,18 @@ class _Done:
     Attributes:
         edges: Ranges of sample numbers, half open, as ascending `[begin, end, begin, end, ...]`.
         count: Number of samples in the shard; None until the whole shard was read.
-        num_read: Number of samples that this process has read or skipped in the shard.
-        starts: Offsets at which samples start that were read and are not done, by number. Offsets of remote shards only.
+        starts: Offsets of samples that are not done, by sample index; only of remote shards.
         info: State of the remote object to which `starts` belong; None for a local shard.
     """
 
     def __init__(self, edges: Iterable[int] = (), count: int | None = None) -> None:
         self.edges = list(edges)
         self.count = count
-        self.num_read = 0
         self.starts: dict[int, int] = {}
         self.info: ObjectInfo | None = None
 
     def __contains__(self, number: int) -> bool:
         return bisect_right(self.edges, number) % 2 == 1
-
-    def is_wanted(self, number: int) -> bool:
-        self.num_read = number + 1
-        return number not in self
 
     def is_whole(self) -> bool:
         return self.count is not None and self.edges == [0, self.count]
@@ -382,10 +380,6 @@ class _Done:
             before, after = self.edges[at - 1 : at] == new[:1], self.edges[at : at + 1] == new[1:]
             self.edges[at - before : at + after] = new[before : 2 - after]
 
-    def add_start(self, start: Start) -> None:
-        if start[0] not in self:
-            self.starts[start[0]] = start[1]
-
     def first_start(self) -> list[Any] | None:
         """Return number and offset of the first sample that is not done, with length and tag of the object; None if unknown."""
         first = self.edges[1] if self.edges[:1] == [0] else 0
@@ -394,15 +388,13 @@ class _Done:
             return None
         return [first, begin, self.info.nbytes, self.info.tag]
 
-    def resume(self, info: ObjectInfo) -> Start:
-        """Return where to read a remote object in the state `info`: from its first byte if the object has changed."""
-        known = self.first_start()
-        if known is None or self.info != info:
+    def resume(self, info: ObjectInfo) -> tuple[int, int]:
+        """Return index and offset of the sample at which to start; those of the first sample if the object has changed."""
+        start = self.first_start()
+        if start is None or self.info != info:
             self.starts, self.info = {}, info
-            return FIRST
-        # if no sample follows, the shard has as many as were skipped
-        self.num_read = known[0]
-        return known[0], known[1]
+            return 0, 0
+        return start[0], start[1]
 
 
 def _parse_done(samples: Any, starts: Any, num_shards: int) -> dict[int, _Done]:
@@ -461,13 +453,14 @@ def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
         names = [reveal(url) for url in urls]
-    entries = [shard and shard.entry for shard in listed]
+    entries = [None if shard is None else shard.entry for shard in listed]
     # lengths of local shards are among the loads, which determine who reads which shard
     counts = [
-        entry and (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
+        None if entry is None else (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
         for url, entry in zip(urls, entries, strict=True)
     ]
-    parts = [*names, repr(loads), *([repr(counts)] if any(map(any, filter(None, counts))) else [])]
+    has_counts = any(count is not None and any(count) for count in counts)
+    parts = [*names, repr(loads), *([repr(counts)] if has_counts else [])]
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
 
 
