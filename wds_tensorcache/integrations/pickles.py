@@ -59,7 +59,7 @@ def decode_pickle(raw: bytes, limit: int, remedy: str, allow: Allowed | None = N
         allow: Classes that the caller trusts.
 
     Raises:
-        UnsafeSkeletonError: The pickle names other classes or functions than those of `tc.decode`.
+        UnsafeSkeletonError: The pickle names a class or function that `tc.decode` does not list.
         FormatError: The pickle is damaged, or exceeds `limit`.
 
     Memory: arrays may be read-only.
@@ -136,7 +136,7 @@ def peek_pth(begin: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """The memory of tensors, and the dtype of those tensors that do not say theirs."""
+    """The memory of tensors, and the dtype of tensors that name none."""
 
     memory: Any  # None if tensors are not read
     dtype: torch.dtype
@@ -144,7 +144,7 @@ class _Storage:
 
 @contextlib.contextmanager
 def _advising(remedy: str) -> Iterator[None]:
-    """Add `remedy` to an UnsafeSkeletonError; raise FormatError for errors of pickle and zipfile."""
+    """Add `remedy` to an UnsafeSkeletonError; turn errors of pickle and zipfile into FormatError."""
     try:
         yield
     except UnsafeSkeletonError as exc:
@@ -163,7 +163,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """An unpickler of listed opcodes and names.
 
-    In Python, since C's unpickler hashes keys before anybody can count their parts.
+    It is written in Python, because C's unpickler hashes keys before their parts can be counted.
 
     Args:
         file: The pickle.
@@ -201,7 +201,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
             self.memo.clear()  # its builders refer to this object
 
     def load_checked(self) -> Any:
-        """Return the object, which has no parts of tensors in it, and does not nest too deeply."""
+        """Return the object; refuse storages and classes in it, and deep nesting."""
         result = self.load()
         for part, depth in walk(result):
             if part.__class__ in (_Storage, Builder):
@@ -308,13 +308,13 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return cls(items)
 
     def build_bytes(self, text: str = "", encoding: str = "latin1") -> bytes:
-        """Build bytes from the Latin-1 text that protocol 2 has in their place."""
+        """Build bytes from Latin-1 text, as protocol 2 writes them."""
         if text.__class__ is not str or encoding != "latin1":
             raise TypeError(f"cannot build bytes from {shown(text)}, expected Latin-1 text")
         return text.encode("latin1")
 
     def build_dtype(self, text: str, *flags: bool) -> np.dtype[Any]:
-        """Build a dtype whose byte order may still be set: a new object, not the one that numpy uses everywhere."""
+        """Build a new dtype, because a state may set its byte order."""
         if not _is_plain_dtype(str(text)):
             raise UnsafeSkeletonError(f"arrays of {shown(text)} are not read, only of numbers and texts")
         return np.dtype(text, False, True)
@@ -375,7 +375,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return torch.nn.Parameter(tensor, needs_grad)
 
     def build_storage(self, raw: bytes) -> Any:
-        """Build the storage of a pickled tensor: five pickles as of torch before 1.6, and its elements."""
+        """Build the storage of a pickled tensor from the format of torch before 1.6."""
         if raw.__class__ is not bytes or not raw.startswith(OLD_TORCH):
             raise FormatError("a tensor's elements are not in the format of torch.save")
         # magic number, version, system, storage, keys

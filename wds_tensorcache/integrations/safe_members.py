@@ -64,7 +64,7 @@ class MemberDecoder(Decoder):
 
 
 def _pickles(extension: str, content: bytes) -> None:
-    """Mark the place of the decoder of pickles in the order of the handlers."""
+    """Mark where pickles are decoded in the order of the handlers."""
 
 
 def _unpickle(kind: str, content: bytes, limit: int, allow: Allowed) -> Any:
@@ -75,7 +75,7 @@ def _unpickle(kind: str, content: bytes, limit: int, allow: Allowed) -> Any:
 
 
 def _is_stock(handler: Any) -> bool:
-    """Return whether a handler is webdataset's own code: its errors then depend only on the bytes."""
+    """Return whether a handler is webdataset's own code, so that its errors depend only on the bytes."""
     is_function = isinstance(handler, types.FunctionType) and handler.__module__ == autodecode.__name__
     return is_function or isinstance(handler, autodecode.ImageHandler)
 
@@ -112,7 +112,7 @@ def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> A
 
 
 def _check_picture(content: bytes) -> None:
-    """Raise FormatError for pictures that may be too costly although Pillow has a limit, `PIL.Image.MAX_IMAGE_PIXELS`."""
+    """Raise FormatError for pictures that `PIL.Image.MAX_IMAGE_PIXELS` does not make cheap."""
     import PIL.Image  # not among this package's requirements
 
     with PIL.Image.open(io.BytesIO(content)) as picture:
@@ -127,7 +127,8 @@ def _check_picture(content: bytes) -> None:
 
 
 def _check_ten(content: bytes) -> None:
-    """Raise FormatError if a chunk of tensors exceeds its member; on a negative length, webdataset would loop forever."""
+    """Raise FormatError if a chunk of tensors exceeds its member."""
+    # Hazard: on a negative length, webdataset would loop forever.
     at = 0
     while at < len(content):
         nbytes = int.from_bytes(content[at + 8 : at + 16], sys.byteorder, signed=True)

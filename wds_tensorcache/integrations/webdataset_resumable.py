@@ -75,6 +75,7 @@ class ResumablePipeline(IterableDataset[Any]):
         handler, select_files, rename_files, max_expanded_nbytes: As for `tarfile_to_samples`.
 
     Raises:
+        FileNotFoundError: A local text or a folder names no existing file, or a manifest does not exist.
         TypeError: `urls` has a type that is not listed above.
         ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does.
 
@@ -99,8 +100,8 @@ class ResumablePipeline(IterableDataset[Any]):
         rename_files: Callable[[str], str] | None = None,
         max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     ) -> None:
-        found = find_urls(urls)
-        self._urls, self._listed = [url for url, _ in found], [listed for _, listed in found]
+        shards = find_urls(urls)
+        self._urls, self._listed = [url for url, _ in shards], [listed for _, listed in shards]
         if not self._urls:
             raise ValueError("no shards")
         for stage in stages:
@@ -175,8 +176,8 @@ class ResumablePipeline(IterableDataset[Any]):
                     f"an item of the last stage has no {POSITION!r}, from which the stream knows which samples are done; "
                     "let the stages pass it on, or apply this stage to the items of the stream"
                 )
-            for shard, number in positions:
-                done.setdefault(shard, _Done()).add(number)
+            for shard, index in positions:
+                done.setdefault(shard, _Done()).add(index)
             yield item
         if iteration == self._iteration:
             self._is_over = True
@@ -219,7 +220,7 @@ class ResumablePipeline(IterableDataset[Any]):
                     return
 
     def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard that are not done. A remote shard is read from the first of them."""
+        """Yield the samples of a shard that are not done; read a remote shard from the first one."""
         url, listed = self._urls[shard], self._listed[shard]
         source, first = {"url": url}, (0, 0)
         if is_remote(url):
@@ -244,8 +245,8 @@ class ResumablePipeline(IterableDataset[Any]):
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         order = self._order(self._epoch, range(len(self._urls))).tolist()
         # ranks first: the workers of one rank must not take all shards while another rank has none
-        mine = _shards_of(order, self._loads, self._rank, self._world_size)
-        return _shards_of(mine, self._loads, worker, num_workers)
+        of_rank = _shards_of(order, self._loads, self._rank, self._world_size)
+        return _shards_of(of_rank, self._loads, worker, num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the samples that have left the last stage, as plain values for JSON.
@@ -256,8 +257,8 @@ class ResumablePipeline(IterableDataset[Any]):
         info = self._enter()
         if info is None and self._epochs.is_in_workers():
             raise RuntimeError("workers have the state; call StatefulDataLoader.state_dict, which collects it")
-        done = {str(shard): [list(one.edges), one.count] for shard, one in self._done.items() if one.edges}
-        starts = {str(shard): found for shard, one in self._done.items() if (found := one.first_start()) is not None}
+        done = {str(shard): [list(done.edges), done.count] for shard, done in self._done.items() if done.edges}
+        starts = {str(shard): start for shard, done in self._done.items() if (start := done.first_start()) is not None}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done, "starts": starts}
         return state | {"of": self._identity(info)}
 
@@ -315,11 +316,11 @@ class SharedEpochs:
         self._cells.share_memory_()  # type: ignore[no-untyped-call]  # no change if they are shared
 
     def begin(self, info: Any, turn: int, epoch: int | None = None) -> int:
-        """Return the epoch that a worker begins, or that the main process begins if `info` is None.
+        """Return the epoch that a worker or the main process begins.
 
         Args:
-            info: torch's `WorkerInfo`.
-            turn: Number of the iteration in this process.
+            info: torch's `WorkerInfo`; None in the main process.
+            turn: Count of iterations in this process.
             epoch: Epoch of a loaded state; if None, the epoch of the iteration's other workers, or else the next epoch.
         """
         begun, by_worker = np.split(self._cells.numpy(), [_NUM_RECENT])
@@ -329,10 +330,10 @@ class SharedEpochs:
         key = 1 + hash((info.seed - info.id, info.num_workers, turn)) % (_NUM_KEYS - 1)
         worker = info.id % _NUM_WORKERS
         if epoch is None:
-            known = int((begun[begun % _NUM_KEYS == key] >> _KEY_BITS).max(initial=0))
+            listed = int((begun[begun % _NUM_KEYS == key] >> _KEY_BITS).max(initial=0))
             # torch.manual_seed may start several iterations with the same seed, and so the same key. If this worker
             # already began the epoch of that key, this is a new iteration.
-            epoch = known - 1 if known and known != by_worker[worker] else following
+            epoch = listed - 1 if listed and listed != by_worker[worker] else following
         else:
             begun[begun >> _KEY_BITS > epoch + 1] = 0
         begun[epoch % _NUM_RECENT] = (epoch + 1 << _KEY_BITS) + key
@@ -340,7 +341,7 @@ class SharedEpochs:
         return epoch
 
     def put(self, epoch: int) -> int:
-        """Record that the main process is in an epoch, and return the epoch. The next iteration begins the epoch after it."""
+        """Record the epoch of the main process, and return it. The next iteration begins the epoch after it."""
         self._cells.zero_()
         self._cells[0] = epoch + 1 << _KEY_BITS
         return epoch
@@ -354,7 +355,7 @@ class _Done:
     """The samples of a shard that have left the last stage, and where reading a remote shard can start again.
 
     Attributes:
-        edges: Ranges of sample numbers, half open, as ascending `[begin, end, begin, end, ...]`.
+        edges: Ranges of sample indices, half open, as ascending `[begin, end, begin, end, ...]`.
         count: Number of samples in the shard; None until the whole shard was read.
         starts: Offsets of samples that are not done, by sample index; only of remote shards.
         info: State of the remote object to which `starts` belong; None for a local shard.
@@ -366,22 +367,22 @@ class _Done:
         self.starts: dict[int, int] = {}
         self.info: ObjectInfo | None = None
 
-    def __contains__(self, number: int) -> bool:
-        return bisect_right(self.edges, number) % 2 == 1
+    def __contains__(self, index: int) -> bool:
+        return bisect_right(self.edges, index) % 2 == 1
 
     def is_whole(self) -> bool:
         return self.count is not None and self.edges == [0, self.count]
 
-    def add(self, number: int) -> None:
-        self.starts.pop(number, None)
-        at = bisect_right(self.edges, number)
+    def add(self, index: int) -> None:
+        self.starts.pop(index, None)
+        at = bisect_right(self.edges, index)
         if at % 2 == 0:
-            new = [number, number + 1]
+            new = [index, index + 1]
             before, after = self.edges[at - 1 : at] == new[:1], self.edges[at : at + 1] == new[1:]
             self.edges[at - before : at + after] = new[before : 2 - after]
 
     def first_start(self) -> list[Any] | None:
-        """Return number and offset of the first sample that is not done, with length and tag of the object; None if unknown."""
+        """Return index and offset of the first sample that is not done, and the object's length and tag; None if unknown."""
         first = self.edges[1] if self.edges[:1] == [0] else 0
         begin = self.starts.get(first)
         if not begin or self.info is None or self.info.tag is None:  # only a tag shows whether the object has changed
@@ -389,7 +390,7 @@ class _Done:
         return [first, begin, self.info.nbytes, self.info.tag]
 
     def resume(self, info: ObjectInfo) -> tuple[int, int]:
-        """Return index and offset of the sample at which to start; those of the first sample if the object has changed."""
+        """Return index and offset of the sample at which to start in an object with the state `info`."""
         start = self.first_start()
         if start is None or self.info != info:
             self.starts, self.info = {}, info
@@ -401,54 +402,54 @@ def _parse_done(samples: Any, starts: Any, num_shards: int) -> dict[int, _Done]:
     """Return the samples that a state lists, by shard, and where to start."""
     try:
         done = {int(shard): _Done(edges, count) for shard, (edges, count) in samples.items()}
-        for shard, one in done.items():
-            numbers = one.edges if one.count is None else [*one.edges, one.count]
-            is_ascending = one.edges == sorted(set(one.edges)) and numbers == sorted(numbers)
-            if not 0 <= shard < num_shards or len(one.edges) % 2 or not is_ascending or not _are_counts(*numbers):
-                raise ValueError(f"shard {shard} of {num_shards} has {numbers!r:.100}, expected ascending ranges")
-        for shard, (number, begin, nbytes, tag) in starts.items():
-            is_start = _are_counts(number, begin, nbytes) and 0 < begin < nbytes and begin % BLOCK == 0
+        for shard, ranges in done.items():
+            edges = ranges.edges if ranges.count is None else [*ranges.edges, ranges.count]
+            is_ascending = ranges.edges == sorted(set(ranges.edges)) and edges == sorted(edges)
+            if not 0 <= shard < num_shards or len(ranges.edges) % 2 or not is_ascending or not _are_counts(*edges):
+                raise ValueError(f"shard {shard} of {num_shards} has {edges!r:.100}, expected ascending ranges")
+        for shard, (index, begin, nbytes, tag) in starts.items():
+            is_start = _are_counts(index, begin, nbytes) and 0 < begin < nbytes and begin % BLOCK == 0
             if not is_start or type(tag) is not str:
-                raise ValueError(f"shard {shard} starts at {[number, begin, nbytes, tag]!r:.200}")
-            done[int(shard)].starts = {number: begin}
+                raise ValueError(f"shard {shard} starts at {[index, begin, nbytes, tag]!r:.200}")
+            done[int(shard)].starts = {index: begin}
             done[int(shard)].info = ObjectInfo(nbytes, tag)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise ValueError(f"the state is damaged: {exc}; it lists {samples!r:.200} and {starts!r:.200}") from exc
     return done
 
 
-def _are_counts(*numbers: Any) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
+def _are_counts(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
-    """Yield shard and number of each sample in an item."""
+    """Yield the shard, and the index in it, of each sample in an item."""
     if isinstance(item, str):
         if item.startswith(_PREFIX):
-            shard, _, number = item[len(_PREFIX) :].partition(":")
-            yield int(shard), int(number)
+            shard, _, index = item[len(_PREFIX) :].partition(":")
+            yield int(shard), int(index)
     elif isinstance(item, Mapping):
         yield from _positions(item.get(POSITION))
     elif isinstance(item, (list, tuple)):
-        for one in item:
-            yield from _positions(one)
+        for part in item:
+            yield from _positions(part)
 
 
 def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -> list[int]:
-    """Return the shards of one part. Each of `shards`, in order, goes to the part that has the fewest bytes so far."""
+    """Return the shards of one part; each shard in turn goes to the part with the fewest bytes so far."""
     # a heap, since 10^5 shards may be divided among 10^4 ranks
-    totals = [(0, each) for each in range(num_parts)]
-    mine = []
+    totals = [(0, index) for index in range(num_parts)]
+    of_part = []
     for shard in shards:
         total, least = totals[0]
         heapq.heapreplace(totals, (total + loads[shard], least))
         if least == part:
-            mine.append(shard)
-    return mine
+            of_part.append(shard)
+    return of_part
 
 
 def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None]) -> str:
-    """Return a digest of the names of all shards, their loads, and what a manifest lists about them."""
+    """Return a digest of the names of all shards, their loads, and their entries in a manifest."""
     # without queries, which change, unless they alone tell shards apart
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
@@ -465,6 +466,6 @@ def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None
 
 
 def _loads(urls: list[str]) -> list[int]:
-    """Return the length of each shard, or 1 for each if not all shards are local files."""
+    """Return the lengths of all shards; ones if not all shards are local files."""
     paths = [url if os.path.lexists(url) else url.removeprefix("file:") for url in urls]
     return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(urls)

@@ -67,7 +67,7 @@ class _Path(str):
 def find_urls(urls: Any) -> list[Url]:
     """Return the urls of all shards, each with its entry in a manifest, if there is one.
 
-    Names that were found, for example in a folder, are `PathLike`: never run as commands. Remote urls are concealed.
+    Names from folders, manifests and patterns are `PathLike`, so they are never run as commands. Remote urls are concealed.
     """
     if isinstance(urls, str) and not isinstance(urls, os.PathLike):
         return _find_text(urls)
@@ -75,7 +75,7 @@ def find_urls(urls: Any) -> list[Url]:
     listed: list[Any] = [urls] if isinstance(urls, os.PathLike) else list(urls) if is_list else [None]
     if not all(isinstance(url, (str, os.PathLike)) for url in listed):
         raise TypeError(f"urls={urls!r:.200}: expected a list of urls, a pattern or a folder; pass stages after it")
-    return [url for each in listed for url in (_find_paths(each) if isinstance(each, os.PathLike) else [_as_is(each)])]
+    return [shard for url in listed for shard in (_find_paths(url) if isinstance(url, os.PathLike) else [_as_is(url)])]
 
 
 def _find_text(text: str) -> list[Url]:
@@ -89,7 +89,7 @@ def _find_text(text: str) -> list[Url]:
 
 
 def _is_several(url: str) -> bool:
-    """Return whether a remote url means shards that a server must be asked for: those of a folder, manifest or wildcard."""
+    """Return whether a remote url names a folder, a manifest or a pattern with wildcards."""
     path = urlsplit(url).path if is_web(url) else url
     name = path.rpartition("/")[2]
     if not is_web(url) and ("." not in name or set(name) & set("*?[")):
