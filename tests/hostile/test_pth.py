@@ -94,6 +94,7 @@ ATTACKS = {
     "a stride of 0, 80 MB": tensor(b"K\x00", b"J" + struct.pack("<i", 20 << 20) + b"\x85", b"K\x00\x85"),
     "strides of 0, 80 MB": b"](" + tensor(b"K\x00", b"J" + struct.pack("<i", 1 << 18) + b"\x85", b"K\x00\x85") * 80 + b"e",
     "no elements, of a shape that overflows": tensor(b"K\x00", b"K\x00" + HUGE + HUGE + b"\x87", b"K\x01K\x01K\x01\x87"),
+    "a size that repeats a text": tensor(b"K\x00", HUGE[:-4] + b"\x01\x00\x00\x00" + text("xxxx") + b"\x86", b"K\x01K\x01\x86"),
     "1,000 dimensions": tensor(b"K\x00", b"(" + b"K\x01" * 1000 + b"t", b"(" + b"K\x01" * 1000 + b"t"),
     "sizes that are none": tensor(b"K\x00", text("1"), text("1")),
     "a LONG_BINPUT at 2^28": b"Nr\x00\x00\x00\x10" + b"h\x07",

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.hostile.test_pth import saved
 from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 
@@ -37,11 +38,6 @@ ARRAYS = {
 
 def decode(raw: bytes, kind: str = "pkl", **options: Any) -> Any:
     return tc.decode(**options)({"__key__": "k", "__url__": "s.tar", kind: raw})[kind]
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    torch.save(value, out := io.BytesIO(), **options)
-    return out.getvalue()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -359,13 +359,15 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
             raise UnsafeSkeletonError(
                 f"a tensor of {shown(dtype)} has hooks, is conjugated, or has an unsupported dtype"
             )
-        if storage.__class__ is not _Storage or len(size) > _MAX_NDIM or math.prod(n or 1 for n in size) >= _MAX_NUMEL:
-            raise FormatError(f"a tensor has no storage, more than {_MAX_NDIM} dimensions, or an impossible shape")
+        if storage.__class__ is not _Storage or len(size) > _MAX_NDIM:
+            raise FormatError(f"a tensor has no storage, or more than {_MAX_NDIM} dimensions")
         if storage.memory is None:
             return torch.empty(0)
         flat = view_tensor(storage.memory, dtype, (len(storage.memory) // dtype.itemsize,))
-        # refuses negative and overflowing arguments, and elements beyond the storage
+        # torch refuses negative and overflowing arguments, and elements beyond the storage
         tensor = flat.as_strided(size, stride, offset)
+        if math.prod(n or 1 for n in tensor.shape) >= _MAX_NUMEL:  # Hazard: its strides overflow if it is copied.
+            raise FormatError(f"a tensor of {dtype} has an impossible shape: {list(tensor.shape)!r:.200}")
         self._spend(tensor.numel() * dtype.itemsize)
         return check_tensor(tensor).requires_grad_(needs_grad)
 
