@@ -20,6 +20,7 @@ _MAX_EXTENSION = 100
 _JPEGS = ("JPEG", "MPO", "BLP")
 _MAX_SCANS = 100  # programs write about ten scans
 _BYTES_PER_SCAN = 4096  # bytes after the picture, such as a video, contain markers of scans by chance
+_PICKLES: Any = decode_pickle  # marks the place of `_unpickle` among the handlers
 _LIMIT_REMEDY = "; if you trust the shard, use tc.decode(max_expanded_nbytes=…)"
 
 
@@ -34,7 +35,7 @@ class MemberDecoder(Decoder):
     """
 
     def __init__(self, handlers: list[Any], allow: Allowed, max_expanded_nbytes: int, **options: Any) -> None:
-        super().__init__([*handlers, _pickles], **options)
+        super().__init__([*handlers, _PICKLES], **options)
         self._allow, self._max_expanded_nbytes = allow, max_expanded_nbytes
         self._is_stock = [_is_stock(handler) for handler in self.handlers]
 
@@ -46,7 +47,7 @@ class MemberDecoder(Decoder):
         try:
             for handler, is_stock in zip(self.handlers, self._is_stock, strict=True):
                 kind = extension.rpartition(".")[2]
-                if handler is _pickles:
+                if handler is _PICKLES:
                     if kind in ("pyd", "pickle", "pkl", "pth"):
                         # also if the result is None, for which webdataset's own unpickler would run next
                         return _unpickle(kind, content, limit, self._allow)
@@ -61,10 +62,6 @@ class MemberDecoder(Decoder):
         except TensorCacheError as exc:
             raise exc.at(f"member {key!r}") from exc.__cause__ or exc
         return content
-
-
-def _pickles(extension: str, content: bytes) -> None:
-    """Mark where pickles are decoded in the order of the handlers."""
 
 
 def _unpickle(kind: str, content: bytes, limit: int, allow: Allowed) -> Any:

@@ -241,12 +241,10 @@ class ResumablePipeline(IterableDataset[Any]):
 
     def _shards(self) -> list[int]:
         """Return this worker's shards in the epoch's order."""
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         order = self._order(self._epoch, range(len(self._urls))).tolist()
         # ranks first: the workers of one rank must not take all shards while another rank has none
         of_rank = _shards_of(order, self._loads, self._rank, self._world_size)
-        return _shards_of(of_rank, self._loads, worker, num_workers)
+        return _shards_of(of_rank, self._loads, *_find_worker())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the samples that have left the last stage, as plain values for JSON.
@@ -260,7 +258,7 @@ class ResumablePipeline(IterableDataset[Any]):
         done = {str(shard): [list(done.edges), done.count] for shard, done in self._done.items() if done.edges}
         starts = {str(shard): start for shard, done in self._done.items() if (start := done.first_start()) is not None}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done, "starts": starts}
-        return state | {"of": self._identity(info)}
+        return state | {"of": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at the point at which the state was saved.
@@ -269,7 +267,8 @@ class ResumablePipeline(IterableDataset[Any]):
             ValueError: The state is damaged, is of another version, or belongs to other shards, another order, or another
                 number of ranks or workers.
         """
-        identity = self._identity(self._enter())
+        self._enter()
+        identity = self._identity()
         fields = state if isinstance(state, Mapping) else {}
         version, epoch, is_over = map(fields.get, ("version", "epoch", "over"))
         if version != VERSION:
@@ -283,8 +282,8 @@ class ResumablePipeline(IterableDataset[Any]):
             raise ValueError(f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}")
         self._move(epoch, _parse_done(fields.get("done"), fields.get("starts", {}), len(self._urls)), is_over=is_over)
 
-    def _identity(self, info: Any) -> dict[str, Any]:
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+    def _identity(self) -> dict[str, Any]:
+        worker, num_workers = _find_worker()
         return {
             "shards": f"{len(self._urls)}, digest {self._digest}",
             "seed": self._order.seed if self._order.shuffle else None,
@@ -396,6 +395,12 @@ class _Done:
             self.starts, self.info = {}, info
             return 0, 0
         return start[0], start[1]
+
+
+def _find_worker() -> tuple[int, int]:
+    """Return the index and the number of the workers that read."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 def _parse_done(samples: Any, starts: Any, num_shards: int) -> dict[int, _Done]:
