@@ -278,8 +278,10 @@ def test_stages_that_the_pipeline_replaces_are_refused(urls: list[str], tmp_path
     for wrong in (wds.DataPipeline(wds.SimpleShardList(urls)), [1], None):
         with pytest.raises(TypeError, match="expected a list of urls, a pattern or a folder"):
             tc.ResumablePipeline(wrong, tc.decode())
-    with pytest.raises(FileNotFoundError, match="neither manifest.json nor"):
-        tc.ResumablePipeline(str(tmp_path), tc.decode())
+    assert epochs(tc.ResumablePipeline(urls[0], tc.decode()), 0) == [list(range(SIZES[0]))]
+    for path, message in ((tmp_path, "neither manifest.json nor"), (tmp_path / "x.tar", "does not exist")):
+        with pytest.raises(FileNotFoundError, match=message):
+            tc.ResumablePipeline(str(path), tc.decode())
 
 
 # --- epochs in workers: the same for all workers of an iteration, in any order in which they begin, and without gaps ---
