@@ -13,6 +13,7 @@ import torch
 import webdataset as wds
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
+from webdataset.gopen import gopen_schemes
 
 import wds_tensorcache as tc
 
@@ -89,7 +90,7 @@ def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.M
         opened.append(url)
         return open(url.removeprefix("noted://"), "rb")
 
-    monkeypatch.setitem(wds.gopen_schemes, "noted", open_noted)
+    monkeypatch.setitem(gopen_schemes, "noted", open_noted)
     urls = [f"noted://{url}" for url in urls]
 
     def note(samples: Any) -> Any:

@@ -41,6 +41,21 @@ def write(path: Path, name: str, count: int = 3, text: str = "") -> Path:
     return path
 
 
+def tar_of(members: list[tuple[str, bytes, bytes]], kind: int, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=kind, **options) as tar:
+        for name, type_, content in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.size = type_, len(content)
+            info.linkname = "0.txt" if type_ in (tarfile.LNKTYPE, tarfile.SYMTYPE) else ""
+            tar.addfile(info, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def tar_of_files(files: list[tuple[str, bytes]]) -> bytes:
+    return tar_of([(name, tarfile.REGTYPE, content) for name, content in files], tarfile.PAX_FORMAT)
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
     return [write(tmp_path / f"{name}.tar", name) for name in "ab"]
@@ -122,11 +137,7 @@ def test_truncated_shards_never_mix(shards: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [0, 1])
 def test_members_with_reserved_names(tmp_path: Path, suffix: str, at: int) -> None:
     path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        for name in ["a.txt"] * at + [f"a.{suffix}", "a.json"]:
-            info = tarfile.TarInfo(name)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"1"))
+    path.write_bytes(tar_of_files([(name, b"1") for name in ["a.txt"] * at + [f"a.{suffix}", "a.json"]]))
     with pytest.raises(tc.FormatError, match="a name that webdataset reserves"):
         list(tc.tarfile_to_samples()([{"url": str(path)}]))
     expected = {"__key__": "a", "__url__": str(path), "json": b"1"} | ({"txt": b"1"} if at else {})
@@ -156,13 +167,8 @@ class Dribble(io.RawIOBase):
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=5), st.booleans())
 def test_short_reads(sizes: list[int], is_compressed: bool) -> None:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as tar:
-        for i in range(5):
-            info = tarfile.TarInfo(f"{i}.bin")
-            info.size = i * 700
-            tar.addfile(info, io.BytesIO(bytes([i]) * info.size))
-    raw = gzip.compress(content.getvalue()) if is_compressed else content.getvalue()
+    raw = tar_of_files([(f"{i}.bin", bytes([i]) * (i * 700)) for i in range(5)])
+    raw = gzip.compress(raw) if is_compressed else raw
     stage = tc.tarfile_to_samples(select_files=lambda name: name != "3.bin")
     found = {sample["__key__"]: sample["bin"] for sample in stage([{"url": "x", "stream": Dribble(raw, sizes)}])}
     assert found == {f"{i}": bytes([i]) * (i * 700) for i in (0, 1, 2, 4)}
@@ -171,9 +177,7 @@ def test_short_reads(sizes: list[int], is_compressed: bool) -> None:
 def test_handlers_of_members(tmp_path: Path) -> None:
     paths = [tmp_path / "0.tar", tmp_path / "1.tar"]
     for path, names in zip(paths, (["a.x", "a.y", "a.x", "b.x", "c.x"], ["d.x"]), strict=True):
-        with tarfile.open(path, "w") as tar:
-            for name in names:
-                tar.addfile(tarfile.TarInfo(name))
+        path.write_bytes(tar_of_files([(name, b"") for name in names]))
     assert [sample["__key__"] for sample in read(*paths, handler=wds.ignore_and_continue)] == ["a", "b", "c", "d"]
     assert read(*paths, handler=wds.ignore_and_stop) == []
 
@@ -247,17 +251,6 @@ def assert_as_webdataset(content: bytes) -> list[Any]:
     return ours
 
 
-def tar_of(members: list[tuple[str, bytes, bytes]], kind: int, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=kind, **options) as tar:
-        for name, type_, content in members:
-            info = tarfile.TarInfo(name)
-            info.type, info.size = type_, len(content)
-            info.linkname = "0.txt" if type_ in (tarfile.LNKTYPE, tarfile.SYMTYPE) else ""
-            tar.addfile(info, io.BytesIO(content))
-    return stream.getvalue()
-
-
 part = st.sampled_from(["0", "1", "a", "__x__", "__", "___", "__bad__", "é", "\udcff", " ", "\n", "#", "x" * 60, "-"])
 suffix = st.sampled_from(
     ["txt", "TXT", "Json", "json.gz", "", "__bad__", "__BAD__", "a.b", "__key__", "x y", "é", "\n"]
@@ -298,7 +291,7 @@ def test_content_of_folders() -> None:
 
 def test_bad_samples_are_left_out() -> None:
     def tar(*names: str) -> bytes:
-        return tar_of([(name, tarfile.REGTYPE, b"" if "0" in name else b"1") for name in names], tarfile.PAX_FORMAT)
+        return tar_of_files([(name, b"" if "0" in name else b"1") for name in names])
 
     for order in (["b.txt", "b.__bad__"], ["b.__bad__", "b.txt"], ["b.__BAD__"]):
         found = assert_as_webdataset(tar("a.txt", *order, "c.txt"))
