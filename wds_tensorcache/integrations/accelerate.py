@@ -49,7 +49,7 @@ class SkippableLoader:
 class _Positions:
     """The positions of a loader's batches in the epoch of its next batch.
 
-    They begin with None for each step that a loaded state has used, because trainers count from the beginning of the epoch.
+    First comes a None for each step that a loaded state has used, because trainers count from the beginning of the epoch.
     """
 
     def __init__(self, loader: Loader) -> None:

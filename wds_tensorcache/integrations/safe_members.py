@@ -109,7 +109,7 @@ def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> A
 
 
 def _check_picture(content: bytes) -> None:
-    """Raise FormatError for pictures that `PIL.Image.MAX_IMAGE_PIXELS` does not make cheap."""
+    """Raise FormatError for a picture with a cost that Pillow's limit on pixels does not bound."""
     import PIL.Image  # not among this package's requirements
 
     with PIL.Image.open(io.BytesIO(content)) as picture:

@@ -118,7 +118,7 @@ class ResumablePipeline(IterableDataset[Any]):
         self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
         self._digest = _digest_of(self._urls, self._loads, self._listed)
-        self._epochs = SharedEpochs()
+        self._epochs = _SharedEpochs()
         self._pid = os.getpid()
         self._iteration = 0
         self._has_warned = False  # of samples that set_epoch left out
@@ -209,7 +209,7 @@ class ResumablePipeline(IterableDataset[Any]):
         all_done = self._done
         for shard in self._shards():
             done = all_done.setdefault(shard, _Done())
-            if done.is_whole():
+            if done.edges == [0, done.count]:  # all samples of the shard
                 continue
             try:
                 yield from self._samples_of(shard, done)
@@ -225,8 +225,12 @@ class ResumablePipeline(IterableDataset[Any]):
         source, first = {"url": url}, (0, 0)
         if is_remote(url):
             source["stream"] = stream = open_url(url)
-            first = done.resume(stream.info)
-            stream.skip(first[1])
+            start = done.first_start()
+            if start is None or done.info != stream.info:
+                done.starts, done.info = {}, stream.info
+            else:
+                first = start[0], start[1]
+                stream.skip(first[1])
         elif listed is not None and listed.entry is not None and listed.entry.digest is not None:
             check_listed(url, listed.entry, listed.manifest, digest=stored_digest(url))
         count = first[0]
@@ -294,10 +298,10 @@ class ResumablePipeline(IterableDataset[Any]):
         }
 
 
-class SharedEpochs:
+class _SharedEpochs:
     """Shared memory in which the workers of an iteration agree on its epoch, without messages to the main process.
 
-    All workers of an iteration have the same base seed, which is the worker's seed minus its number. The first worker registers
+    All workers of an iteration have the same base seed, which is the worker's seed minus its index. The first worker registers
     the next epoch under this base seed, and the others find it there, even if workers of the next iteration have already begun.
     No lock is needed, because all workers of an iteration write the same value into the same cell.
 
@@ -369,9 +373,6 @@ class _Done:
     def __contains__(self, index: int) -> bool:
         return bisect_right(self.edges, index) % 2 == 1
 
-    def is_whole(self) -> bool:
-        return self.count is not None and self.edges == [0, self.count]
-
     def add(self, index: int) -> None:
         self.starts.pop(index, None)
         at = bisect_right(self.edges, index)
@@ -388,17 +389,9 @@ class _Done:
             return None
         return [first, begin, self.info.nbytes, self.info.tag]
 
-    def resume(self, info: ObjectInfo) -> tuple[int, int]:
-        """Return index and offset of the sample at which to start in an object with the state `info`."""
-        start = self.first_start()
-        if start is None or self.info != info:
-            self.starts, self.info = {}, info
-            return 0, 0
-        return start[0], start[1]
-
 
 def _find_worker() -> tuple[int, int]:
-    """Return the index and the number of the workers that read."""
+    """Return this worker's index and the number of workers; 0 and 1 in the main process."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 

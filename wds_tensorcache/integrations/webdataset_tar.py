@@ -93,10 +93,10 @@ class TarSamples:
         first: tuple[int, int] = (0, 0),
         listed: FoundShard | None = None,
     ) -> Iterator[tuple[int, dict[str, Any] | None, int | None]]:
-        """Yield the index of each sample in its shard, the sample, and the offset at which the next sample starts.
+        """Yield for each sample its index in the shard, the sample, and the offset of the next sample.
 
-        In place of the sample, None stands for one that is not wanted or is marked as bad. The offset is None after the last
-        sample, and where no other stream can begin.
+        The sample is None if it is not wanted or is marked as bad. The offset is None after the last sample, and where no
+        other stream can begin.
 
         Args:
             shard: Dict with `url`, and optionally an open `stream` and a `local_path`, as webdataset's stages pass them.

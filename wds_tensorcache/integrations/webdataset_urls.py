@@ -1,4 +1,4 @@
-"""Urls of shards for webdataset streams: which shards a text names, and how each is opened."""
+"""Urls of shards for webdataset streams: find the shards that a text names, and open them."""
 
 from __future__ import annotations
 
