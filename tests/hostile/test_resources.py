@@ -19,7 +19,6 @@ from tests.hostile.colliding import integer
 from tests.hostile.pickles import call, decode, fetch, little_memory, reference, refused, text
 from tests.hostile.test_skeletons import Node
 from tests.shards.tars import LAST, pax, raw_header, record
-from wds_tensorcache.integrations.pickles import decode_pickle
 
 FORMAT = Path(tc.__file__).parent / "codec" / "FORMAT.md"
 BAD_ARGUMENTS = {
@@ -99,7 +98,7 @@ def test_defaultdicts_that_hold_defaultdicts() -> None:
     refused(nested, "10000 defaultdicts")
     refused(nested + b"0N", "10000 defaultdicts")
     with pytest.raises(tc.FormatError, match="10000 defaultdicts"):
-        decode_pickle(b"\x80\x05" + nested + b".", 1 << 30, "")
+        tc.decode()({"__key__": "k", "pkl": b"\x80\x05" + nested + b"."})
     many = [collections.defaultdict(list) for _ in range(10_001)]
     with pytest.raises(tc.EncodeError, match="10001 defaultdicts, and at most 1000 and 10000"):
         tc.encode_sample(many)

@@ -25,7 +25,8 @@ from tests.cli.command import json_of, run
 from tests.cli.commands import Output, the_server
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.exporting import KINDS, export_cache
+
+KINDS = ("pt", "npz", "safetensors", "webdataset")
 
 
 def nested(i: int) -> dict[str, Any]:
@@ -269,8 +270,8 @@ def test_a_tar_with_a_key_twice(tmp_path: Path) -> None:
         write(tmp_path / f"{i}", {"k": {"x": torch.tensor(i)}})
     with tc.open([tmp_path / "0", tmp_path / "1"]) as cache:
         with pytest.raises(tc.EncodeError, match="occurs twice"):
-            export_cache(cache, tmp_path / "tar", "webdataset")
-        export_cache(cache, tmp_path / "out", "pt")
+            tc.export_cache(cache, tmp_path / "tar", "webdataset")
+        tc.export_cache(cache, tmp_path / "out", "pt")
     assert sorted(torch.load(path)["x"].item() for path in files_in(tmp_path / "out")) == [0, 1]
 
 
@@ -302,9 +303,9 @@ def test_folders_that_are_refused(tmp_path: Path, samples: dict[str, Any], monke
         assert "signature" not in said
     assert sorted(os.listdir(tmp_path)) == ["cache", "out"]
     with tc.open(tmp_path / "cache") as cache, pytest.raises(ValueError, match="expected one of 'pt'"):
-        export_cache(cache, tmp_path / "new", "pickle")
+        tc.export_cache(cache, tmp_path / "new", "pickle")
     with pytest.raises(TypeError, match="expected a cache"):
-        export_cache(str(tmp_path), tmp_path / "new", "pt")  # type: ignore[arg-type]
+        tc.export_cache(str(tmp_path), tmp_path / "new", "pt")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import collections
 import datetime
 import gzip
 import io
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import imported
+from tests.hostile.test_pth import saved
+from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
-from wds_tensorcache.importers import safe_files
 
 PROTOCOLS = [2, 3, 4, 5]
 RECONSTRUCT = np.ones(1).__reduce__()[0]
@@ -35,25 +34,10 @@ ARRAYS = {
     "texts": np.array(["ab", "c"]),
     "bytes": np.array([b"ab", b"c"]),
 }
-TENSORS = {
-    "bfloat16": torch.randn(2, 3).bfloat16(),
-    "view": torch.arange(10)[2:5],
-    "transposed": torch.arange(6).reshape(2, 3).T,
-    "0-d": torch.tensor(True),
-    "empty": torch.zeros(0, 3),
-    "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
-    "float8": torch.ones(3).to(torch.float8_e4m3fn),
-    "parameter": torch.nn.Parameter(torch.ones(2)),
-}
 
 
 def decode(raw: bytes, kind: str = "pkl", **options: Any) -> Any:
     return tc.decode(**options)({"__key__": "k", "__url__": "s.tar", kind: raw})[kind]
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    torch.save(value, out := io.BytesIO(), **options)
-    return out.getvalue()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -65,18 +49,6 @@ def test_arrays(protocol: int, name: str) -> None:
     assert found["x"] is found["again"][0]
     for left, right in ((expected["x"], found["x"]), (expected["again"][1], found["again"][1])):
         assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors(protocol: int, name: str) -> None:
-    tensor = TENSORS[name]
-    value = [tensor, {"x": tensor}]
-    for kind, raw in (("pkl", pickle.dumps(value, protocol)), ("pth", saved(value, pickle_protocol=protocol))):
-        found = decode(raw, kind)
-        assert found[0] is found[1]["x"]
-        assert type(found[0]) is type(tensor)
-        assert_same(tensor.detach().contiguous(), found[0].detach().contiguous())
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -103,11 +75,6 @@ def test_plain_values(protocol: int) -> None:
         assert [each.default_factory for each in found[2]] == [None, list, str, int, set]
         assert found[-1][0] is found[-1][1][0] is found[-1][2]
     assert np.dtype("f4").isnative  # the dtype that numpy shares is not changed
-
-
-class Gadget:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch hacked",)
 
 
 class Array(np.ndarray):  # type: ignore[type-arg]
@@ -217,10 +184,8 @@ def test_bad_opcodes(opcodes: bytes) -> None:
 VALUE = {"x": [torch.randn(4, 6).t()[1:], torch.zeros(0)], "text": "a", "array": np.arange(3)}
 
 
-@pytest.mark.parametrize("most", [1 << 28, 0], ids=["read", "mapped"])
-def test_files(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files(tmp_path: Path) -> None:
     """Views of one storage are one memory, wherever the storages begin in the file."""
-    monkeypatch.setattr(safe_files, "_MAPPED", most)
     (tmp_path / "in").mkdir()
     contents = {"a.pt": saved(VALUE), "b.pth": gzip.compress(saved(VALUE)), "c.pt": pickle.dumps(VALUE)}
     for name, content in contents.items():

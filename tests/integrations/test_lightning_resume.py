@@ -12,23 +12,12 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-
-pl: Any = pytest.importorskip("lightning.pytorch", reason="needs Lightning: pip install lightning")
-from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
-
-from wds_tensorcache.integrations.lightning import ResumeLoaders  # noqa: E402
+from tests.integrations.trainers import QUIET, ResumeLoaders, pl
 
 # theirs: about workers, devices and deprecations; ours are errors
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:.*set_epoch")]
 COUNT, BATCH = 40, 2
 STEPS = COUNT // BATCH
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
 MAKE: dict[str, Any] = {"Loader": tc.Loader, "torch_loader": tc.torch_loader}
 
 
@@ -131,10 +120,10 @@ class Endless:
 COMBINED: dict[str, Any] = {
     "none": lambda make: [],
     "one": lambda make: make(),
-    "stateless": lambda make: CombinedLoader(Endless()),
-    "combined": lambda make: CombinedLoader([make()]),
-    "two": lambda make: CombinedLoader([make(), make()]),
-    "mixed": lambda make: CombinedLoader([make(), Endless(), make()]),
+    "stateless": lambda make: pl.utilities.CombinedLoader(Endless()),
+    "combined": lambda make: pl.utilities.CombinedLoader([make()]),
+    "two": lambda make: pl.utilities.CombinedLoader([make(), make()]),
+    "mixed": lambda make: pl.utilities.CombinedLoader([make(), Endless(), make()]),
 }
 
 
@@ -229,7 +218,7 @@ def test_a_shorter_loader_that_begins_again_is_no_error(cache: Any, tmp_path: Pa
     """Lightning repeats the shorter of two loaders within an epoch, so their batches are not those that it counts."""
 
     def both() -> Any:
-        return CombinedLoader([make(cache), make(cache[:10])], "max_size_cycle")
+        return pl.utilities.CombinedLoader([make(cache), make(cache[:10])], "max_size_cycle")
 
     fit(both(), every_step(tmp_path), max_epochs=1)
     for step in (3, 8):

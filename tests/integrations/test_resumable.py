@@ -13,6 +13,7 @@ import torch
 import webdataset as wds
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
+from webdataset.gopen import gopen_schemes
 
 import wds_tensorcache as tc
 
@@ -83,6 +84,14 @@ def test_resumed_at_every_item(urls: list[str], stages: list[Any]) -> None:
 
 def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
+    opened: list[str] = []
+
+    def open_noted(url: str, *_: Any) -> Any:
+        opened.append(url)
+        return open(url.removeprefix("noted://"), "rb")
+
+    monkeypatch.setitem(gopen_schemes, "noted", open_noted)
+    urls = [f"noted://{url}" for url in urls]
 
     def note(samples: Any) -> Any:
         for sample in samples:
@@ -94,48 +103,16 @@ def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.M
     second = tc.ResumablePipeline(urls, note, tc.decode(), shuffle=False)
     second.load_state_dict(first.state_dict())
     decoded.clear()
-    opened: list[str] = []
-    from wds_tensorcache.integrations import webdataset_urls as shard_urls
-
-    gopen = shard_urls.gopen
-    monkeypatch.setattr(shard_urls, "gopen", lambda url: opened.append(url) or gopen(url))
+    opened.clear()
     assert take(second, 1) == [[8]]
     assert decoded == ["008"]
     assert opened == urls[2:3]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_and_workers_share_an_epoch(urls: list[str], world_size: int, num_workers: int) -> None:
-    seen = []
-    for rank in range(world_size):
-        stream = tc.ResumablePipeline(urls, tc.decode(), rank=rank, world_size=world_size)
-        for sample in DataLoader(stream, batch_size=None, num_workers=num_workers):
-            seen.append(sample["tensorcache"]["i"])
-    assert sorted(seen) == list(range(COUNT))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
-    def begun() -> Any:
-        stream = tc.ResumablePipeline(urls, tc.decode(), batched(2))
-        return StatefulDataLoader(stream, batch_size=None, num_workers=num_workers)
-
-    made, whole, states = begun(), [], []
-    for item in made:
-        whole.append(number(item))
-        states.append(made.state_dict())
-    assert sorted(i for item in whole for i in item) == list(range(COUNT))
-    for at, state in enumerate(states[:-1]):
-        again = begun()
-        again.load_state_dict(state)
-        assert sorted(i for item in [*whole[: at + 1], *map(number, again)] for i in item) == list(range(COUNT))
-
-
 def test_refused_arguments_and_states(urls: list[str]) -> None:
     with pytest.raises(ValueError, match="no shards"):
         tc.ResumablePipeline([])
-    with pytest.raises(KeyError, match="has no '__position__'"):
+    with pytest.raises(KeyError, match="has no '__position__'.*let the stages pass it on"):
         next(iter(tc.ResumablePipeline(urls, tc.decode(), wds.to_tuple("tensorcache"))))
     item = next(iter(tc.ResumablePipeline(urls, tc.decode(), wds.to_tuple("tensorcache", "__position__"))))
     assert list(item[0]) == ["x", "i"]
@@ -177,8 +154,8 @@ def test_epochs_with_the_same_torch_seed(urls: list[str]) -> None:
     assert seen == expected
 
 
-def epochs(stream: Any, num_workers: int, count: int = 1) -> list[list[int]]:
-    made = DataLoader(stream, batch_size=None, num_workers=num_workers)
+def epochs(stream: Any, num_workers: int, count: int = 1, **options: Any) -> list[list[int]]:
+    made = DataLoader(stream, batch_size=None, num_workers=num_workers, **options)
     return [[i for item in made for i in number(item)] for _ in range(count)]
 
 
@@ -218,21 +195,22 @@ def test_a_state_at_the_end_of_an_epoch(urls: list[str]) -> None:
     assert epochs(second, 0, 2) == orders[:2]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_stateful_epochs(urls: list[str], persistent: bool) -> None:
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_stateful_data_loader(urls: list[str], num_workers: int, persistent: bool) -> None:
     def begun() -> Any:
-        stream = tc.ResumablePipeline(urls, tc.decode())
-        return StatefulDataLoader(stream, batch_size=None, num_workers=2, persistent_workers=persistent)
+        stream = tc.ResumablePipeline(urls, tc.decode(), batched(2))
+        return StatefulDataLoader(stream, batch_size=None, num_workers=num_workers, persistent_workers=persistent)
 
     made = begun()
     whole, states = [], []
-    for _ in range(3):
+    for epoch in range(3):
         whole.append([])
         for item in made:
             whole[-1] += number(item)
-            states.append((len(whole) - 1, len(whole[-1]), pickle.dumps(made.state_dict())))
+            states.append((epoch, len(whole[-1]), pickle.dumps(made.state_dict())))
     assert len({tuple(order) for order in whole}) == 3
-    for epoch, taken, state in states[1::11] + states[COUNT : COUNT + 2] + [states[COUNT - 1]]:
+    ends = [state for state in states if state[1] == COUNT]
+    for epoch, taken, state in states[:: 4 if num_workers else 1] + ends:
         again = begun()
         again.load_state_dict(pickle.loads(state))
         rest = [i for item in again for i in number(item)]
@@ -301,7 +279,72 @@ def test_stages_that_the_pipeline_replaces_are_refused(urls: list[str], tmp_path
     for wrong in (wds.DataPipeline(wds.SimpleShardList(urls)), [1], None):
         with pytest.raises(TypeError, match="expected a list of urls, a pattern or a folder"):
             tc.ResumablePipeline(wrong, tc.decode())
-    with pytest.raises(FileNotFoundError, match="neither manifest.json nor"):
-        tc.ResumablePipeline(str(tmp_path), tc.decode())
-    with pytest.raises(KeyError, match="let the stages pass it on, or apply this stage to the items"):
-        next(iter(tc.ResumablePipeline(urls, wds.map(lambda sample: sample["__key__"]))))
+    assert epochs(tc.ResumablePipeline(urls[0], tc.decode()), 0) == [list(range(SIZES[0]))]
+    for path, message in ((tmp_path, "neither manifest.json nor"), (tmp_path / "x.tar", "does not exist")):
+        with pytest.raises(FileNotFoundError, match=message):
+            tc.ResumablePipeline(str(path), tc.decode())
+
+
+# --- epochs in workers: the same for all workers of an iteration, in any order in which they begin, and without gaps ---
+
+_ORDERS: dict[tuple[int, int], list[int]] = {}
+
+
+def order(urls: list[str], epoch: int, num_workers: int) -> list[int]:
+    """Return the samples of an epoch as a fresh pipeline yields them, which is found out once."""
+    if (epoch, num_workers) not in _ORDERS:
+        stream = tc.ResumablePipeline(urls, tc.decode())
+        stream.set_epoch(epoch)
+        (_ORDERS[epoch, num_workers],) = epochs(stream, num_workers)
+    return _ORDERS[epoch, num_workers]
+
+
+@pytest.mark.parametrize(("context", "counts"), [("fork", (2, 1, 0, 2)), ("spawn", (0, 1, 0))])
+def test_the_number_of_workers_may_change(urls: list[str], context: str, counts: tuple[int, ...]) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    for epoch, num_workers in enumerate(counts):
+        options = {"multiprocessing_context": context} if num_workers else {}
+        assert epochs(stream, num_workers, **options) == [order(urls, epoch, num_workers)]
+
+
+def test_an_abandoned_iteration_ends_its_epoch(urls: list[str]) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    made = DataLoader(stream, batch_size=None, num_workers=2)
+    for _ in range(3):
+        next(iter(made))
+    assert epochs(stream, 2) == [order(urls, 3, 2)]
+
+
+def test_two_iterations_at_once_have_two_epochs(urls: list[str]) -> None:
+    made = DataLoader(tc.ResumablePipeline(urls, tc.decode()), batch_size=None, num_workers=2)
+    both = list(zip(made, made, strict=True))
+    found = [[i for samples in both for i in number(samples[at])] for at in (0, 1)]
+    assert sorted(found) == sorted([order(urls, 0, 2), order(urls, 1, 2)])
+
+
+def test_persistent_workers_agree_on_many_epochs(urls: list[str]) -> None:
+    """Two orders in one epoch would repeat samples; there are more epochs than the workers remember."""
+    found = epochs(tc.ResumablePipeline(urls, tc.decode()), 2, 70, persistent_workers=True)
+    assert all(sorted(epoch) == list(range(COUNT)) for epoch in found)
+    assert [found[0], found[69]] == [order(urls, 0, 2), order(urls, 69, 2)]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_set_epoch_reaches_workers(urls: list[str], persistent: bool) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    made = DataLoader(stream, batch_size=None, num_workers=2, persistent_workers=persistent)
+    for epoch in (4, 1, 1, 0):
+        stream.set_epoch(epoch)
+        assert [i for item in made for i in number(item)] == order(urls, epoch, 2)
+    assert [i for item in made for i in number(item)] == order(urls, 1, 2)
+
+
+def begin_at_5(number: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.set_epoch(5)  # type: ignore[attr-defined]
+
+
+def test_set_epoch_in_a_worker(urls: list[str]) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    assert epochs(stream, 2, worker_init_fn=begin_at_5) == [order(urls, 5, 2)]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
 
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
 def write_shards(folder: Path, num_shards: int, num_samples: int = 1, nbytes: int = 1) -> list[str]:
@@ -31,8 +31,12 @@ def keys(urls: list[str], rank: int, world_size: int, num_workers: int, **option
 
 @pytest.mark.parametrize(
     ("num_shards", "num_samples", "num_workers", "counts"),
-    [(3, 40, 4, [80, 40]), (16, 1, 4, [2] * 8), (100, 1, 8, [13] * 4 + [12] * 4)],
-    ids=["3-shards-2-ranks", "16-shards-8-ranks", "100-shards-8-ranks"],
+    [
+        (3, 40, 4, [80, 40]),
+        (5, 4, 0, [8, 8, 4]),
+        pytest.param(16, 1, 4, [2] * 8, marks=pytest.mark.long),
+        pytest.param(100, 1, 8, [13] * 4 + [12] * 4, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_rank_has_its_part(
@@ -44,6 +48,7 @@ def test_every_rank_has_its_part(
     assert len({key for part in parts for key in part}) == num_shards * num_samples
 
 
+@pytest.mark.long
 def test_as_stock_webdataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     urls = write_shards(tmp_path, 7)
     for rank in range(2):
@@ -54,6 +59,7 @@ def test_as_stock_webdataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert sorted(keys(urls, rank, 2, 2, shuffle=False)) == sorted(sample["__key__"] for sample in stock)
 
 
+@pytest.mark.long
 def test_the_number_of_workers_does_not_change_the_shards_of_a_rank(tmp_path: Path) -> None:
     urls = []
     for size in (100, 90_000, 2_000, 50_000, 10, 30_000, 7_000):

@@ -19,9 +19,9 @@ import torch
 import webdataset as wds
 from hypothesis import given
 from hypothesis import strategies as st
+from webdataset.tariterators import group_by_keys, tar_file_expander
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards.tar_stream import TarStream
 
 
 def read(*urls: Any, **options: Any) -> list[dict[str, Any]]:
@@ -39,6 +39,21 @@ def write(path: Path, name: str, count: int = 3, text: str = "") -> Path:
             nested = {"x": torch.full((40 * i + 1,), i), "of": name}
             sink.write({"__key__": f"{i:03d}", "tensorcache": nested, "json": {"of": name}, "txt": name + text})
     return path
+
+
+def tar_of(members: list[tuple[str, bytes, bytes]], kind: int, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=kind, **options) as tar:
+        for name, type_, content in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.size = type_, len(content)
+            info.linkname = "0.txt" if type_ in (tarfile.LNKTYPE, tarfile.SYMTYPE) else ""
+            tar.addfile(info, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def tar_of_files(files: list[tuple[str, bytes]]) -> bytes:
+    return tar_of([(name, tarfile.REGTYPE, content) for name, content in files], tarfile.PAX_FORMAT)
 
 
 @pytest.fixture
@@ -122,26 +137,11 @@ def test_truncated_shards_never_mix(shards: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [0, 1])
 def test_members_with_reserved_names(tmp_path: Path, suffix: str, at: int) -> None:
     path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        for name in ["a.txt"] * at + [f"a.{suffix}", "a.json"]:
-            info = tarfile.TarInfo(name)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"1"))
+    path.write_bytes(tar_of_files([(name, b"1") for name in ["a.txt"] * at + [f"a.{suffix}", "a.json"]]))
     with pytest.raises(tc.FormatError, match="a name that webdataset reserves"):
         list(tc.tarfile_to_samples()([{"url": str(path)}]))
     expected = {"__key__": "a", "__url__": str(path), "json": b"1"} | ({"txt": b"1"} if at else {})
     assert list(tc.tarfile_to_samples(handler=wds.ignore_and_continue)([{"url": str(path)}])) == [expected]
-
-
-def test_webdatasets_own_stage_mixes(shards: list[Path], tmp_path: Path) -> None:
-    """Show the reason for this stage. If this test fails, webdataset has fixed the bug: change docs/webdataset.md."""
-    cut = tmp_path / "c.tar"
-    with tarfile.open(shards[0]) as tar:
-        second = tar.getmembers()[1]
-    cut.write_bytes(shards[0].read_bytes()[: second.offset + 700])  # the first sample's json is whole
-    stage = wds.tarfile_to_samples(handler=wds.ignore_and_continue)
-    first = next(iter(stage({"url": str(url)} for url in (cut, shards[1]))))
-    assert (first["__url__"], json.loads(first["json"]), first["txt"]) == (str(cut), {"of": "a"}, b"b")
 
 
 def test_files_are_closed(shards: list[Path]) -> None:
@@ -167,23 +167,17 @@ class Dribble(io.RawIOBase):
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=5), st.booleans())
 def test_short_reads(sizes: list[int], is_compressed: bool) -> None:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as tar:
-        for i in range(5):
-            info = tarfile.TarInfo(f"{i}.bin")
-            info.size = i * 700
-            tar.addfile(info, io.BytesIO(bytes([i]) * info.size))
-    raw = gzip.compress(content.getvalue()) if is_compressed else content.getvalue()
-    found = {name: one() if name != "3.bin" else None for name, one in TarStream(Dribble(raw, sizes))}
-    assert found == {f"{i}.bin": bytes([i]) * (i * 700) if i != 3 else None for i in range(5)}
+    raw = tar_of_files([(f"{i}.bin", bytes([i]) * (i * 700)) for i in range(5)])
+    raw = gzip.compress(raw) if is_compressed else raw
+    stage = tc.tarfile_to_samples(select_files=lambda name: name != "3.bin")
+    found = {sample["__key__"]: sample["bin"] for sample in stage([{"url": "x", "stream": Dribble(raw, sizes)}])}
+    assert found == {f"{i}": bytes([i]) * (i * 700) for i in (0, 1, 2, 4)}
 
 
 def test_handlers_of_members(tmp_path: Path) -> None:
     paths = [tmp_path / "0.tar", tmp_path / "1.tar"]
     for path, names in zip(paths, (["a.x", "a.y", "a.x", "b.x", "c.x"], ["d.x"]), strict=True):
-        with tarfile.open(path, "w") as tar:
-            for name in names:
-                tar.addfile(tarfile.TarInfo(name))
+        path.write_bytes(tar_of_files([(name, b"") for name in names]))
     assert [sample["__key__"] for sample in read(*paths, handler=wds.ignore_and_continue)] == ["a", "b", "c", "d"]
     assert read(*paths, handler=wds.ignore_and_stop) == []
 
@@ -208,3 +202,99 @@ def test_abandoned_pipes_are_killed(shards: list[Path]) -> None:
     began = time.monotonic()
     samples.close()
     assert time.monotonic() - began < 50
+
+
+# --- any tar by `tarfile`: the samples of webdataset's own stage ---
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+TYPES = [
+    tarfile.REGTYPE,
+    tarfile.AREGTYPE,
+    tarfile.CONTTYPE,
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.DIRTYPE,
+    tarfile.CHRTYPE,
+    tarfile.FIFOTYPE,
+    b"A",
+    b"D",
+    b"V",
+]
+
+
+def samples(stage: Any, content: bytes, **options: Any) -> Any:
+    """Return the samples as lists of items, and "error" at an error."""
+    found: list[Any] = []
+    try:
+        for sample in stage(**options)([{"url": "x.tar", "stream": io.BytesIO(content)}]):
+            found.append(list(sample.items()))
+    except ValueError:
+        found.append("error")
+    return found
+
+
+def stock_stage(**options: Any) -> Any:
+    """Return webdataset's own stage without the part that opens shards."""
+
+    def stage(shards: Any) -> Any:
+        handler = {key: value for key, value in options.items() if key == "handler"}
+        return group_by_keys(tar_file_expander(shards, **options), **handler)
+
+    return stage
+
+
+def assert_as_webdataset(content: bytes) -> list[Any]:
+    ours = samples(tc.tarfile_to_samples, content)
+    assert ours == samples(stock_stage, content)
+    kept = samples(tc.tarfile_to_samples, content, handler=wds.ignore_and_continue)
+    assert kept == samples(stock_stage, content, handler=wds.ignore_and_continue)
+    return ours
+
+
+part = st.sampled_from(["0", "1", "a", "__x__", "__", "___", "__bad__", "é", "\udcff", " ", "\n", "#", "x" * 60, "-"])
+suffix = st.sampled_from(
+    ["txt", "TXT", "Json", "json.gz", "", "__bad__", "__BAD__", "a.b", "__key__", "x y", "é", "\n"]
+)
+names = st.builds(
+    lambda folders, base, suffixes: "/".join([*folders, ".".join([base, *suffixes])]),
+    st.lists(part, max_size=3),
+    part | st.just(""),
+    st.lists(suffix, max_size=2),
+)
+members = st.lists(st.tuples(names, st.sampled_from([tarfile.REGTYPE] * 6 + TYPES), st.binary(max_size=9)), max_size=9)
+
+
+@given(members, st.sampled_from(sorted(FORMATS)))
+def test_any_members(members: list[tuple[str, bytes, bytes]], kind: str) -> None:
+    empty = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
+    # tarfile reads a V7 file whose name ends in a slash as a folder
+    whole = [(n, t, b"" if t in empty or (t == tarfile.AREGTYPE and n.endswith("/")) else raw) for n, t, raw in members]
+    assert_as_webdataset(tar_of(whole, FORMATS[kind]))
+
+
+def test_content_of_folders() -> None:
+    """Read it as headers, like `tarfile`. If it is not a header, webdataset drops the rest of the shard silently."""
+
+    def tar(content: bytes) -> bytes:
+        members = [("a.txt", tarfile.REGTYPE, b"1"), ("d/", tarfile.DIRTYPE, content), ("b.txt", tarfile.REGTYPE, b"2")]
+        return tar_of(members, tarfile.GNU_FORMAT)
+
+    inner = tar_of([("z.txt", tarfile.REGTYPE, b"1")], tarfile.GNU_FORMAT)
+    assert [dict(sample)["__key__"] for sample in assert_as_webdataset(tar(inner[:1024]))] == ["a", "z", "b"]
+    with pytest.warns(UserWarning, match="after the end of the archive"):
+        assert [dict(sample)["__key__"] for sample in assert_as_webdataset(tar(bytes(512)))] == ["a"]
+    for content in (b"123", b"x" * 600):
+        assert samples(tc.tarfile_to_samples, tar(content)) == ["error"]
+        with pytest.raises(tc.TarFormatError, match=r"x\.tar: byte 1536: bad checksum"):
+            list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(tar(content))}]))
+
+
+def test_bad_samples_are_left_out() -> None:
+    def tar(*names: str) -> bytes:
+        return tar_of_files([(name, b"" if "0" in name else b"1") for name in names])
+
+    for order in (["b.txt", "b.__bad__"], ["b.__bad__", "b.txt"], ["b.__BAD__"]):
+        found = assert_as_webdataset(tar("a.txt", *order, "c.txt"))
+        assert [sample[0] for sample in found] == [("__key__", "a"), ("__key__", "c")]
+        assert len(assert_as_webdataset(tar(*order))) == 0
+    assert len(assert_as_webdataset(tar("a.txt", "0.__bad__", "0.txt"))) == 2  # empty: not true

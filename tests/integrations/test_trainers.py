@@ -17,28 +17,16 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import wds_tensorcache as tc
+from tests.integrations.trainers import QUIET, ResumeLoaders, SkippableLoader, pl
 from tests.reading.batches import write
 
-INSTALL = "needs Lightning and accelerate: pip install lightning accelerate"
-pl: Any = pytest.importorskip("lightning.pytorch", reason=INSTALL)
-accelerate: Any = pytest.importorskip("accelerate", reason=INSTALL)
-from accelerate.utils import recursively_apply, send_to_device  # noqa: E402
+accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+from accelerate.utils import send_to_device  # noqa: E402
 from lightning.fabric.utilities import move_data_to_device  # noqa: E402
-from lightning_utilities import apply_to_collection  # noqa: E402
-
-from wds_tensorcache.integrations.accelerate import SkippableLoader  # noqa: E402
-from wds_tensorcache.integrations.lightning import ResumeLoaders  # noqa: E402
 
 # their warnings: about workers, devices and deprecations
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = 11
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
 MOVERS = {"lightning": move_data_to_device, "accelerate": send_to_device}
 
 
@@ -154,17 +142,6 @@ def test_batches_are_moved(cache: Any, kind: str, mover: str) -> None:
         assert len(on_meta) >= num_tensors * 3 // 4
 
 
-@pytest.mark.parametrize("kind", ["stack", "list", "pad", "filled", "loader", "nested"])
-def test_functions_over_collections(cache: Any, kind: str) -> None:
-    batch = batches(cache)[kind]
-    old = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
-    doubled = apply_to_collection(batch, torch.Tensor, lambda tensor: tensor * 2)
-    new = [leaf for leaf in leaves_of(doubled) if isinstance(leaf, torch.Tensor)]
-    assert all(torch.equal(a * 2, b) for a, b in zip(old, new, strict=True))
-    found = recursively_apply(lambda tensor: tensor, batch)
-    assert [type(leaf) for leaf in leaves_of(found)] == [type(leaf) for leaf in leaves_of(batch)]
-
-
 def test_lazy_tensors_are_moved(cache: Any) -> None:
     for mover in MOVERS.values():
         moved = mover({"x": cache[3]["x"], "name": cache[3]["name"]}, torch.device("meta"))
@@ -248,20 +225,13 @@ def test_records_pickle(cache: Any) -> None:
         assert made.is_padding.tolist() == info.is_padding.tolist()
         assert made != infos[0]
     assert info == info.to("cpu")
-    others = [
-        tc.BatchInfo(info.indices[::-1], info.is_padding, 0, 2, None, cache),
-        tc.BatchInfo(info.indices, ~info.is_padding, 0, 2, None, cache),
-        tc.BatchInfo(info.indices, info.is_padding, 1, 2, None, cache),
-        tc.BatchInfo(info.indices, info.is_padding, 0, 3, None, cache),
-        tc.BatchInfo(info.indices, info.is_padding, 0, 2, "a", cache),
-        tc.BatchInfo(info.indices, info.is_padding, 0, 2, None, cache[::-1]),
-        tc.BatchInfo(info.indices[:2], info.is_padding[:2], 0, 2, None, cache),
-        info.keys,
-        None,
-    ]
-    same, plain = (tc.BatchInfo(info.indices, info.is_padding, 0, 2, None, cache) for _ in range(2))
+    arguments = (info.indices, info.is_padding, 0, 2, None, cache)
+    plain = tc.BatchInfo(*arguments)
+    changes = (info.indices[::-1], ~info.is_padding, 1, 3, "a", cache[::-1])
+    others = [tc.BatchInfo(*arguments[:at], change, *arguments[at + 1 :]) for at, change in enumerate(changes)]
+    others += [tc.BatchInfo(info.indices[:2], info.is_padding[:2], *arguments[2:]), info.keys, None]
     assert [other == plain for other in others] == [False] * len(others)
-    assert same == plain
+    assert tc.BatchInfo(*arguments) == plain
     seeded = next(iter(tc.Loader(cache, 4, seed=3).with_info()))[1]
     assert tc.BatchInfo(seeded.indices, seeded.is_padding, 0, 0, None, cache) != seeded  # other seeds
 
@@ -299,11 +269,15 @@ class Model(pl.LightningModule):  # type: ignore[misc]
 KINDS = ["Loader", "torch_loader", "torch_loader, workers", "read_batch", "workers"]
 
 
-def loader_of(kind: str, cache: Any) -> Any:
+def make(kind: str, cache: Any, batch_size: int, **options: Any) -> Any:
     if kind == "Loader":
-        return tc.Loader(cache, 4, shuffle=True, last_batch="drop")
-    if kind.startswith("torch_loader"):
-        return tc.torch_loader(cache, 4, shuffle=True, last_batch="drop", num_workers=2 * kind.endswith("workers"))
+        return tc.Loader(cache, batch_size, **options)
+    return tc.torch_loader(cache, batch_size, num_workers=2 * kind.endswith("workers"), **options)
+
+
+def loader_of(kind: str, cache: Any) -> Any:
+    if kind in KINDS[:3]:
+        return make(kind, cache, 4, shuffle=True, last_batch="drop")
     workers = 2 if kind == "workers" else 0
     numbers: Any = range(8)
     return DataLoader(numbers, batch_size=4, collate_fn=cache.read_batch, num_workers=workers)
@@ -346,13 +320,10 @@ def with_info(batch: Any, info: tc.BatchInfo) -> Any:
     return batch | {"is_padding": info.is_padding, "keys": info.keys}
 
 
-@pytest.mark.parametrize("kind", ["Loader", "torch_loader", "torch_loader, workers"])
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_a_trainer_ignores_padding(plain: Any, kind: str) -> None:
     """A transform puts `is_padding` and the keys into the batch that the trainer passes on."""
-    options: dict[str, Any] = {"shuffle": True, "last_batch": "pad", "transform": with_info}
-    made: Any = tc.Loader(plain, 4, **options)
-    if kind != "Loader":
-        made = tc.torch_loader(plain, 4, num_workers=2 * kind.endswith("workers"), **options)
+    made = make(kind, plain, 4, shuffle=True, last_batch="pad", transform=with_info)
 
     class Masked(Model):
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
@@ -368,54 +339,16 @@ def test_a_trainer_ignores_padding(plain: Any, kind: str) -> None:
     assert made.count_rows().num_padding == 1
 
 
-class Stopped(Exception):
-    """An exception that stops the trainer in the middle of an epoch."""
-
-
 @pytest.mark.parametrize(
-    ("before", "after"), [("Loader", "torch_loader, workers"), ("torch_loader, workers", "Loader")]
+    ("first", "second"),
+    [pytest.param("torch_loader, workers", "Loader", marks=pytest.mark.long), ("Loader", "torch_loader")],
 )
-def test_a_trainer_resumes_in_the_middle_of_an_epoch(
-    cache: Any, plain: Any, tmp_path: Path, before: str, after: str
-) -> None:
-    """Lightning saves and loads the loader's state, also into another kind of loader."""
-
-    class Stopping(Model):
-        def training_step(self, batch: Any, number: int) -> torch.Tensor:
-            loss = super().training_step(batch, number)
-            if len(self.seen["fit"]) == 12 and before == kind:
-                raise Stopped
-            return loss
-
-    seen: list[str] = []
-    for kind in (before, after):
-        options: dict[str, Any] = {"shuffle": True, "last_batch": "drop"}
-        made: Any = (
-            tc.Loader(plain, 2, **options) if kind == "Loader" else tc.torch_loader(plain, 2, num_workers=2, **options)
-        )
-        model = Stopping()
-        saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="last", every_n_train_steps=1, save_top_k=-1)
-        trainer = pl.Trainer(max_epochs=2, callbacks=[saving], **QUIET)
-        if kind == before:
-            with pytest.raises(Stopped):
-                trainer.fit(model, made)
-            trained = model.seen["fit"][:10]  # the sixth step was not saved
-            seen += trained
-        else:
-            trainer.fit(model, made, ckpt_path=tmp_path / "last.ckpt")
-            seen += model.seen["fit"]
-    loader = tc.Loader(plain, 2, shuffle=True, last_batch="drop")
-    expected = [name for _ in range(2) for batch in loader for name in batch["name"]]
-    assert seen == expected
-
-
-@pytest.mark.parametrize("kind", [pytest.param("Loader", marks=pytest.mark.long), "torch_loader"])
 @pytest.mark.parametrize("saved", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
 @pytest.mark.parametrize(("before", "after"), [pytest.param(1, 4, marks=pytest.mark.long), (4, 1)])
 def test_a_trainer_resumes_with_steps_of_any_size(
-    plain: Any, tmp_path: Path, saved: dict[str, Any], before: int, after: int, kind: str
+    plain: Any, tmp_path: Path, saved: dict[str, Any], before: int, after: int, first: str, second: str
 ) -> None:
-    """From each checkpoint, also from one at the end of an epoch, other ranks or batch sizes continue with the same samples.
+    """From each checkpoint, also from one at the end of an epoch, other loaders and batch sizes continue with the same samples.
 
     Lightning does not load the state of a loader that it saved at the end of an epoch; it calls `set_epoch`.
     """
@@ -434,22 +367,21 @@ def test_a_trainer_resumes_with_steps_of_any_size(
     def add_rows(batch: Any, info: tc.BatchInfo) -> Any:
         return batch | {"rows": [(info.epoch, *row) for row in zip(info.keys, info.seeds.tolist(), strict=True)]}
 
-    def fit(batch_size: int, callback: Any, **options: Any) -> list[Any]:
+    def fit(kind: str, batch_size: int, callback: Any, **options: Any) -> list[Any]:
         model = Saving()
         model.seen["rows"] = []
         trainer = pl.Trainer(max_epochs=2, callbacks=[callback], enable_checkpointing=not options, **QUIET)
-        made = {"Loader": tc.Loader, "torch_loader": tc.torch_loader}[kind]
-        by = {"shuffle": True, "bucket_by": lambda entry: int(entry.key) % 2, "transform": add_rows}
-        trainer.fit(model, made(plain, batch_size, **by), loader_of(kind, plain), **options)
+        by: dict[str, Any] = {"shuffle": True, "bucket_by": lambda entry: int(entry.key) % 2, "transform": add_rows}
+        trainer.fit(model, make(kind, plain, batch_size, **by), loader_of(kind, plain), **options)
         return sorted(model.seen["rows"])
 
     saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", filename="{step}", save_top_k=-1, **saved)
-    whole = fit(before, saving)
+    whole = fit(first, before, saving)
     assert len(set(whole)) == 2 * COUNT
     paths = list((tmp_path / "saved").glob("*.ckpt"))
     assert len(paths) == 2 * (1 if "every_n_epochs" in saved else {1: 11, 4: 4}[before])
     for path in paths:
-        assert fit(after, ResumeLoaders(), ckpt_path=path) == whole
+        assert fit(second, after, ResumeLoaders(), ckpt_path=path) == whole
 
 
 @pytest.mark.parametrize("is_stateful", [False, True])

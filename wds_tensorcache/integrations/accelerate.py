@@ -1,4 +1,4 @@
-"""The adapter for trainers that resume by skipping batches: accelerate's `skip_first_batches`, and Hugging Face's Trainer."""
+"""The adapter for trainers that resume by skipping batches: accelerate and Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SkippableLoader:
         def get_train_dataloader(self):
             return SkippableLoader(tc.Loader(cache, self.args.per_device_train_batch_size, shuffle=True))
 
-    `accelerate.skip_first_batches` asks a data loader for its batch sampler, here one of positions, and for its dataset, here
-    the batches at these positions. A `tc.torch_loader` needs no adapter.
+    `accelerate.skip_first_batches` uses two attributes of a data loader. Here, `batch_sampler` yields positions of batches, and
+    `dataset` reads the batch at a position. A `tc.torch_loader` needs no adapter.
 
     Threads/fork/pickle: as for `tc.Loader`.
     """
@@ -49,7 +49,7 @@ class SkippableLoader:
 class _Positions:
     """The positions of a loader's batches in the epoch of its next batch.
 
-    The steps of the epoch that a loaded state has used come first, as None, because trainers count from the epoch's beginning.
+    First comes a None for each step that a loaded state has used, because trainers count from the beginning of the epoch.
     """
 
     def __init__(self, loader: Loader) -> None:

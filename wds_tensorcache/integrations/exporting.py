@@ -47,10 +47,10 @@ class ExportReport:
     Attributes:
         num_written: Number of samples that this call has written.
         num_present: Number of samples that an interrupted call had written.
-        renamed: Names of the files by key, for samples whose files could not have the original name.
-        widened: Dtypes in the files by tensor name, for tensors whose own dtype the files cannot hold; no number changes.
+        renamed: Names of the files by key, for samples with an original name that the files could not have.
+        widened: Dtypes in the files by tensor name, for tensors with a dtype that the files cannot hold; no number changes.
         as_text: Types by name, for values that JSON cannot hold, such as sets and NaN; the JSON has a text in their place.
-        num_without: Number of samples in the shards that do not have the exported cache, such as pictures alone.
+        num_without: Number of samples in the shards that do not have the exported cache, for example only a picture.
         other_caches: Names of other caches in the shards, which are not exported.
     """
 
@@ -72,9 +72,9 @@ def export_cache(
 ) -> ExportReport:
     """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
 
-    `NAME` is the original name of the sample (see `tc.original_name`). If that is not a safe name of a file on every system, or
-    another file has it, it is the key, or a name made from the key; `renamed` lists these samples. No file is ever written
-    outside `out`.
+    `NAME` is the original name of the sample (see `tc.original_name`). If a file on some system cannot have this name, or
+    another file has it, `NAME` is the key or a name made from the key, and `renamed` in the report lists the sample. No file is
+    ever written outside `out`.
 
     - `"pt"`: any nested sample, by `torch.save`. To load a sample with numpy arrays, `torch.load` needs `weights_only=False`.
     - `"npz"` and `"safetensors"`: the tensors, named by the keys on their paths: `text.states`. Other values are in
@@ -86,7 +86,7 @@ def export_cache(
 
     Args:
         cache: Cache, or a view of one.
-        out: Local folder, which is made. If it exists, it must be empty.
+        out: Local folder. It is made; if it exists, it must be empty.
         kind: `"pt"`, `"npz"`, `"safetensors"` or `"webdataset"`.
         progress: As for `tc.build`.
 
@@ -127,21 +127,16 @@ def _check_hidden(cache: Cache) -> None:
 
 
 def _identify(cache: Cache, kind: str) -> str:
-    """Return a hash of the kind, the fingerprint, and all keys, names, shapes and digests; reads no tensor."""
+    """Return a hash of the kind, the fingerprint, and all keys, names, shapes and digests."""
     # Hazard: after a power cut, finished files may be empty; a new boot begins anew
-    found = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
+    digest = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
     for i, entry in enumerate(cache._entries(selected=True)):
-        extent = cache._stored_name(i), *_extent(cache, i)
-        found.update(repr((entry.key, sorted(entry.shapes.items()), extent)).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()[:32]
-
-
-def _extent(cache: Cache, i: int) -> tuple[int, ...]:
-    """Return the digest and the length of the skeleton of a sample in one shard."""
-    if not isinstance(cache, TensorCache):
-        return ()
-    shard, row = cache._store.locate(cache._at(i))
-    return shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
+        sample = [entry.key, sorted(entry.shapes.items()), cache._stored_name(i)]
+        if isinstance(cache, TensorCache):
+            shard, row = cache._store.locate(cache._at(i))
+            sample += shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
+        digest.update(repr(sample).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:32]
 
 
 class _Export:
@@ -160,7 +155,7 @@ class _Export:
             shards = cache._store.shards
             self.report.num_without = sum(len(shard.index.keys) - len(shard) for shard in shards)
             self.report.other_caches = sorted(
-                {each for shard in shards for each in shard.index.caches} - {shards[0].name}
+                {name for shard in shards for name in shard.index.caches} - {shards[0].name}
             )
 
     def write(self, folder: str, bar: Progress) -> None:
@@ -192,7 +187,7 @@ class _Export:
         return [suffix for suffix, rows in self._having.items() if rows[i]]
 
     def _name(self, i: int, key: str) -> str:
-        """Choose the name of a sample's files, which no other file has."""
+        """Choose a name for a sample's files that no other file has."""
         suffixes = [*self._own, *self._members(i)]
         for suffix in suffixes[len(self._own) :]:
             if suffix in self._own:

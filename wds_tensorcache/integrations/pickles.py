@@ -18,6 +18,7 @@ import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -38,7 +39,7 @@ _ALIGNMENT = 16  # in bytes, enough for every dtype
 _POINTER_NBYTES, _ELEMENT_NBYTES = 8, 64  # of a tuple's item, and of a set's
 _MAX_NDIM = 64
 _MAX_ARRAY_NDIM = 32
-_MAX_SIZE = 1 << 59
+_MAX_NUMEL = 1 << 59
 _OPCODES = """
     PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT
     BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8
@@ -58,11 +59,10 @@ def decode_pickle(raw: bytes, limit: int, remedy: str, allow: Allowed | None = N
         allow: Classes that the caller trusts.
 
     Raises:
-        UnsafeSkeletonError: The pickle has more than plain values, OrderedDict and other types of FORMAT.md, arrays of numbers,
-            bools, bytes and texts, dense tensors and parameters.
+        UnsafeSkeletonError: The pickle names a class or function that `tc.decode` does not list.
         FormatError: The pickle is damaged, or exceeds `limit`.
 
-    Memory: arrays may alias one newly allocated copy of `raw`'s bytes, and may be read-only.
+    Memory: arrays may be read-only.
     """
     with _advising(remedy):
         unpickler = _Unpickler(io.BytesIO(raw), limit, remedy, allow)
@@ -94,9 +94,10 @@ def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed |
             expected = f"expected a zip file, the format of torch.save since torch 1.6{advice}"
             raise FormatError(expected if content else "the file is empty")
         records = {name.partition("/")[2]: record for name, record in list_zip(file).items()}
-        stored = {(record.compress_type, record.file_size - record.compress_size) for record in records.values()}
-        nbytes = sum(record.file_size for record in records.values())
-        if nbytes > len(content) or stored - {(zipfile.ZIP_STORED, 0)}:
+        if sum(record.file_size for record in records.values()) > len(content) or any(
+            record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size
+            for record in records.values()
+        ):
             raise FormatError("records in the zip overlap or are compressed, which torch.save never does")
 
         def view(begin: int, end: int) -> Any:
@@ -135,7 +136,7 @@ def peek_pth(begin: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """The memory of tensors, and the dtype of those tensors that do not say theirs."""
+    """The memory of tensors, and the dtype of tensors that name none."""
 
     memory: Any  # None if tensors are not read
     dtype: torch.dtype
@@ -143,7 +144,7 @@ class _Storage:
 
 @contextlib.contextmanager
 def _advising(remedy: str) -> Iterator[None]:
-    """Add `remedy` to an UnsafeSkeletonError; raise FormatError for errors of pickle and zipfile."""
+    """Add `remedy` to an UnsafeSkeletonError; turn errors of pickle and zipfile into FormatError."""
     try:
         yield
     except UnsafeSkeletonError as exc:
@@ -162,7 +163,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """An unpickler of listed opcodes and names.
 
-    In Python, since C's unpickler hashes keys before anybody can count their parts.
+    It is written in Python, because C's unpickler hashes keys before their parts can be counted.
 
     Args:
         file: The pickle.
@@ -184,8 +185,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         self._nbytes_left = limit + _ELEMENT_NBYTES * len(file.getbuffer())
         self._remedy, self._allow = remedy, allow or {}
         self._num_key_parts = self._num_defaultdicts = 0
-        self._load_storage = load_storage
-        self._storages: dict[str, Any] = {}
+        self._load_storage = load_storage and cache(load_storage)
 
     def load(self) -> Any:
         self.metastack, self.stack = list[Any](), list[Any]()
@@ -201,7 +201,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
             self.memo.clear()  # its builders refer to this object
 
     def load_checked(self) -> Any:
-        """Return the object, which has no parts of tensors in it, and does not nest too deeply."""
+        """Return the object; refuse storages and classes in it, and deep nesting."""
         result = self.load()
         for part, depth in walk(result):
             if part.__class__ in (_Storage, Builder):
@@ -231,9 +231,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
                 raise FormatError(f"expected the description of a storage, got {shown(pid)}")
         if self._load_storage is None:
             raise FormatError("the pickle needs storages, which only a file of torch.save has")
-        if key not in self._storages:
-            self._storages[key] = self._load_storage(key)
-        memory = self._storages[key]
+        memory = self._load_storage(key)
         if memory is not None and not 0 <= count * dtype.itemsize <= len(memory):
             raise FormatError(f"storage {key!r:.80} declares {count} elements of {dtype} in {len(memory)} bytes")
         return _Storage(memory, dtype)
@@ -259,42 +257,37 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         else:
             ALLOW_ONLY[op.BUILD](self.stack, self._allow, 1)
 
-    def load_newobj(self, code: int = op.NEWOBJ) -> None:
-        ALLOW_ONLY[code](self.stack, self._allow, 1)
+    def load_newobj(self) -> None:
+        ALLOW_ONLY[op.NEWOBJ](self.stack, self._allow, 1)
 
     def load_newobj_ex(self) -> None:
-        self.load_newobj(op.NEWOBJ_EX)
+        ALLOW_ONLY[op.NEWOBJ_EX](self.stack, self._allow, 1)
 
     def load_bytearray8(self) -> None:
         # Hazard: pickle allocates the declared length before it reads.
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
     def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
+        self._check_items(self.stack[-3], self.stack[-2:-1])
+        super().load_setitem()
 
     def load_setitems(self) -> None:
-        self._set_items(self.pop_mark())
+        self._check_items(self.metastack[-1][-1], self.stack[::2])
+        super().load_setitems()
 
-    def _set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
+    def _check_items(self, target: Any, keys: Sequence[Any]) -> None:
+        # Hazard: each assignment of a list to one of its own slices would double it.
         if not isinstance(target, dict):
             raise FormatError(f"an item is set in {shown(target)}")
-        self._count_keys(items[::2])
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            target[key] = value
+        self._count_keys(keys)
 
     def load_additems(self) -> None:
-        items = self.pop_mark()
-        self._count_keys(items)
-        if not isinstance(self.stack[-1], set):
-            raise FormatError(f"an element is added to {shown(self.stack[-1])}")
-        self.stack[-1].update(items)
+        self._count_keys(self.stack)
+        super().load_additems()
 
     def load_frozenset(self) -> None:
-        items = self.pop_mark()
-        self._count_keys(items)
-        self.append(frozenset(items))
+        self._count_keys(self.stack)
+        super().load_frozenset()
 
     def _count_keys(self, keys: Sequence[Any]) -> None:
         self._num_key_parts = add_key_parts(self._num_key_parts, keys)
@@ -315,13 +308,13 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return cls(items)
 
     def build_bytes(self, text: str = "", encoding: str = "latin1") -> bytes:
-        """Build bytes from the Latin-1 text that protocol 2 has in their place."""
+        """Build bytes from Latin-1 text, as protocol 2 writes them."""
         if text.__class__ is not str or encoding != "latin1":
             raise TypeError(f"cannot build bytes from {shown(text)}, expected Latin-1 text")
         return text.encode("latin1")
 
     def build_dtype(self, text: str, *flags: bool) -> np.dtype[Any]:
-        """Build a dtype whose byte order may still be set: a new object, not the one that numpy uses everywhere."""
+        """Build a new dtype, because a state may set its byte order."""
         if not _is_plain_dtype(str(text)):
             raise UnsafeSkeletonError(f"arrays of {shown(text)} are not read, only of numbers and texts")
         return np.dtype(text, False, True)
@@ -356,33 +349,27 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
             raise FormatError(f"an array of {dtype} {list(shape)!r:.200} has {len(raw):,} bytes")
         self._spend(len(raw))
 
-    def build_tensor(
-        self, storage: Any, offset: int, size: Any, stride: Any, needs_grad: Any, hooks: Any, *rest: Any
-    ) -> Any:
-        return self.build_typed_tensor(storage, offset, size, stride, needs_grad, hooks, storage.dtype, *rest)
+    def build_tensor(self, storage: Any, *args: Any) -> Any:
+        return self.build_typed_tensor(storage, *args[:5], storage.dtype, *args[5:])
 
     def build_typed_tensor(
         self, storage: Any, offset: int, size: Any, stride: Any, needs_grad: Any, hooks: Any, dtype: Any, *rest: Any
     ) -> Any:
-        if storage.__class__ is not _Storage or len(size) > _MAX_NDIM:
-            raise FormatError(f"a tensor has no storage, or more than {_MAX_NDIM} dimensions")
         if hooks or any(rest) or not isinstance(dtype, torch.dtype) or dtype not in TORCH_TRUE:
             raise UnsafeSkeletonError(
                 f"a tensor of {shown(dtype)} has hooks, is conjugated, or has an unsupported dtype"
             )
+        if storage.__class__ is not _Storage or len(size) > _MAX_NDIM:
+            raise FormatError(f"a tensor has no storage, or more than {_MAX_NDIM} dimensions")
         if storage.memory is None:
             return torch.empty(0)
-        if any(n.__class__ is not int or not 0 <= n < _MAX_SIZE for n in (offset, *size, *stride)):
-            raise FormatError("a tensor has an impossible shape, stride or offset")
-        # from the first element to the last
-        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        begin, end = (0, 0) if 0 in size else (offset, offset + span)
-        # torch counts a dimension of 0 as 1 for strides
-        if end * dtype.itemsize > len(storage.memory) or math.prod(n or 1 for n in size) >= _MAX_SIZE:
-            raise FormatError(f"a tensor of {dtype}{list(size)} exceeds its storage of {len(storage.memory)} bytes")
-        self._spend(math.prod(size) * dtype.itemsize)
-        flat = view_tensor(storage.memory, dtype, (end,))
-        return check_tensor(flat.as_strided(size, stride, begin)).requires_grad_(needs_grad)
+        flat = view_tensor(storage.memory, dtype, (len(storage.memory) // dtype.itemsize,))
+        # torch refuses negative and overflowing arguments, and elements beyond the storage
+        tensor = flat.as_strided(size, stride, offset)
+        if math.prod(n or 1 for n in tensor.shape) >= _MAX_NUMEL:  # Hazard: its strides overflow if it is copied.
+            raise FormatError(f"a tensor of {dtype} has an impossible shape: {list(tensor.shape)!r:.200}")
+        self._spend(tensor.numel() * dtype.itemsize)
+        return check_tensor(tensor).requires_grad_(needs_grad)
 
     def build_parameter(self, tensor: Any, needs_grad: bool, hooks: Any) -> Any:
         if tensor.__class__ is not torch.Tensor or hooks:
@@ -390,7 +377,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return torch.nn.Parameter(tensor, needs_grad)
 
     def build_storage(self, raw: bytes) -> Any:
-        """Build the storage of a pickled tensor: five pickles as of torch before 1.6, and its elements."""
+        """Build the storage of a pickled tensor from the format of torch before 1.6."""
         if raw.__class__ is not bytes or not raw.startswith(OLD_TORCH):
             raise FormatError("a tensor's elements are not in the format of torch.save")
         # magic number, version, system, storage, keys
@@ -401,16 +388,10 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return replace(storage, memory=bytearray(raw[head.tell() + 8 :]))  # after the number of elements
 
 
-def _set_byte_order(
-    dtype: np.dtype[Any], version: int, order: str, subarray: Any, names: Any, fields: Any, size: Any, *rest: Any
-) -> None:
-    if (
-        order not in ("<", ">", "|", "=")
-        or (subarray, names, fields) != (None,) * 3
-        or size not in (-1, dtype.itemsize)
-    ):
+def _set_byte_order(dtype: np.dtype[Any], version: int, order: str, *rest: Any) -> None:
+    if order not in ("<", ">", "|", "=") or rest[:3] != (None,) * 3:
         raise UnsafeSkeletonError(f"the dtype {dtype} has fields, or an unknown byte order")
-    # Hazard: numpy trusts these sizes.
+    # Hazard: numpy trusts the sizes in a state, so those in the file are not used.
     sizes = (dtype.itemsize, dtype.alignment) if dtype.kind in "SU" else (-1, -1)
     dtype.__setstate__((3, order, None, None, None, *sizes, 0))  # type: ignore[attr-defined]
 
@@ -434,11 +415,9 @@ _PLAIN: dict[tuple[str, str], object] = {
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
 }
-_CODES = {getattr(pickle, name)[0] for name in _OPCODES}
 _Unpickler.dispatch = {
-    code: getattr(_Unpickler, function.__name__)
-    for code, function in _PythonUnpickler.dispatch.items()
-    if code in _CODES
+    code: getattr(_Unpickler, _PythonUnpickler.dispatch[code].__name__)
+    for code in (getattr(pickle, name)[0] for name in _OPCODES)
 }
 _BUILDERS: dict[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "set"): lambda unpickler, *args: unpickler.build_set(set, *args),

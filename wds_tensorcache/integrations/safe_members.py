@@ -20,6 +20,7 @@ _MAX_EXTENSION = 100
 _JPEGS = ("JPEG", "MPO", "BLP")
 _MAX_SCANS = 100  # programs write about ten scans
 _BYTES_PER_SCAN = 4096  # bytes after the picture, such as a video, contain markers of scans by chance
+_PICKLES: Any = decode_pickle  # marks the place of `_unpickle` among the handlers
 _LIMIT_REMEDY = "; if you trust the shard, use tc.decode(max_expanded_nbytes=…)"
 
 
@@ -34,7 +35,7 @@ class MemberDecoder(Decoder):
     """
 
     def __init__(self, handlers: list[Any], allow: Allowed, max_expanded_nbytes: int, **options: Any) -> None:
-        super().__init__([*handlers, _pickles], **options)
+        super().__init__([*handlers, _PICKLES], **options)
         self._allow, self._max_expanded_nbytes = allow, max_expanded_nbytes
         self._is_stock = [_is_stock(handler) for handler in self.handlers]
 
@@ -46,7 +47,7 @@ class MemberDecoder(Decoder):
         try:
             for handler, is_stock in zip(self.handlers, self._is_stock, strict=True):
                 kind = extension.rpartition(".")[2]
-                if handler is _pickles:
+                if handler is _PICKLES:
                     if kind in ("pyd", "pickle", "pkl", "pth"):
                         # also if the result is None, for which webdataset's own unpickler would run next
                         return _unpickle(kind, content, limit, self._allow)
@@ -63,10 +64,6 @@ class MemberDecoder(Decoder):
         return content
 
 
-def _pickles(extension: str, content: bytes) -> None:
-    """Mark the place of the decoder of pickles in the order of the handlers."""
-
-
 def _unpickle(kind: str, content: bytes, limit: int, allow: Allowed) -> Any:
     remedy = f"; if you trust the shard, use tc.decode(wds.handle_extension({kind!r}, …)) or tc.decode(max_expanded_nbytes=…)"
     if kind != "pth":
@@ -75,7 +72,7 @@ def _unpickle(kind: str, content: bytes, limit: int, allow: Allowed) -> Any:
 
 
 def _is_stock(handler: Any) -> bool:
-    """Return whether a handler is webdataset's own code: its errors then depend only on the bytes."""
+    """Return whether a handler is webdataset's own code, so that its errors depend only on the bytes."""
     is_function = isinstance(handler, types.FunctionType) and handler.__module__ == autodecode.__name__
     return is_function or isinstance(handler, autodecode.ImageHandler)
 
@@ -112,7 +109,7 @@ def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> A
 
 
 def _check_picture(content: bytes) -> None:
-    """Raise FormatError for pictures that may be too costly although Pillow has a limit, `PIL.Image.MAX_IMAGE_PIXELS`."""
+    """Raise FormatError for a picture with a cost that Pillow's limit on pixels does not bound."""
     import PIL.Image  # not among this package's requirements
 
     with PIL.Image.open(io.BytesIO(content)) as picture:
@@ -127,7 +124,8 @@ def _check_picture(content: bytes) -> None:
 
 
 def _check_ten(content: bytes) -> None:
-    """Raise FormatError if a chunk of tensors exceeds its member; on a negative length, webdataset would loop forever."""
+    """Raise FormatError if a chunk of tensors exceeds its member."""
+    # Hazard: on a negative length, webdataset would loop forever.
     at = 0
     while at < len(content):
         nbytes = int.from_bytes(content[at + 8 : at + 16], sys.byteorder, signed=True)

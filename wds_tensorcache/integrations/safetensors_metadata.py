@@ -13,14 +13,14 @@ def dump_metadata(metadata: dict[str, str]) -> bytes:
 
 
 def parse_metadata(member: bytes) -> dict[str, str] | None:
-    """Return the metadata from a member that `dump_metadata` has made; None for any other content."""
+    """Return the metadata in a member that `dump_metadata` wrote; None for other content."""
     try:
-        found = json.loads(member)
+        metadata = json.loads(member)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not found or not all(isinstance(text, str) for text in found.values()):
+    if not isinstance(metadata, dict) or not metadata or not all(isinstance(text, str) for text in metadata.values()):
         return None
     try:
-        return found if dump_metadata(found) == member else None
+        return metadata if dump_metadata(metadata) == member else None
     except UnicodeEncodeError:  # a surrogate, which a `.safetensors` file cannot hold
         return None

@@ -34,9 +34,10 @@ from wds_tensorcache.shards.names import (
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
 
 Handler = Callable[[Exception], bool]
+Encoder = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Encoder:
     """Return an encoder for `wds.TarWriter` and `wds.ShardWriter`.
 
     The field `"tensorcache"`, or `"NAME.tensorcache"` for several caches in one sample, becomes the two members
@@ -52,39 +53,34 @@ def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Callable[[dict[s
         InvalidKeyError: Some reader of shards would misread a key, cache name or member name. A key that occurs twice is not
             detected, because an encoder does not know where shards begin.
     """
-    return _Encode(make_encoder(base), tuple(allow))
+    return partial(_encode, make_encoder(base), tuple(allow))
 
 
-@dataclass(frozen=True, slots=True)
-class _Encode:
-    base: Callable[[dict[str, Any]], dict[str, Any]]
-    allow: tuple[type, ...]
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        key = sample.get("__key__")
-        check_key(key)
-        ours: dict[str, bytes] = {}
-        rest = {}
-        for field, value in sample.items():
-            name = cache_of_field(field)
-            if name is None:
-                rest[field] = value
-                continue
-            if name or field != FIELD:
-                cache_name(name)
-            both = member_suffix(name, SKELETON), member_suffix(name, TENSORS)
-            try:
-                ours[both[0]], ours[both[1]] = encode_sample(value, allow=self.allow)
-            except TensorCacheError as exc:
-                raise exc.at(f"sample {key!r}, field {field!r}") from exc
-        check_suffixes(str(key), [field for field in rest if not field.startswith("_")])
-        clash = [field for field in rest if is_reserved(field) or field.lower() in ours]
-        if clash:
-            raise InvalidKeyError(
-                f"sample {key!r} has members {clash}, but these names are reserved for caches; rename the members"
-            )
-        check_suffixes(str(key), ours)
-        return {**self.base(rest), **ours}
+def _encode(base: Encoder, allow: tuple[type, ...], sample: dict[str, Any]) -> dict[str, Any]:
+    key = sample.get("__key__")
+    check_key(key)
+    ours: dict[str, bytes] = {}
+    rest = {}
+    for field, value in sample.items():
+        name = cache_of_field(field)
+        if name is None:
+            rest[field] = value
+            continue
+        if name or field != FIELD:
+            cache_name(name)
+        skeleton, tensors = member_suffix(name, SKELETON), member_suffix(name, TENSORS)
+        try:
+            ours[skeleton], ours[tensors] = encode_sample(value, allow=allow)
+        except TensorCacheError as exc:
+            raise exc.at(f"sample {key!r}, field {field!r}") from exc
+    check_suffixes(str(key), [field for field in rest if not field.startswith("_")])
+    clash = [field for field in rest if is_reserved(field) or field.lower() in ours]
+    if clash:
+        raise InvalidKeyError(
+            f"sample {key!r} has members {clash}, but these names are reserved for caches; rename the members"
+        )
+    check_suffixes(str(key), ours)
+    return {**base(rest), **ours}
 
 
 def decode(

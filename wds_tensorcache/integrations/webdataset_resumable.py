@@ -20,7 +20,7 @@ from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
+from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
@@ -75,6 +75,7 @@ class ResumablePipeline(IterableDataset[Any]):
         handler, select_files, rename_files, max_expanded_nbytes: As for `tarfile_to_samples`.
 
     Raises:
+        FileNotFoundError: A local text or a folder names no existing file, or a manifest does not exist.
         TypeError: `urls` has a type that is not listed above.
         ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does.
 
@@ -99,8 +100,8 @@ class ResumablePipeline(IterableDataset[Any]):
         rename_files: Callable[[str], str] | None = None,
         max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     ) -> None:
-        found = find_urls(urls)
-        self._urls, self._listed = [url for url, _ in found], [listed for _, listed in found]
+        shards = find_urls(urls)
+        self._urls, self._listed = [url for url, _ in shards], [listed for _, listed in shards]
         if not self._urls:
             raise ValueError("no shards")
         for stage in stages:
@@ -117,7 +118,7 @@ class ResumablePipeline(IterableDataset[Any]):
         self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
         self._digest = _digest_of(self._urls, self._loads, self._listed)
-        self._epochs = SharedEpochs()
+        self._epochs = _SharedEpochs()
         self._pid = os.getpid()
         self._iteration = 0
         self._has_warned = False  # of samples that set_epoch left out
@@ -175,8 +176,8 @@ class ResumablePipeline(IterableDataset[Any]):
                     f"an item of the last stage has no {POSITION!r}, from which the stream knows which samples are done; "
                     "let the stages pass it on, or apply this stage to the items of the stream"
                 )
-            for shard, number in positions:
-                done.setdefault(shard, _Done()).add(number)
+            for shard, index in positions:
+                done.setdefault(shard, _Done()).add(index)
             yield item
         if iteration == self._iteration:
             self._is_over = True
@@ -208,40 +209,46 @@ class ResumablePipeline(IterableDataset[Any]):
         all_done = self._done
         for shard in self._shards():
             done = all_done.setdefault(shard, _Done())
-            if done.is_whole():
+            if done.edges == [0, done.count]:  # all samples of the shard
                 continue
             try:
-                for number, sample in self._samples_of(self._urls[shard], self._listed[shard], done):
-                    yield {**sample, POSITION: f"{_PREFIX}{shard}:{number}"}
+                yield from self._samples_of(shard, done)
             except Stopped:
                 return
             except Exception as exc:  # the handler decides, as in every stage of webdataset
                 if not self._handler(exc):
                     return
-            else:
-                done.count = done.num_read
 
-    def _samples_of(self, url: str, listed: FoundShard | None, done: _Done) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the samples of a shard. A remote shard is read from its first sample that is not done."""
-        if not is_remote(url):
-            if listed is not None and listed.entry is not None and listed.entry.digest is not None:
-                check_listed(url, listed.entry, listed.manifest, digest=stored_digest(url))
-            yield from self._tars.samples_of({"url": url}, done.is_wanted, listed=listed)
-            return
-        stream = open_url(url)
-        first = done.resume(stream.info)
-        stream.skip(first[1])
-        shard = {"url": url, "stream": stream}
-        yield from self._tars.samples_of(shard, done.is_wanted, first=first, on_start=done.add_start, listed=listed)
+    def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:
+        """Yield the samples of a shard that are not done; read a remote shard from the first one."""
+        url, listed = self._urls[shard], self._listed[shard]
+        source, first = {"url": url}, (0, 0)
+        if is_remote(url):
+            source["stream"] = stream = open_url(url)
+            start = done.first_start()
+            if start is None or done.info != stream.info:
+                done.starts, done.info = {}, stream.info
+            else:
+                first = start[0], start[1]
+                stream.skip(first[1])
+        elif listed is not None and listed.entry is not None and listed.entry.digest is not None:
+            check_listed(url, listed.entry, listed.manifest, digest=stored_digest(url))
+        count = first[0]
+        samples = self._tars.samples_of(source, lambda index: index not in done, first=first, listed=listed)
+        for index, sample, following in samples:
+            count = index + 1
+            if done.info is not None and following is not None and count not in done:
+                done.starts[count] = following
+            if sample is not None:
+                yield {**sample, POSITION: f"{_PREFIX}{shard}:{index}"}
+        done.count = count
 
     def _shards(self) -> list[int]:
         """Return this worker's shards in the epoch's order."""
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         order = self._order(self._epoch, range(len(self._urls))).tolist()
         # ranks first: the workers of one rank must not take all shards while another rank has none
-        mine = _shards_of(order, self._loads, self._rank, self._world_size)
-        return _shards_of(mine, self._loads, worker, num_workers)
+        of_rank = _shards_of(order, self._loads, self._rank, self._world_size)
+        return _shards_of(of_rank, self._loads, *_find_worker())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the samples that have left the last stage, as plain values for JSON.
@@ -252,10 +259,10 @@ class ResumablePipeline(IterableDataset[Any]):
         info = self._enter()
         if info is None and self._epochs.is_in_workers():
             raise RuntimeError("workers have the state; call StatefulDataLoader.state_dict, which collects it")
-        done = {str(shard): [list(one.edges), one.count] for shard, one in self._done.items() if one.edges}
-        starts = {str(shard): found for shard, one in self._done.items() if (found := one.first_start()) is not None}
+        done = {str(shard): [list(done.edges), done.count] for shard, done in self._done.items() if done.edges}
+        starts = {str(shard): start for shard, done in self._done.items() if (start := done.first_start()) is not None}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done, "starts": starts}
-        return state | {"of": self._identity(info)}
+        return state | {"of": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at the point at which the state was saved.
@@ -264,7 +271,8 @@ class ResumablePipeline(IterableDataset[Any]):
             ValueError: The state is damaged, is of another version, or belongs to other shards, another order, or another
                 number of ranks or workers.
         """
-        identity = self._identity(self._enter())
+        self._enter()
+        identity = self._identity()
         fields = state if isinstance(state, Mapping) else {}
         version, epoch, is_over = map(fields.get, ("version", "epoch", "over"))
         if version != VERSION:
@@ -278,8 +286,8 @@ class ResumablePipeline(IterableDataset[Any]):
             raise ValueError(f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}")
         self._move(epoch, _parse_done(fields.get("done"), fields.get("starts", {}), len(self._urls)), is_over=is_over)
 
-    def _identity(self, info: Any) -> dict[str, Any]:
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+    def _identity(self) -> dict[str, Any]:
+        worker, num_workers = _find_worker()
         return {
             "shards": f"{len(self._urls)}, digest {self._digest}",
             "seed": self._order.seed if self._order.shuffle else None,
@@ -290,10 +298,10 @@ class ResumablePipeline(IterableDataset[Any]):
         }
 
 
-class SharedEpochs:
+class _SharedEpochs:
     """Shared memory in which the workers of an iteration agree on its epoch, without messages to the main process.
 
-    All workers of an iteration have the same base seed, which is the worker's seed minus its number. The first worker registers
+    All workers of an iteration have the same base seed, which is the worker's seed minus its index. The first worker registers
     the next epoch under this base seed, and the others find it there, even if workers of the next iteration have already begun.
     No lock is needed, because all workers of an iteration write the same value into the same cell.
 
@@ -311,11 +319,11 @@ class SharedEpochs:
         self._cells.share_memory_()  # type: ignore[no-untyped-call]  # no change if they are shared
 
     def begin(self, info: Any, turn: int, epoch: int | None = None) -> int:
-        """Return the epoch that a worker begins, or that the main process begins if `info` is None.
+        """Return the epoch that a worker or the main process begins.
 
         Args:
-            info: torch's `WorkerInfo`.
-            turn: Number of the iteration in this process.
+            info: torch's `WorkerInfo`; None in the main process.
+            turn: Count of iterations in this process.
             epoch: Epoch of a loaded state; if None, the epoch of the iteration's other workers, or else the next epoch.
         """
         begun, by_worker = np.split(self._cells.numpy(), [_NUM_RECENT])
@@ -325,10 +333,10 @@ class SharedEpochs:
         key = 1 + hash((info.seed - info.id, info.num_workers, turn)) % (_NUM_KEYS - 1)
         worker = info.id % _NUM_WORKERS
         if epoch is None:
-            known = int((begun[begun % _NUM_KEYS == key] >> _KEY_BITS).max(initial=0))
+            listed = int((begun[begun % _NUM_KEYS == key] >> _KEY_BITS).max(initial=0))
             # torch.manual_seed may start several iterations with the same seed, and so the same key. If this worker
             # already began the epoch of that key, this is a new iteration.
-            epoch = known - 1 if known and known != by_worker[worker] else following
+            epoch = listed - 1 if listed and listed != by_worker[worker] else following
         else:
             begun[begun >> _KEY_BITS > epoch + 1] = 0
         begun[epoch % _NUM_RECENT] = (epoch + 1 << _KEY_BITS) + key
@@ -336,7 +344,7 @@ class SharedEpochs:
         return epoch
 
     def put(self, epoch: int) -> int:
-        """Record that the main process is in an epoch, and return the epoch. The next iteration begins the epoch after it."""
+        """Record the epoch of the main process, and return it. The next iteration begins the epoch after it."""
         self._cells.zero_()
         self._cells[0] = epoch + 1 << _KEY_BITS
         return epoch
@@ -350,113 +358,96 @@ class _Done:
     """The samples of a shard that have left the last stage, and where reading a remote shard can start again.
 
     Attributes:
-        edges: Ranges of sample numbers, half open, as ascending `[begin, end, begin, end, ...]`.
+        edges: Ranges of sample indices, half open, as ascending `[begin, end, begin, end, ...]`.
         count: Number of samples in the shard; None until the whole shard was read.
-        num_read: Number of samples that this process has read or skipped in the shard.
-        starts: Offsets at which samples start that were read and are not done, by number. Offsets of remote shards only.
+        starts: Offsets of samples that are not done, by sample index; only of remote shards.
         info: State of the remote object to which `starts` belong; None for a local shard.
     """
 
     def __init__(self, edges: Iterable[int] = (), count: int | None = None) -> None:
         self.edges = list(edges)
         self.count = count
-        self.num_read = 0
         self.starts: dict[int, int] = {}
         self.info: ObjectInfo | None = None
 
-    def __contains__(self, number: int) -> bool:
-        return bisect_right(self.edges, number) % 2 == 1
+    def __contains__(self, index: int) -> bool:
+        return bisect_right(self.edges, index) % 2 == 1
 
-    def is_wanted(self, number: int) -> bool:
-        self.num_read = number + 1
-        return number not in self
-
-    def is_whole(self) -> bool:
-        return self.count is not None and self.edges == [0, self.count]
-
-    def add(self, number: int) -> None:
-        self.starts.pop(number, None)
-        at = bisect_right(self.edges, number)
+    def add(self, index: int) -> None:
+        self.starts.pop(index, None)
+        at = bisect_right(self.edges, index)
         if at % 2 == 0:
-            new = [number, number + 1]
+            new = [index, index + 1]
             before, after = self.edges[at - 1 : at] == new[:1], self.edges[at : at + 1] == new[1:]
             self.edges[at - before : at + after] = new[before : 2 - after]
 
-    def add_start(self, start: Start) -> None:
-        if start[0] not in self:
-            self.starts[start[0]] = start[1]
-
     def first_start(self) -> list[Any] | None:
-        """Return number and offset of the first sample that is not done, with length and tag of the object; None if unknown."""
+        """Return index and offset of the first sample that is not done, and the object's length and tag; None if unknown."""
         first = self.edges[1] if self.edges[:1] == [0] else 0
         begin = self.starts.get(first)
         if not begin or self.info is None or self.info.tag is None:  # only a tag shows whether the object has changed
             return None
         return [first, begin, self.info.nbytes, self.info.tag]
 
-    def resume(self, info: ObjectInfo) -> Start:
-        """Return where to read a remote object in the state `info`: from its first byte if the object has changed."""
-        known = self.first_start()
-        if known is None or self.info != info:
-            self.starts, self.info = {}, info
-            return FIRST
-        # if no sample follows, the shard has as many as were skipped
-        self.num_read = known[0]
-        return known[0], known[1]
+
+def _find_worker() -> tuple[int, int]:
+    """Return this worker's index and the number of workers; 0 and 1 in the main process."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 def _parse_done(samples: Any, starts: Any, num_shards: int) -> dict[int, _Done]:
     """Return the samples that a state lists, by shard, and where to start."""
     try:
         done = {int(shard): _Done(edges, count) for shard, (edges, count) in samples.items()}
-        for shard, one in done.items():
-            numbers = one.edges if one.count is None else [*one.edges, one.count]
-            is_ascending = one.edges == sorted(set(one.edges)) and numbers == sorted(numbers)
-            if not 0 <= shard < num_shards or len(one.edges) % 2 or not is_ascending or not _are_counts(*numbers):
-                raise ValueError(f"shard {shard} of {num_shards} has {numbers!r:.100}, expected ascending ranges")
-        for shard, (number, begin, nbytes, tag) in starts.items():
-            is_start = _are_counts(number, begin, nbytes) and 0 < begin < nbytes and begin % BLOCK == 0
+        for shard, ranges in done.items():
+            edges = ranges.edges if ranges.count is None else [*ranges.edges, ranges.count]
+            is_ascending = ranges.edges == sorted(set(ranges.edges)) and edges == sorted(edges)
+            if not 0 <= shard < num_shards or len(ranges.edges) % 2 or not is_ascending or not _are_counts(*edges):
+                raise ValueError(f"shard {shard} of {num_shards} has {edges!r:.100}, expected ascending ranges")
+        for shard, (index, begin, nbytes, tag) in starts.items():
+            is_start = _are_counts(index, begin, nbytes) and 0 < begin < nbytes and begin % BLOCK == 0
             if not is_start or type(tag) is not str:
-                raise ValueError(f"shard {shard} starts at {[number, begin, nbytes, tag]!r:.200}")
-            done[int(shard)].starts = {number: begin}
+                raise ValueError(f"shard {shard} starts at {[index, begin, nbytes, tag]!r:.200}")
+            done[int(shard)].starts = {index: begin}
             done[int(shard)].info = ObjectInfo(nbytes, tag)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise ValueError(f"the state is damaged: {exc}; it lists {samples!r:.200} and {starts!r:.200}") from exc
     return done
 
 
-def _are_counts(*numbers: Any) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
+def _are_counts(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
-    """Yield shard and number of each sample in an item."""
+    """Yield the shard, and the index in it, of each sample in an item."""
     if isinstance(item, str):
         if item.startswith(_PREFIX):
-            shard, _, number = item[len(_PREFIX) :].partition(":")
-            yield int(shard), int(number)
+            shard, _, index = item[len(_PREFIX) :].partition(":")
+            yield int(shard), int(index)
     elif isinstance(item, Mapping):
         yield from _positions(item.get(POSITION))
     elif isinstance(item, (list, tuple)):
-        for one in item:
-            yield from _positions(one)
+        for part in item:
+            yield from _positions(part)
 
 
 def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -> list[int]:
-    """Return the shards of one part. Each of `shards`, in order, goes to the part that has the fewest bytes so far."""
+    """Return the shards of one part; each shard in turn goes to the part with the fewest bytes so far."""
     # a heap, since 10^5 shards may be divided among 10^4 ranks
-    totals = [(0, each) for each in range(num_parts)]
-    mine = []
+    totals = [(0, index) for index in range(num_parts)]
+    of_part = []
     for shard in shards:
         total, least = totals[0]
         heapq.heapreplace(totals, (total + loads[shard], least))
         if least == part:
-            mine.append(shard)
-    return mine
+            of_part.append(shard)
+    return of_part
 
 
 def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None]) -> str:
-    """Return a digest of the names of all shards, their loads, and what a manifest lists about them."""
+    """Return a digest of the names of all shards, their loads, and their entries in a manifest."""
     # without queries, which change, unless they alone tell shards apart
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
@@ -473,6 +464,6 @@ def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None
 
 
 def _loads(urls: list[str]) -> list[int]:
-    """Return the length of each shard, or 1 for each if not all shards are local files."""
+    """Return the lengths of all shards; ones if not all shards are local files."""
     paths = [url if os.path.lexists(url) else url.removeprefix("file:") for url in urls]
     return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(urls)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from webdataset.gopen import Pipe
 from webdataset.handlers import reraise_exception
@@ -64,11 +64,6 @@ def tarfile_to_samples(
     return TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
 
 
-Start: TypeAlias = "tuple[int, int]"
-"""The number of a sample in its shard, and the offset of its first header."""
-FIRST: Start = (0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class TarSamples:
     """The stage that `tarfile_to_samples` returns. Threads/fork/pickle: stateless; pickles if its functions do."""
@@ -81,8 +76,9 @@ class TarSamples:
     def __call__(self, shards: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for shard in shards:
             try:
-                for _, sample in self.samples_of(shard):
-                    yield sample
+                for _, sample, _ in self.samples_of(shard):
+                    if sample is not None:
+                        yield sample
             except Stopped:
                 break
             except Exception as exc:  # the handler decides, as in every stage of webdataset
@@ -92,20 +88,20 @@ class TarSamples:
     def samples_of(
         self,
         shard: Mapping[str, Any],
-        is_wanted: Callable[[int], bool] = lambda number: True,
+        is_wanted: Callable[[int], bool] = lambda index: True,
         *,
-        first: Start = FIRST,
-        on_start: Callable[[Start], object] | None = None,
+        first: tuple[int, int] = (0, 0),
         listed: FoundShard | None = None,
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the samples of a shard, each with its number.
+    ) -> Iterator[tuple[int, dict[str, Any] | None, int | None]]:
+        """Yield for each sample its index in the shard, the sample, and the offset of the next sample.
+
+        The sample is None if it is not wanted or is marked as bad. The offset is None after the last sample, and where no
+        other stream can begin.
 
         Args:
             shard: Dict with `url`, and optionally an open `stream` and a `local_path`, as webdataset's stages pass them.
-            is_wanted: Function of a sample's number; the bytes of unwanted samples are skipped.
-            first: Start of the first sample in `stream`.
-            on_start: Function that is called with the start of each sample from which reading can resume, before
-                the preceding sample is returned.
+            is_wanted: Function of a sample's index; the bytes of unwanted samples are skipped.
+            first: Index of the first sample in `stream`, and its offset in the shard.
             listed: The shard in a manifest, with which the samples of the whole tar are compared.
         """
         url, stream = shard["url"], shard["stream"] if "stream" in shard else open_url(shard["url"])
@@ -119,7 +115,7 @@ class TarSamples:
         try:
             skip = stream.skip if isinstance(stream, RemoteStream) else None
             tar = TarStream(stream, first[1], skip, self.max_expanded_nbytes)
-            yield from self._group(tar, common, is_wanted, first[0], on_start, listed)
+            yield from self._group(tar, common, is_wanted, first[0], listed)
             hidden = tar.finish()
             if hidden is not None:
                 warnings.warn(str(hidden.at(shown_url(url))), stacklevel=user_level())
@@ -139,12 +135,11 @@ class TarSamples:
         common: Mapping[str, Any],
         is_wanted: Callable[[int], bool],
         first: int,
-        on_start: Callable[[Start], object] | None,
         listed: FoundShard | None,
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the wanted samples, which are runs of members with the same key, with their numbers from `first`."""
+    ) -> Iterator[tuple[int, dict[str, Any] | None, int | None]]:
+        """Yield as `samples_of` does; a sample is a run of members with the same key."""
         sample: dict[str, Any] = {}
-        number, is_kept = first - 1, False
+        index, is_kept = first - 1, False
         # the samples of the tar, also those that the caller's functions or handler drop
         num_samples, tar_key = first, None
         for name, read in tar:
@@ -160,12 +155,10 @@ class TarSamples:
                 continue
             key, suffix = parts
             if not sample or key != sample["__key__"]:
-                if on_start is not None and tar.start is not None:
-                    on_start((number + 1, tar.start))
-                if is_kept and not sample.get(_BAD):
-                    yield number, sample
-                number += 1
-                is_kept = is_wanted(number)
+                if sample:
+                    yield index, sample if is_kept and not sample.get(_BAD) else None, tar.start
+                index += 1
+                is_kept = is_wanted(index)
                 sample = {"__key__": key, **common}
             if suffix in _RESERVED or suffix in sample:
                 is_twice = suffix not in _RESERVED
@@ -177,8 +170,8 @@ class TarSamples:
             else:
                 sample[suffix] = read() if is_kept else None
         # only the end-of-archive block proves that the last sample is complete
-        if is_kept and not sample.get(_BAD):
-            yield number, sample
+        if sample:
+            yield index, sample if is_kept and not sample.get(_BAD) else None, None
         # `first` counts only the samples that the caller's functions keep
         if listed is not None and listed.entry is not None and not (first and (self.select_files or self.rename_files)):
             check_listed(shown_url(common["__url__"]), listed.entry, listed.manifest, num_samples=num_samples)

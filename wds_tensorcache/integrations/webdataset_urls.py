@@ -1,8 +1,7 @@
-"""Urls of shards for webdataset streams: which shards a text names, and how each is opened."""
+"""Urls of shards for webdataset streams: find the shards that a text names, and open them."""
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from braceexpand import braceexpand
 from webdataset.gopen import gopen, gopen_schemes, rewrite_url
 from webdataset.pipeline import DataPipeline
 
-from wds_tensorcache.reading.find_shards import existing_folder, expand_braces, find_shards
+from wds_tensorcache.reading.find_shards import existing_folder, find_shards
 from wds_tensorcache.shards.manifest import FoundShard
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.remote.stream import RemoteStream
@@ -68,7 +67,7 @@ class _Path(str):
 def find_urls(urls: Any) -> list[Url]:
     """Return the urls of all shards, each with its entry in a manifest, if there is one.
 
-    Names that were found, for example in a folder, are `PathLike`: never run as commands. Remote urls are concealed.
+    Names from folders, manifests and patterns are `PathLike`, so they are never run as commands. Remote urls are concealed.
     """
     if isinstance(urls, str) and not isinstance(urls, os.PathLike):
         return _find_text(urls)
@@ -76,27 +75,21 @@ def find_urls(urls: Any) -> list[Url]:
     listed: list[Any] = [urls] if isinstance(urls, os.PathLike) else list(urls) if is_list else [None]
     if not all(isinstance(url, (str, os.PathLike)) for url in listed):
         raise TypeError(f"urls={urls!r:.200}: expected a list of urls, a pattern or a folder; pass stages after it")
-    return [url for each in listed for url in (_find_paths(each) if isinstance(each, os.PathLike) else [_as_is(each)])]
+    return [shard for url in listed for shard in (_find_paths(url) if isinstance(url, os.PathLike) else [_as_is(url)])]
 
 
 def _find_text(text: str) -> list[Url]:
-    is_there = os.path.lexists(text)
-    if not is_there and is_remote(text) and _is_several(text):
+    if os.path.isfile(text) and not text.endswith(".json"):
+        return [(text, None)]
+    is_local = os.path.lexists(text) or bool(existing_folder(text)) or not _IS_URL(text)
+    if is_local or (is_remote(text) and _is_several(text)):
+        # also `{pipe:…,a}.tar`, which does not start with `pipe:`, so its braces expand to names of files
         return _find_paths(text)
-    if not is_there and _IS_URL(text) and not existing_folder(text):
-        return [_as_is(url) for url in braceexpand(text)]
-    if not is_there and glob.has_magic(text):
-        return _find_paths(text)
-    urls: list[Url] = []
-    for path in [text] if is_there else expand_braces(text):
-        is_list = os.path.isdir(path) or (path.endswith(".json") and os.path.exists(path))
-        # `{pipe:…,a}.tar` does not start with `pipe:`, so its braces expand to names of files
-        urls += _find_paths(path) if is_list else [(path if path == text else _Path(path), None)]
-    return urls
+    return [_as_is(url) for url in braceexpand(text)]
 
 
 def _is_several(url: str) -> bool:
-    """Return whether a remote url means shards that a server must be asked for: those of a folder, manifest or wildcard."""
+    """Return whether a remote url names a folder, a manifest or a pattern with wildcards."""
     path = urlsplit(url).path if is_web(url) else url
     name = path.rpartition("/")[2]
     if not is_web(url) and ("." not in name or set(name) & set("*?[")):
