@@ -81,11 +81,7 @@ def test_nothing_there(tmp_path: Path, folder: Path) -> None:
         (tmp_path / "nowhere", "nowhere does not exist"),
         (tmp_path / "nowhere.tar", "nowhere.tar does not exist"),
         (tmp_path / "nowhere.json", "nowhere.json"),
-        (
-            tmp_path / "nowhere" / "manifest.json",
-            "manifest.json does not exist; there is no folder .*nowhere that can be",
-        ),
-        (folder / "manifest.jsn", r"manifest.jsn does not exist; did you mean 'manifest.json'\?$"),
+        (tmp_path / "nowhere" / "manifest.json", "manifest.json does not exist"),
         (folder / "train-{000000..000003}.tar", "train-000003.tar does not exist"),
         (folder / "test-*.tar", r"test-\*.tar matches no file"),
         (tmp_path / "empty", r"empty has neither manifest.json nor any \*.tar"),

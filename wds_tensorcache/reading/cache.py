@@ -27,7 +27,6 @@ from wds_tensorcache.reading.positions import (
     Positions,
     as_array,
     numbers_of,
-    respell,
     spread,
     take,
 )
@@ -384,10 +383,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return numbers_of(indices, len(self), self._find)
 
     def _near_keys(self, key: str) -> str:
-        """Return a list of keys for a message: other spellings of `key`, or else similar ones among the first 1,000."""
-        keys = self.keys()
-        names = [other for other in respell(key, len(keys[0]) if len(keys) else 0) if other in self]
-        return list_names(names or keys, key, len(self))
+        """Return the keys among the first 1,000 that are similar to `key`, for a message."""
+        return list_names(self.keys(), key)
 
     @abstractmethod
     def _sample(self, number: int) -> _Sample: ...

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from operator import eq
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -18,11 +19,10 @@ from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
 from wds_tensorcache.reading.batch.request import keep_known
-from wds_tensorcache.reading.cache import Cache, _Sample
+from wds_tensorcache.reading.cache import Cache, TensorCache, _Sample
 from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, Group
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
-from wds_tensorcache.reading.match_keys import KeyMap, match_keys
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import KeysView
 from wds_tensorcache.reading.schema import (
@@ -38,6 +38,7 @@ from wds_tensorcache.shards.fingerprint import common_fields
 from wds_tensorcache.storage.urls import shown as shown_url
 
 Array = np.ndarray[Any, Any]
+KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 _NUM_SHOWN = 5  # number of missing keys in a message
 _JOIN_A_DICT = "join a dict of caches, as tc.join({'a': …, 'b': …})"
 
@@ -103,7 +104,7 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
     """Return a view of each cache, such that the samples to join have the same index in all views."""
     first, rows_of_parts = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
-        rows, others_keys = match_keys(first, _with_keys(other), maps.get(name))
+        rows, others_keys = _match_keys(first, _with_keys(other), maps.get(name))
         missing = np.flatnonzero(rows < 0) if rows is not None else np.empty(0, np.int64)
         rows_of_parts.append(rows)
         if how == "exact" and (len(missing) or others_keys):
@@ -123,6 +124,39 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
         part._take(kept if rows is None else rows[kept])
         for part, rows in zip(parts, [None, *rows_of_parts], strict=True)
     ]
+
+
+def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
+    """Return the index in `other` of each sample's match, -1 without one, and the keys that only `other` has.
+
+    The array is None if both caches have the same keys in the same order. With `key_map`, no keys are returned.
+
+    Raises:
+        KeyError: A key occurs twice in `other`.
+    """
+    if key_map is None and _are_equal(first, other):
+        return None, []
+    places = {key: at for at, key in enumerate(other.keys())}
+    if len(places) != len(other):
+        twice = next(key for at, key in enumerate(other.keys()) if places[key] != at)
+        raise KeyError(f"key {twice!r} occurs twice in a joined cache with {len(other)} samples, expected unique keys")
+    get = key_map.get if isinstance(key_map, Mapping) else key_map
+    # a generator, in which a StopIteration of the function is an error and does not end the keys
+    keys = first.keys()
+    wanted = keys if get is None else (get(key) for key in keys)
+    rows = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
+    is_matched = np.zeros(len(other), np.bool_)
+    is_matched[rows[rows >= 0]] = True
+    return rows, [] if key_map is not None else [key for key, done in zip(places, is_matched, strict=True) if not done]
+
+
+def _are_equal(first: Any, other: Any) -> bool:
+    """Return whether two caches have the same keys in the same order."""
+    if isinstance(first, TensorCache) and isinstance(other, TensorCache) and first._store is other._store:
+        where, others = first._where, other._where
+        if where is others or (type(where) is type(others) is range and where == others):
+            return True  # views of the same samples, whose keys need not be read
+    return len(first) == len(other) and all(map(eq, first.keys(), other.keys()))
 
 
 def _with_keys(cache: Any) -> Any:

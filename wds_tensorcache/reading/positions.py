@@ -11,12 +11,10 @@ import numpy as np
 import torch
 
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.shards.shard import Shard
 
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
-_MAX_FOLDERS = 8  # folders of an unknown key, so that an error has few look-ups
 _SHARDS_AHEAD = 64  # of which `in_order` loads the indexes at a time
 
 
@@ -189,18 +187,3 @@ class KeysView(Sequence[str]):
 
     def __repr__(self) -> str:
         return f"KeysView({len(self)} keys)"
-
-
-def respell(key: str, width: int) -> list[str]:
-    """Return other spellings of an unknown key: without spaces, leading folders and suffixes, each also as a safe key.
-
-    If the name without suffixes is a number, another spelling has `width` digits.
-    """
-    *folders, name = key.strip().split("/")
-    stem = name.partition(".")[0]
-    names = [name, name.rpartition(".")[0], stem]
-    texts = [key.strip()]
-    for first in range(max(0, len(folders) - _MAX_FOLDERS), len(folders) + 1):
-        texts += ["/".join([*folders[first:], name]) for name in names]
-    texts += [stem.lstrip("0").zfill(width)] if stem.isdecimal() else []
-    return list(dict.fromkeys(spelling for text in texts for spelling in (text, safe_key(text))))
