@@ -197,6 +197,7 @@ def test_info(cache: Any, collate: Any) -> None:
     assert copied.cache is None
     for record in (info, copied):
         assert (record.indices.tolist(), record.indices.dtype) == (numbers, np.int64)
+        assert not record.indices.flags.writeable
         assert record.keys == [f"00{1 + i}" for i in numbers]
         assert record.is_padding.tolist() == [False, False]
         assert record.shapes["cond.text"].tolist() == [[1 + (1 + i) % 3, 4] for i in numbers]

@@ -64,7 +64,6 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
             "'000000' has no tensor 'alpha'; it has 'latent', 'text.state'",
         ),
         (lambda c: tc.Loader(c, collate={"laten": "pad"}), tc.BatchError, "collate .* 'laten'; there are 'latent', "),
-        (lambda c: c.read_batch([0], collate={"latenz": "pad"}), tc.BatchError, "collate .*; there are 'latent', "),
         (lambda c: tc.Loader(c, pad_value={"latenz": 1}), tc.BatchError, "pad_value .*; there are 'latent', "),
         (
             lambda c: c.read_batch([0], choose={"x": "txet.*"}),

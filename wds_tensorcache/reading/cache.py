@@ -22,7 +22,6 @@ from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, format_count, list_names, unknown_name
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.positions import (
-    Inverse,
     KeysView,
     Positions,
     as_array,
@@ -533,7 +532,9 @@ class TensorCache(Cache[_Sample]):
         everything = range(len(store))
         self._order = None if isinstance(order, range) and order == everything else order  # None for all samples
         self._where: Positions = everything if self._order is None else self._order
-        self._inverse: Inverse | None = None
+        self._ascending: Array | None = (
+            None  # indices of this view by their positions in the store, after a look-up by key
+        )
         self._patterns = patterns
         self._narrow_to(name_matcher(patterns) if patterns is not None else None, optional)
         # an argument `collate`, and the result of `_fixed_by`
@@ -692,12 +693,15 @@ class TensorCache(Cache[_Sample]):
 
     def _find_all(self, key: str) -> list[int]:
         """Return the indices of the samples with this key."""
-        positions = self._store.find(key)
-        if self._order is None or not positions:
+        positions, order = self._store.find(key), self._order
+        if order is None or not positions:
             return positions
-        if self._inverse is None:
-            self._inverse = Inverse(self._order)
-        return [number for position in positions for number in self._inverse.find(position)]
+        if isinstance(order, range):
+            return [order.index(position) for position in positions if position in order]
+        if self._ascending is None:
+            self._ascending = np.argsort(order, kind="stable")
+        first, last = (order.searchsorted(positions, side, self._ascending).tolist() for side in ("left", "right"))
+        return [number for at, end in zip(first, last, strict=True) for number in self._ascending[at:end].tolist()]
 
     def _stored_name(self, number: int) -> str | None:
         shard, row = self._store.locate(self._at(number))

@@ -135,24 +135,6 @@ def spread(count: int, most: int) -> list[int]:
     return [count * number // most for number in range(most)]
 
 
-class Inverse:
-    """Look-up of a view's sample indices by the samples' positions in the store.
-
-    Memory: none for a range; for an array, 8 bytes per sample."""
-
-    def __init__(self, positions: Positions) -> None:
-        self._positions = positions
-        self._order = None if isinstance(positions, range) else np.argsort(positions, kind="stable")
-
-    def find(self, position: int) -> list[int]:
-        """Return the view's indices of the sample at `position`, ascending: none, or several if the view repeats the sample."""
-        if isinstance(self._positions, range):
-            return [self._positions.index(position)] if position in self._positions else []
-        first = int(self._positions.searchsorted(position, "left", self._order))
-        last = int(self._positions.searchsorted(position, "right", self._order))
-        return self._order[first:last].tolist()  # type: ignore[index,no-any-return]
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class KeysView(Sequence[str]):
     """A sequence of a cache's keys in the order of its samples; each key is decoded on access."""

@@ -60,14 +60,6 @@ class Leaves:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tolist())
 
-    def index(self, value: Any, *bounds: int) -> int:
-        """Return the first index of `value`, like `list.index`."""
-        return self.tolist().index(value, *bounds)
-
-    def count(self, value: Any) -> int:
-        """Return how often `value` occurs."""
-        return self.tolist().count(value)
-
     def __eq__(self, other: object) -> Any:
         return self._compare("__eq__", other)
 
