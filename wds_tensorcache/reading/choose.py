@@ -369,7 +369,7 @@ class ChosenRequest(Request):
             tensors are missing before `values`.
         of_values: Names whose alternatives are not tensors, each with its group and the patterns.
         known_values: Result of `values`; empty before.
-        decoded: The values of the batch, if it was read.
+        decoded: The values of the batch; None if it was not read.
     """
 
     base: Request
@@ -401,13 +401,9 @@ class ChosenRequest(Request):
             find, rows = partial(_values, patterns=patterns), []
             if not samples:
                 with suppress(BatchError, NewNames):  # no structure is that of all samples, or there is no list
-                    decoded = decoded or Decoded(
-                        self, self.picked, self.structures.structure_for(self.picked, self.fixed)
-                    )
+                    decoded = decoded or Decoded(self, self.picked)
                     rows = decoded.find(find)
-            if not rows:
-                samples = samples or self.rows.samples()
-                rows = list(map(find, samples))
+            rows = rows or list(map(find, samples or self.rows.samples()))
             counts = np.array(list(map(len, rows)))
             others = self.counts.setdefault(group, counts)
             for i in np.flatnonzero((counts == 0) | (counts != others))[:1].tolist():
@@ -435,13 +431,12 @@ class ChosenRequest(Request):
         self._place(batch, {name: tensors[name] for name in self.picked.chosen[0]}, values)
 
     def sample(self, i: int) -> Any:
-        if self.of_values and not self.known_values:
-            self.values(self.rows.samples())
+        chosen = self.known_values or self.values(self.rows.samples() if self.of_values else ())
         raw = self.rows.sample(i)
         sample = self.structures.selected(self.structures.whole(raw))
         lazies, stored = flatten(raw), self.picked.chosen[self.picked.which.item(i)]
         tensors = {name: None if one is None else lazies[one]._renamed(name) for name, one in stored.items()}
-        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in self.known_values.items()})
+        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in chosen.items()})
         return sample
 
     def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -486,16 +481,18 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
             chosen together. Or a pattern matches no tensor, or a name belongs to another tensor.
     """
     request.find_names()  # an old index may lack names of alternatives
-    rest, stored = _Rest.of(request.structures, alternatives), layouts_of(request.rows)
-    contents = list(map(rest.contents, stored.items))
-    available = [matches for matches, _ in contents]
+    stored = layouts_of(request.rows)
     stored_names = list({name for layout in stored.items for name in layout.named})
-    if not rest.is_checked:
+    rest: Any = request.structures.views.get(alternatives)
+    if rest is None:
         try:
             alternatives.check_patterns(stored_names)
         except BatchError:  # this costs the index of every shard
             alternatives.check_patterns(list(whole_schema(request.store)))
-        rest.is_checked = True
+        rest = _Rest(request.structures, alternatives)
+        keep_known(request.structures.views, alternatives, rest)
+    contents = list(map(rest.contents, stored.items))
+    available = [matches for matches, _ in contents]
     has_any = {name for matches in available for name, names in matches.items() if names}
     of_values, tensors = list[Any](), list[tuple[str, int]]()  # tensors: names with the number of their group
     choices, all_counts = dict[Group, Array](), dict[Group, Array]()
@@ -552,27 +549,14 @@ def _unequal(key: str, counts: Mapping[str, int]) -> BatchError:
 
 
 class _Rest(Structures):
-    """The structures of samples without the alternatives that are tensors.
-
-    Attributes:
-        is_checked: True after the patterns of the alternatives were compared with the names of tensors.
-    """
+    """The structures of samples without the alternatives that are tensors."""
 
     def __init__(self, base: Structures, alternatives: Alternatives) -> None:
         is_selected, covers = base.wanted, alternatives.covers
         super().__init__(lambda name: not covers(name) and (is_selected is None or is_selected(name)), base.optional)
-        self.is_checked = False
         self._is_selected, self._alternatives = is_selected, alternatives
         # the value refers to the form whose id is in the key, so the id is not reused
         self._contents: dict[Any, tuple[Form, _Contents]] = {}
-
-    @classmethod
-    def of(cls, base: Structures, alternatives: Alternatives) -> _Rest:
-        rest: Any = base.views.get(alternatives)
-        if rest is None:
-            rest = cls(base, alternatives)
-            keep_known(base.views, alternatives, rest)
-        return rest  # type: ignore[no-any-return]
 
     def contents(self, layout: Layout) -> _Contents:
         """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.

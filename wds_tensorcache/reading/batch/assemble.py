@@ -79,8 +79,8 @@ def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
 
 def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any:
     """Return a batch with the structure of its samples, and with `tensors`, by name."""
-    structure = request.structures.structure_for(layouts, request.fixed)
-    decoded = Decoded(request, layouts, structure)
+    decoded = Decoded(request, layouts)
+    structure = decoded.structure
     # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
     # skeleton tells whether there is None in its place.
     if not structure.is_plain or get_worker_info() is not None:
