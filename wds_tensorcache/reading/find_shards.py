@@ -252,14 +252,11 @@ def _escape_existing(pattern: str) -> str:
 
 
 def existing_folder(pattern: str) -> str:
-    """Return the longest prefix of a pattern that is the path of an existing folder, with the final slash; else `""`."""
+    """Return the longest prefix of a pattern that is the path of an existing folder; else `""`."""
     folder = os.path.dirname(pattern)
-    while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
+    while folder and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
-    end = len(folder)
-    while folder and end < len(pattern) and pattern[end] in (os.sep, os.altsep):
-        end += 1
-    return pattern[:end] if os.path.isdir(folder) else ""
+    return folder
 
 
 def _read_listed(path: str) -> list[FoundShard] | None:
