@@ -113,7 +113,7 @@ class Alternatives:
 
     @classmethod
     def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives | None:
-        """Return the alternatives for an argument `choose=`, which may be None, after checking them with `check`."""
+        """Return the argument `choose=` parsed and checked; None if it is None."""
         if choose is None:
             return None
         alternatives = cls.of(choose)
@@ -123,12 +123,11 @@ class Alternatives:
 
     @property
     def names(self) -> list[str]:
-        """Names of the chosen tensors and values in the batch."""
         return [name for group in self.groups for name in group.names]
 
     @cached_property
     def patterns(self) -> dict[str, tuple[str, ...]]:
-        """Names and patterns of the alternatives of each name."""
+        """Names or patterns of the alternatives, by name in the batch."""
         return {name: patterns for group in self.groups for name, patterns in group.items}
 
     @cached_property
@@ -169,7 +168,7 @@ class Alternatives:
                 raise BatchError(f"choose={{{name!r:.100}: …}}: {problem}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
-        """Warn of two patterns that are chosen apart, although all examined samples have as many of one as of the other."""
+        """Warn of patterns that are chosen apart, although examined samples have equally many of both."""
         patterns = [(group.names[0], group.patterns[0]) for group in self.groups if group.patterns[0][0].endswith("*")]
         if len(patterns) < 2:
             return
@@ -201,7 +200,7 @@ class Alternatives:
         return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the bytes of the tensors of a batch's sample, on average, from those of the sample's tensors."""
+        """Return the average bytes that a batch has of a sample; `sizes` has the bytes of its tensors."""
         total = sum(size for name, size in sizes.items() if not self.covers(name))
         for patterns in self.patterns.values():
             alternatives = _expand(patterns, list(sizes))
@@ -288,7 +287,6 @@ class Randomness:
         return cls(alternatives=alternatives, choices=choices)
 
     def seeds(self, indices: Array) -> Array:
-        """Return a seed for each sample, int64 `[B]`."""
         return sample_seeds(self.seed, self.epochs, indices)
 
     def chooser(self, indices: Array) -> Chooser:
@@ -326,7 +324,7 @@ class Randomness:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Choices(Mapping[str, Array]):
-    """The choices in a batch, by name: `choices["text"]` is the number of each sample's alternative, int64 `[B]`.
+    """The choices in a batch, by name: `choices["text"]` is the index of each sample's alternative, int64 `[B]`.
 
     `choices.chosen("text")` gives the names of the chosen alternatives, "" for a sample that lacks the tensor.
     `read_batch(indices, choose=…, choices=choices)` reads the same tensors again.
@@ -419,7 +417,6 @@ class ChosenRequest(Request):
         return self.known_values
 
     def column(self, path: Path) -> list[Any]:
-        """Return the chosen value of each sample, for `Leaves`."""
         return [value for _, value in self.values()[".".join(path)]]
 
     def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Decoded) -> None:
@@ -527,7 +524,6 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
 
 
 def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Sequence[str]]) -> int:
-    """Return the number of alternatives that samples of a layout have for a group."""
     counts = {name: len(available[name]) for name in group.names if available[name]}
     if not counts:
         raise _lacks_all(stored.key(at), group.names[0], group.patterns[0], stored.items[at].named)

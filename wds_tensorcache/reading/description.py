@@ -78,8 +78,8 @@ class Description:
         values: Types and an example of every other value, by name, in the examined samples; at most 1,000 values.
         members: Number of samples that have a member `KEY.suffix` outside all caches, by suffix.
         fingerprint: Description of how the cache was made, as in `Cache.fingerprint`.
-        num_counted: Number of samples whose tensors were counted. All of them are, except in a `SharedDataset`: there, at most
-            1,000 of the samples that are in shared memory.
+        num_counted: Number of samples whose tensors were counted: all samples, or in a `SharedDataset` at most 1,000 of those
+            in shared memory.
         num_examined: Number of samples whose values were examined, spread over the cache; at most 64.
     """
 
@@ -156,7 +156,6 @@ _BRACKETS: dict[type, Sequence[str]] = {list: "[]", tuple: "()", dict: "{}", set
 
 
 def _describe_value(name: str, values: Sequence[Any]) -> ValueDescription:
-    """Return the description of a value from those of the examined samples that have it."""
     lengths: dict[str, list[int]] = {}  # by type in words, with `{}` in place of the length
     for value in values:
         text = _type_name(value)

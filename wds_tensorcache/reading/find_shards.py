@@ -43,7 +43,7 @@ def find_shards(
     """Return the shards of a `source` as in `open`. Warn if a folder contains shards that are left out.
 
     Args:
-        listed: Function in place of the one that returns the shards of a manifest, or None without such a file.
+        listed: Function that returns the shards of a manifest, or None if it does not exist; `_read_listed` by default.
         local_for: Past participle of an action that needs local shards, such as `"verified"`. Urls then raise ValueError.
         copies: A new cache is made of the shards: raise FormatError instead of the warning.
 
@@ -129,7 +129,6 @@ def _expand_url(source: str) -> Iterator[str]:
 
 
 def _expand_all(pattern: str) -> list[str]:
-    """Return the expansions of a pattern's braces."""
     try:
         return list(braceexpand(pattern)) if "{" in pattern else [pattern]
     except ValueError:  # unbalanced braces may be part of a name
@@ -180,7 +179,7 @@ def shard_names(names: Iterable[str]) -> list[str]:
 
 
 def _describe_left_out(folder: str, listed: list[str]) -> str:
-    """Return the end of a message about the tars of a local folder that are not `listed`, or `""`."""
+    """Return a message about tars of a local folder that are not `listed`, or `""`."""
     listed_paths = set(map(os.path.normpath, listed))
     try:
         paths = [os.path.normpath(os.path.join(folder, name)) for name in sorted(os.listdir(folder))]
@@ -215,7 +214,6 @@ def _describe_left_out(folder: str, listed: list[str]) -> str:
 
 
 def _is_packed(name: str) -> bool:
-    """Return whether a file's name is that of a compressed tar, or of a tar such as `A.TAR`."""
     return _IS_TAR(name) is not None and not name.endswith(".tar")
 
 
@@ -228,7 +226,6 @@ def _describe_packed(paths: Sequence[str]) -> str:
 
 
 def _list_first(paths: Sequence[str]) -> str:
-    """Return the names of the first of some paths for a message."""
     names = [os.path.basename(path) for path in paths[:_NUM_SHOWN]]
     return ", ".join(map(repr, names)) + ", …" * (len(paths) > _NUM_SHOWN)
 

@@ -68,7 +68,7 @@ def join(
         BatchError: The first samples of a list of caches are not dicts, or have names in common.
         Errors of `tc.open`: A path among `caches` cannot be opened.
 
-    Memory: at most 8 bytes per sample and cache; if keys differ, also about 150 bytes per key during the call.
+    Memory: at most 8 bytes per sample and cache; if keys or their order differ, also about 150 bytes per key during the call.
     """
     if isinstance(caches, (str, bytes, os.PathLike, Cache)) or not isinstance(caches, (Sequence, Mapping)):
         raise TypeError(f"tc.join needs a list or a dict of caches or paths, got {caches!r:.200}")
@@ -151,7 +151,6 @@ def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array |
 
 
 def _are_equal(first: Any, other: Any) -> bool:
-    """Return whether two caches have the same keys in the same order."""
     if isinstance(first, TensorCache) and isinstance(other, TensorCache) and first._store is other._store:
         where, others = first._where, other._where
         if where is others or (type(where) is type(others) is range and where == others):
@@ -180,7 +179,6 @@ class _JoinedRequest:
         return self.parts[0].key(i)  # type: ignore[no-any-return]
 
     def named_choices(self) -> Choices:
-        """Return the choices of all parts by name."""
         choices, chosen = {}, {}
         for prefix, part in zip(self.prefixes, self.parts, strict=True):
             if isinstance(part, (ChosenRequest, _JoinedRequest)):
@@ -303,7 +301,6 @@ class JoinedCache(Cache[_Sample]):
         return list(dict.fromkeys(prefix + name for prefix, names in named for name in names))
 
     def _request(self, indices: Any, *, collate: Any = None) -> _JoinedRequest:
-        """Return a request for samples, like `TensorCache._request`."""
         if isinstance(indices, _JoinedRequest):
             parts = [cache._request(part) for cache, part in zip(self._caches, indices.parts, strict=True)]
         else:
@@ -384,7 +381,6 @@ class JoinedCache(Cache[_Sample]):
         return merged
 
     def _show(self, number: int) -> str:
-        """Return the position of a cache in the list, and its first shard, for a message."""
         path = next(self._caches[number]._paths(), None)
         return f"cache {number}" if path is None else f"cache {number} ({shown_url(path)})"
 

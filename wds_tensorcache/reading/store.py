@@ -186,5 +186,5 @@ def load_indexes(shards: Iterable[Shard]) -> None:
 
 
 def _threads(num_threads: int) -> Callable[[], Threads | None]:
-    """Return a function that returns the threads of this process besides the caller's; None if there are none."""
+    """Return a function that returns this process's threads besides the caller's, or None."""
     return per_process(lambda: Threads(num_threads - 1, "tensorcache") if num_threads > 1 else None)

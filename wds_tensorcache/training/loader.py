@@ -432,5 +432,5 @@ def _close_all() -> None:
 
 
 def _is_reader() -> bool:
-    """Return whether this thread reads batches; it cannot wait for itself."""
+    """Return whether this thread reads batches, so that it cannot wait for itself."""
     return current_thread().name.startswith(_THREAD_NAME)

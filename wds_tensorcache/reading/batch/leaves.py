@@ -115,7 +115,6 @@ def _has_numbers(value: Any) -> bool:
 
 
 def _device_of(value: Any) -> torch.device | None:
-    """Return the device of the first tensor in nested arguments."""
     if isinstance(value, torch.Tensor):
         return value.device
     items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
@@ -123,7 +122,6 @@ def _device_of(value: Any) -> torch.device | None:
 
 
 def _with_tensors(value: Any, device: torch.device | None) -> Any:
-    """Return nested arguments with a tensor in place of each `Leaves`."""
     cls = type(value)
     if cls is Leaves:
         return value._as_tensor(device)

@@ -26,7 +26,7 @@ Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
 
 @dataclass(slots=True)
 class _Group:
-    """The samples of a batch that match one template, with their values, or the decoded samples that match no template."""
+    """Samples of a batch that share a template, with their values; or decoded samples without one."""
 
     template: Template | None
     positions: list[int]
@@ -34,7 +34,6 @@ class _Group:
     built: list[Any] | None = None  # result of `samples`
 
     def column(self, path: Path) -> list[Any]:
-        """Return the value at `path` of each sample."""
         template = self.template
         if template is not None:
             slot = value_at(_number_leaves(template), path)
@@ -45,7 +44,6 @@ class _Group:
         return [value_at(sample, path) for sample in self.samples()]
 
     def find(self, find: Find) -> list[Any]:
-        """Return the names and values that `find` returns for each sample."""
         slots = find(_number_leaves(self.template)) if self.template is not None else []
         if slots and all(type(slot) is int for _, slot in slots):
             rows = [[(name, values[slot]) for name, slot in slots] for values in self.values]
@@ -81,7 +79,7 @@ def _number_leaves(template: Template) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value in a sample, also in one that `find` gets, is a tensor."""
+    """Return whether a value is a tensor, or stands for one."""
     return value is _TENSOR or isinstance(value, (LazyTensor, LazyArray))
 
 
