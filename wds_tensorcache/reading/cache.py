@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, format_count, list_names, unknown_name
-from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
+from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.positions import (
     KeysView,
     Positions,
@@ -312,7 +312,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 returns a list for any other tensor.
         """
         request = self._request(indices, collate=collate)
-        return self._read_tensors(request, device, pin_memory, collate, pad_value)
+        tensors: dict[str, Any] = self._read_batch(request, device, pin_memory, collate, pad_value, TENSOR_WAYS)
+        return tensors
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
         """Return the batch that `read_batch` returns for these samples, but with tensors from the dict `tensors`, by name.
@@ -497,12 +498,6 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         from wds_tensorcache.reading.batch.assemble import read_batch
 
         return read_batch
-
-    @cached_property
-    def _read_tensors(self) -> Callable[..., dict[str, Any]]:
-        from wds_tensorcache.reading.batch.assemble import read_tensors
-
-        return read_tensors
 
 
 class TensorCache(Cache[_Sample]):

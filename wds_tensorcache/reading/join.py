@@ -17,7 +17,7 @@ import torch
 
 from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
-from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
+from wds_tensorcache.reading.batch.collate import WAYS, Collate, PadValue, as_collate
 from wds_tensorcache.reading.batch.request import keep_known
 from wds_tensorcache.reading.cache import Cache, TensorCache, _Sample
 from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, Group
@@ -260,25 +260,26 @@ class JoinedCache(Cache[_Sample]):
         for cache in self._caches:
             cache.close()
 
-    def _read_batch(self, request: _JoinedRequest, device: Any, pin: bool, collate: Any, pad_value: PadValue) -> Any:
-        ways = None if callable(collate) else self._ways(collate, pad_value, WAYS, request)
+    def _read_batch(
+        self,
+        request: _JoinedRequest,
+        device: Any,
+        pin: bool,
+        collate: Any,
+        pad_value: PadValue,
+        allowed: tuple[str, ...] = WAYS,
+    ) -> Any:
+        ways = None if callable(collate) and allowed is WAYS else self._ways(collate, pad_value, allowed, request)
         parts = [
-            cache._read_batch(part, device, pin, list if ways is None else ways.with_prefix(prefix), 0)
+            cache._read_batch(part, device, pin, list if ways is None else ways.with_prefix(prefix), 0, allowed)
             for prefix, cache, part in self._parts(request)
         ]
         if ways is None:
             return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
-        return self._merge(parts)
-
-    def _read_tensors(
-        self, request: _JoinedRequest, device: Any, pin: bool, collate: Any, pad_value: PadValue
-    ) -> dict[str, Any]:
-        ways = self._ways(collate, pad_value, TENSOR_WAYS, request)
-        return {
-            prefix + name: tensor
-            for prefix, cache, part in self._parts(request)
-            for name, tensor in cache._read_tensors(part, device, pin, ways.with_prefix(prefix), 0).items()
-        }
+        if allowed is WAYS:
+            return self._merge(parts)
+        named = zip(self._prefixes, parts, strict=True)
+        return {prefix + name: tensor for prefix, tensors in named for name, tensor in tensors.items()}
 
     def _ways(self, collate: Any, pad_value: PadValue, allowed: tuple[str, ...], request: _JoinedRequest) -> Any:
         ways = as_collate(collate, pad_value, allowed)

@@ -16,7 +16,7 @@ from wds_tensorcache.codec.tree import flatten, map_leaves, rebuild
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError, list_names
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
-from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.batch.collate import WAYS, PadValue, as_collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts
 from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch.placement import (
@@ -56,9 +56,6 @@ def read_batch(
         if isinstance(exc, BatchError) and not request.find_names():
             raise
         return read_batch(request.again(), device, pin, collate, pad_value, ways)
-
-
-read_tensors = partial(read_batch, ways=TENSOR_WAYS)
 
 
 def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
