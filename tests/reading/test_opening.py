@@ -108,13 +108,6 @@ def test_unknown_schemes(source: Any) -> None:
     assert "s3cret" not in str(raised.value)
 
 
-def test_urls_in_a_manifest(tmp_path: Path) -> None:
-    shard = {"url": "s3://bucket/x.tar", "nsamples": 3, "filesize": 4}
-    (tmp_path / "manifest.json").write_text(json.dumps({"wids_version": 1, "shardlist": [shard]}))
-    with pytest.raises(ValueError, match="'s3://bucket/x.tar' is a url in a local manifest"):
-        tc.open(tmp_path)
-
-
 def test_what_is_no_tar(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"something else" * 100)
     with pytest.raises(tc.FormatError, match=r"x\.tar: "):

@@ -163,9 +163,9 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
             raise FileNotFoundError(f"{problem}{kinds}; {remedy}, such as '…/train-{{000000..000099}}.tar'") from exc
         shards = [FoundShard(folder.locate(name)) for name in shard_names(names)]
     if not folder.is_remote:
-        left_out = _describe_left_out(path, [shard.path for shard in shards])
+        left_out = _describe_left_out(path, [shard.path for shard in shards], has_manifest=names is None)
     else:
-        left_out = _describe_packed(sorted(name for name in names or () if _is_packed(name)))
+        left_out = _describe_packed(sorted(filter(_is_packed, names or ())))
     if not shards:
         raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar{f'; {left_out}' if left_out else kinds}")
     if left_out:
@@ -178,15 +178,18 @@ def shard_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
-def _describe_left_out(folder: str, listed: list[str]) -> str:
+def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) -> str:
     """Return a message about tars of a local folder that are not `listed`, or `""`."""
-    listed_paths = set(map(os.path.normpath, listed))
     try:
-        paths = [os.path.normpath(os.path.join(folder, name)) for name in sorted(os.listdir(folder))]
+        names = os.listdir(folder)
     except OSError:  # its files may be readable
         return ""
-    packed = [path for path in paths if _is_packed(os.path.basename(path))]
-    unlisted = [path for path in paths if shard_names([os.path.basename(path)]) and path not in listed_paths]
+    packed = [os.path.join(folder, name) for name in sorted(filter(_is_packed, names))]
+    unlisted: list[str] = []
+    if has_manifest:
+        listed_paths = set(map(os.path.normpath, listed))
+        paths = [os.path.normpath(os.path.join(folder, name)) for name in shard_names(names)]
+        unlisted = [path for path in paths if path not in listed_paths]
     if unlisted:
         from wds_tensorcache.storage.locks import is_being_written
 
@@ -198,7 +201,7 @@ def _describe_left_out(folder: str, listed: list[str]) -> str:
             manifest = os.path.join(folder, MANIFEST)
             listed = [shard.path for shard in locate_shards(manifest, read_manifest(manifest)[0]) if not shard.error]
     if not unlisted and not packed:
-        return ""
+        return ""  # so that no file is looked at
     identities = {file_identity(path) for path in listed if os.path.exists(path)}  # links have other names
     unlisted, packed = (
         [path for path in paths if os.path.isfile(path) and file_identity(path) not in identities]
