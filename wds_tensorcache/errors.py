@@ -18,7 +18,7 @@ import difflib
 import errno
 import pickle
 import tarfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import islice
 from typing import Literal, TypeVar
 
@@ -35,7 +35,6 @@ __all__ = [
     "TensorCacheError",
     "UnsafeSkeletonError",
     "add_note",
-    "did_you_mean",
     "format_count",
     "list_names",
     "unknown_name",
@@ -197,9 +196,3 @@ def list_names(known: Collection[object], wanted: object = "", count: int | None
 def unknown_name(what: str, wanted: object, known: Collection[object]) -> str:
     """Return the message for an unknown name of a tensor, a member, …: `unknown tensor 'laten'; there are 'latent', 'text'`."""
     return f"unknown {what} {wanted!r:.100}; there are {list_names(known, wanted)}"
-
-
-def did_you_mean(wanted: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'manifest.json'?` for names that are similar to a wrong one; an empty text if there are none."""
-    near = difflib.get_close_matches(wanted[:_NUM_CHARS], islice(known, _NUM_COMPARED), 2)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -45,7 +45,6 @@ class Progress:
             self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
 

@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.reading.batches import write
 from tests.same import assert_same
-from tests.strategies import samples as any_samples
 
 SHARED: list[Any] = [
     [1, "a"],
@@ -59,15 +56,6 @@ def test_functions_get_one_object_for_one(tmp_path: Path) -> None:
         assert_same([sample, sample], [found["left"], found["left"]])
         assert_same(sample, found["right"])
         assert_same(sample, cache.select(["*"]).read_batch([0], collate=kept)[0])
-
-
-@settings(max_examples=60)
-@given(st.lists(any_samples(), min_size=1, max_size=3))
-def test_functions_get_any_samples(tmp_path_factory: pytest.TempPathFactory, samples: list[Any]) -> None:
-    folder = write(tmp_path_factory.mktemp("any"), samples)
-    with tc.open(folder) as cache:
-        for sample, found in zip(samples, cache.read_batch(range(len(samples)), collate=kept), strict=True):
-            assert_same(sample, found)
 
 
 # --- batches: one object in the first sample, two in another ---

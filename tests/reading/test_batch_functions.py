@@ -54,13 +54,6 @@ def test_a_defaultdict_makes_nothing_up(tmp_path: Path) -> None:
             list(batch["d"]["k"])
 
 
-def test_a_fake_tensor_mode_leaves_nothing_behind(tmp_path: Path) -> None:
-    with tc.open(write(tmp_path, [{"x": torch.full((5,), i)} for i in range(3)])) as cache:
-        with torch._subclasses.FakeTensorMode(), pytest.raises(Exception, match="Fake|aten"):
-            cache.read_batch([1, 2])["x"].tolist()
-        assert cache.read_batch([1, 2])["x"].tolist() == [[1] * 5, [2] * 5]
-
-
 def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:
     @dataclass
     class Point:

@@ -227,6 +227,8 @@ def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> No
     message = r"cache 0 \(.*latents/0.tar\) and cache 2 \(.*clashing/0.tar\) both have .*'size' .*join a dict of"
     with pytest.raises(tc.BatchError, match=message):
         tc.join([*folders, clashing])
+    with tc.open(folders[0]) as cache, pytest.raises(KeyError, match="key 'k0' occurs twice in a joined cache with 3"):
+        tc.join([cache, cache[[0, 0, 1]]])
     for wrong, options, error, message in (
         ([], {}, ValueError, "nothing to join"),
         ({}, {}, ValueError, "nothing to join"),

@@ -81,11 +81,7 @@ def test_nothing_there(tmp_path: Path, folder: Path) -> None:
         (tmp_path / "nowhere", "nowhere does not exist"),
         (tmp_path / "nowhere.tar", "nowhere.tar does not exist"),
         (tmp_path / "nowhere.json", "nowhere.json"),
-        (
-            tmp_path / "nowhere" / "manifest.json",
-            "manifest.json does not exist; there is no folder .*nowhere that can be",
-        ),
-        (folder / "manifest.jsn", r"manifest.jsn does not exist; did you mean 'manifest.json'\?$"),
+        (tmp_path / "nowhere" / "manifest.json", "manifest.json does not exist"),
         (folder / "train-{000000..000003}.tar", "train-000003.tar does not exist"),
         (folder / "test-*.tar", r"test-\*.tar matches no file"),
         (tmp_path / "empty", r"empty has neither manifest.json nor any \*.tar"),
@@ -110,13 +106,6 @@ def test_unknown_schemes(source: Any) -> None:
     with pytest.raises(ValueError, match=expected) as raised:
         tc.open(source)
     assert "s3cret" not in str(raised.value)
-
-
-def test_urls_in_a_manifest(tmp_path: Path) -> None:
-    shard = {"url": "s3://bucket/x.tar", "nsamples": 3, "filesize": 4}
-    (tmp_path / "manifest.json").write_text(json.dumps({"wids_version": 1, "shardlist": [shard]}))
-    with pytest.raises(ValueError, match="'s3://bucket/x.tar' is a url in a local manifest"):
-        tc.open(tmp_path)
 
 
 def test_what_is_no_tar(tmp_path: Path) -> None:

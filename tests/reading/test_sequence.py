@@ -65,32 +65,6 @@ def test_what_was_written_is_read(samples: list[Any], max_samples: int) -> None:
             assert_all_same(samples, list(cache))
 
 
-indices = st.none() | st.integers(-COUNT - 3, COUNT + 3)
-slices = st.builds(slice, indices, indices, st.none() | st.integers(-5, 5).filter(bool))
-
-
-@settings(max_examples=60)
-@given(st.lists(slices, max_size=3))
-def test_slices_and_slices_of_those(folder: str, chain: list[slice]) -> None:
-    with tc.open(folder) as cache:
-        view, expected = cache, list(range(COUNT))
-        for part in chain:
-            view, expected = view[part], expected[part]
-        assert isinstance(view, tc.TensorCache)
-        assert len(view) == len(expected)
-        assert list(view.keys()) == [KEYS[i] for i in expected]
-        for i, number in enumerate(expected):
-            assert_same(WRITTEN[number], view[i])
-            assert_same(WRITTEN[number], view[i - len(expected)])
-        for wrong in (len(expected), -len(expected) - 1):
-            with pytest.raises(IndexError, match=rf"index {wrong} out of range \[0, {len(expected)}\)"):
-                view[wrong]
-        for key in KEYS:
-            assert (key in view) == (KEYS.index(key) in expected)
-        assert_all_same([WRITTEN[i] for i in expected], list(view))
-        assert_all_same([WRITTEN[i] for i in reversed(expected)], list(reversed(view)))
-
-
 @pytest.mark.parametrize("index", [1.0, None, b"000", (1,), np.array([[1, 2]]), [1.5], object(), slice("a", "b")])
 def test_not_an_index(cache: tc.TensorCache, index: Any) -> None:
     with pytest.raises(TypeError):

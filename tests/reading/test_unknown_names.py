@@ -64,7 +64,6 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
             "'000000' has no tensor 'alpha'; it has 'latent', 'text.state'",
         ),
         (lambda c: tc.Loader(c, collate={"laten": "pad"}), tc.BatchError, "collate .* 'laten'; there are 'latent', "),
-        (lambda c: c.read_batch([0], collate={"latenz": "pad"}), tc.BatchError, "collate .*; there are 'latent', "),
         (lambda c: tc.Loader(c, pad_value={"latenz": 1}), tc.BatchError, "pad_value .*; there are 'latent', "),
         (
             lambda c: c.read_batch([0], choose={"x": "txet.*"}),
@@ -85,8 +84,11 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
         (lambda c: c.nest([0], {"laten": None}), KeyError, "sample '000000' has no tensor 'laten'; it has 'latent', "),
         (lambda c: c.select("text*").nest([0], {"latent": None}), KeyError, "no tensor 'latent'; it has 'text.state'"),
         (lambda c: tc.join({"a": c}).nest([0], {"b.latent": None}), KeyError, "'b.latent'; there are 'a.latent', "),
-        (lambda c: c["00001"], KeyError, "no sample '00001' among the 120 samples; there are '000001' and 119 more"),
-        (lambda c: c["images/17.v1.jpg"], KeyError, "there are '000017' and 119 more"),
+        (
+            lambda c: c["00001"],
+            KeyError,
+            "no sample '00001' among the 120 samples; there are '0000.1', .* and 112 more",
+        ),
         (lambda c: c[:9]["000O17"], KeyError, "among the 9 samples; there are '00000.', .* and 1 more"),
         (lambda c: c.read_batch(["x"]), KeyError, "no sample 'x' among the 120 samples; there are '.*' and 112 more"),
         (lambda c: c[:0]["x"], KeyError, "no sample 'x' among the 0 samples; there are none"),
@@ -102,19 +104,6 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
 def test_each_error(cache: Any, call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(cache)
-
-
-@pytest.mark.parametrize("wrong", ["dir/photo (1).jpg", "./dir/photo (1)", "/data/dir/photo (1).latent.npy"])
-def test_names_of_files(tmp_path: Path, wrong: str) -> None:
-    """A key is found from the path of the file that it was made from."""
-    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
-        for name in [*map(str, range(20)), "dir/photo (1)", *map(str, range(20, 40))]:
-            sink.write(tc.safe_key(name), {"x": torch.zeros(1)})
-    message = "there are 'dir/photo%20%281%29' and 40 more"
-    with tc.open(tmp_path / "cache") as cache:
-        for each in (cache, tc.join([cache])):
-            with pytest.raises(KeyError, match=message):
-                each[wrong]
 
 
 def test_entries(cache: Any) -> None:
@@ -143,7 +132,7 @@ def test_shared_datasets(tmp_path: Path) -> None:
     with tc.SharedDataset([{"latent": torch.zeros(2)}] * 30, "names", directory=tmp_path) as shared:
         for use, message in (
             (lambda: shared["30"], r"no sample '30'; the keys are .*: '.*' and 22 more"),
-            (lambda: shared["007"], r"no sample '007'; the keys are indices .*: '7' and 29 more"),
+            (lambda: shared["007"], r"no sample '007'; the keys are indices .*: '7', .* and 22 more"),
             (lambda: shared.nest([0], {"laten": None}), "sample '0' has no tensor 'laten'; it has 'latent'"),
             (lambda: shared.filter(lambda entry: entry.shapes["laten"]), "'0' has no tensor 'laten'; it has 'latent'"),
         ):

@@ -91,7 +91,7 @@ def test_a_folder_without_a_manifest(server: HttpServer) -> None:
     with pytest.raises(FileNotFoundError, match="no-such-manifest.json"):
         tc.open(f"{server.url}/no-such-manifest.json")
     for name in ("manifest.jsn", "manifest", "manifes.json"):
-        with pytest.raises(FileNotFoundError, match=rf"cache/{name}.*; did you mean 'manifest.json'\?$"):
+        with pytest.raises(FileNotFoundError, match=rf"cache/{name} .*"):
             tc.open(f"{server.url}/cache/{name}")
     with pytest.raises(tc.RemoteError, match="web servers have no listings"):
         tc.open(f"{server.url}/cache/*.tar")

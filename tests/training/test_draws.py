@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,45 +151,3 @@ def test_padded_rows_have_the_same_noise_in_any_batch(tmp_path: Path) -> None:
                 for key, row in zip(info.keys, batch["latent"], strict=True):
                     rows.setdefault(key, set()).add(row[: 1 + int(key) ** 2 % 7].numpy().tobytes())
     assert len(set.union(*rows.values())) == len(rows) == COUNT
-
-
-def _overwrite(batch: Any, info: tc.BatchInfo) -> Any:
-    info.is_padding.logical_not_()
-    info.seeds[:] = 0
-    info.choices["text"][:] = -1
-    info.shapes["latent"].zero_()
-    info.keys.clear()
-    with pytest.raises(ValueError, match="read-only"):
-        info.indices[:] = 7
-    return batch
-
-
-def test_transforms_cannot_change_records(cache: Any) -> None:
-    """A transform gets the record that training gets, and cannot change it; no more can training."""
-    options: dict[str, Any] = {"batch_size": 6, "choose": CHOOSE, "collate": {"y": "list"}, "last_batch": "pad"}
-    expected = [info for _, info in tc.Loader(cache, **options).with_info()]
-    seen: list[tc.BatchInfo] = []
-
-    def note(batch: Any, info: tc.BatchInfo) -> Any:
-        seen.append(pickle.loads(pickle.dumps(info)))
-        return _overwrite(batch, info)
-
-    sampler = tc.StepSampler(cache, batch_size=6, last_batch="pad")
-    dataset = tc.StepDataset(sampler, choose=CHOOSE, collate={"y": "list"}, transform=note, with_info=True)
-    loader, made = tc.Loader(cache, transform=note, **options), tc.torch_loader(cache, transform=note, **options)
-    for pairs in (loader.with_info(), made.with_info(), map(dataset.__getitem__, sampler)):
-        seen.clear()
-        assert [info for _, info in pairs] == expected == sorted(seen, key=lambda info: info.step)
-    assert expected[-1].is_padding.any()
-    indices = np.array([3, 1, 2])
-    _, info = cache.read_batch_with_info(indices, choose=CHOOSE, collate={"y": "list"})
-    indices[:] = 0  # the caller's own array
-    assert info.keys == ["003", "001", "002"]
-    copied = pickle.loads(pickle.dumps(info))
-    for record in (info, pickle.loads(pickle.dumps(info)), info.to("cpu")):
-        shapes = record.shapes["latent"].tolist()
-        _overwrite({}, record)
-        record.is_padding.logical_not_()
-        assert record == copied
-        assert record.choices["text"].tolist() == copied.choices["text"].tolist()
-        assert record.shapes["latent"].tolist() == shapes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,26 +195,3 @@ def test_graphs_are_captured_while_the_threads_pause(cache: Any) -> None:
     graph.replay()
     assert made.tolist() == [3.0] * 4
     assert [len(batch) for batch in batches] == [4] * 5 + [2]
-
-
-ON_THE_SECOND_GPU = """
-import sys, torch, wds_tensorcache as tc
-cache = tc.open(sys.argv[1]).select(["large"])
-if sys.argv[2] == "batch":
-    assert cache.read_batch([3, 1], device="cuda:1")["large"][:, 0, 0].tolist() == [3, 1]
-else:
-    torch.cuda.set_device(1)
-    for collate in ("stack", lambda samples: torch.stack([sample["large"] for sample in samples])):
-        for batch, info in tc.Loader(cache, 4, device="cuda", collate=collate).with_info():
-            tensor = batch["large"] if isinstance(batch, dict) else batch
-            assert tensor.device.index == info.is_padding.device.index == 1
-            assert tensor[:, 0, 0].tolist() == info.indices.tolist()
-print("contexts", torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
-"""
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("kind", ["batch", "loader"])
-def test_no_context_on_another_gpu(folder: Path, kind: str) -> None:
-    done = subprocess.run([sys.executable, "-c", ON_THE_SECOND_GPU, str(folder), kind], capture_output=True, text=True)
-    assert done.stdout == "contexts False True\n", done.stderr

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.training.loaders import COUNT, modes, only_numbers, write_numbers
+from tests.training.loaders import COUNT, modes, only_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
 KINDS = [(0, False), (2, True), (3, False)]
@@ -205,20 +204,6 @@ def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error
     assert seen + [i for batch in again for i in batch["i"]] == list(range(COUNT))
     with pytest.raises(error, match=message):  # of the next epoch
         list(made)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_shard_that_is_damaged(tmp_path: Path) -> None:
-    """The documented error, with its kind, place and offset, as without workers."""
-    with tc.open(write_numbers(tmp_path, range(COUNT), max_samples=5)) as cache:
-        os.truncate(tmp_path / "2.tar", 2000)
-        with pytest.raises(tc.FormatError) as expected:
-            list(tc.Loader(cache, 5, num_threads=0, collate="list"))
-        with pytest.raises(tc.FormatError) as found:
-            list(tc.torch_loader(cache, 5, num_workers=2, collate="list"))
-    assert type(found.value) is type(expected.value)
-    for name in ("kind", "offset", "reason", "where"):
-        assert getattr(found.value, name) == getattr(expected.value, name)
 
 
 # --- what is refused ---

@@ -46,27 +46,20 @@ def test_changed_and_added_samples(tmp_path: Path, options: dict[str, Any]) -> N
         tmp_path / "v2", CAPTIONS | {key: f"a mended photo {key}" for key in KEYS[3::6]}, reuse=tmp_path / "v1"
     )
     appended = build(tmp_path / "v3", CAPTIONS | {"100": "new", "101": "newer"}, reuse=tmp_path / "v1")
-    pairs = list(CAPTIONS.items())
-    inserted = build(tmp_path / "v4", dict([*pairs[:8], ("100", "new"), *pairs[8:22], ("101", "newer"), *pairs[22:]]))
     loaders = ranks(before, 4, 2, **options)
     whole = steps(loaders, 12)
     for taken in (1, 3):
         loaders = ranks(before, 4, 2, **options)
         steps(loaders, taken)
         state = json.loads(json.dumps(loaders[0].state_dict()))
-        views = [mended, appended[:40]]
-        if options.get("shuffle") != "blocks":  # the order of blocks depends on the shards
-            views.append(inserted.filter(lambda entry: entry.key in before))
-        for view in views:
+        for view in (mended, appended[:40], appended.filter(lambda entry: entry.key in before)):
             resumed = ranks(view, 4, 2, **options)
             for loader in resumed:
                 loader.load_state_dict(state)
             assert steps(resumed, 12 - taken) == whole[taken:]
-    for after in (appended, inserted):
-        with pytest.raises(
-            ValueError, match=r"40 samples, keys \w+; this loader has 42 samples, keys \w+. If samples were only added"
-        ):
-            tc.Loader(after, 4, **options).load_state_dict(state)
+    message = r"40 samples, keys \w+; this loader has 42 samples, keys \w+. If samples were only added"
+    with pytest.raises(ValueError, match=message):
+        tc.Loader(appended, 4, **options).load_state_dict(state)
     (batch,) = tc.Loader(mended, 40, collate="list")
     assert [text.startswith("a mended") for text in batch["caption"]] == [i % 6 == 3 for i in range(40)]
     for by in ("text", tc.by_length("text", [9, 16])):

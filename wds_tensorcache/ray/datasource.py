@@ -23,6 +23,7 @@ from wds_tensorcache.codec.tree import flatten, rebuild
 from wds_tensorcache.errors import BatchError, EncodeError
 from wds_tensorcache.ray.columns import Kind, tensor_column, value_column, value_kind
 from wds_tensorcache.ray.rows import KEY, MARK, MEMBER, RESERVED, Mark, describe_sample, exact_columns
+from wds_tensorcache.reading.batch.collate import TENSOR_WAYS
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.choose import Randomness
 from wds_tensorcache.reading.schema import TensorSchema
@@ -245,7 +246,9 @@ def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan:
     if regular:
         # if structures differ between samples, each sample is read for itself
         with contextlib.suppress(BatchError):
-            tensors.update(cache._read_tensors(_request(cache, numbers, regular, plan), None, False, "auto", 0))
+            tensors.update(
+                cache._read_batch(_request(cache, numbers, regular, plan), None, False, "auto", 0, TENSOR_WAYS)
+            )
     others = [name for name in names if name not in tensors]
     if others:
         request = _request(cache, numbers, others, plan)

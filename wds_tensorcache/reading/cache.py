@@ -20,14 +20,12 @@ from torch.utils.data import Dataset
 from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, format_count, list_names, unknown_name
-from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
+from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.positions import (
-    Inverse,
     KeysView,
     Positions,
     as_array,
     numbers_of,
-    respell,
     spread,
     take,
 )
@@ -139,7 +137,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return original_name(key) if stored is None else stored
 
     def _name_at(self, number: int, key: str) -> str | None:
-        """Return the original name of sample `number`, which has this key; None if it is unknown or missing."""
+        """Return the original name of a sample, whose key is `key`; None if it is unknown."""
         stored = self._stored_name(number)
         with contextlib.suppress(InvalidKeyError):
             return original_name(key) if stored is None else stored
@@ -166,7 +164,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
 
     def describe(self) -> Description:
-        """Return a description of the tensors, small values and members, whose repr is a summary of bounded length.
+        """Return a description of tensors, small values and members; its repr has a bounded length.
 
         Tensors and members of all samples are counted in the indexes. Values are those of at most 64 samples, spread over the
         cache. A `SharedDataset` loads no sample: it describes at most 1,000 of the samples that are in shared memory.
@@ -234,22 +232,20 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             pin_memory: Put the tensors into pinned memory.
             collate: `"stack"` returns tensors `[B, …]`. `"list"` returns lists of B tensors, with None for each sample that
                 lacks the tensor. `"pad"`, or `tc.pad(to=…, value=…)`, returns tensors `[B, longest, …]`, padded only in their
-                first dimension; the row of a sample that lacks the tensor is padding. A dict
-                chooses by tensor name or pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors
-                that match no pattern are stacked. A function receives the list of B samples with loaded tensors, and
-                returns the batch.
+                first dimension; the row of a sample that lacks the tensor is padding. A dict chooses by tensor name or
+                pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors that match no pattern are
+                stacked. A function receives the list of B samples with loaded tensors, and returns the batch.
             pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name. `tc.pad(…)` has its own fill value;
                 texts and dates are filled with zero bytes.
             choose: Tensors that are alternatives of each other, by the name under which the batch has the chosen one:
                 `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
                 alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
-                If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
-                chosen on first use. Tensors and values can be chosen together:
-                `{("text", "caption"): ("texts.*", "captions.*")}`. Names and alternatives that belong together are in one
-                of the joined caches.
-            choices: Choice of each sample, integers `[B]`, by name in `choose`: the number of one of the alternatives that the
-                sample has. By default 0, the first one.
+                Alternatives may be values, for example a list of captions as strings. They are decoded and chosen on first
+                use. Tensors and values can be chosen together: `{("text", "caption"): ("texts.*", "captions.*")}`. In a
+                joined cache, names that are chosen together, and all their alternatives, must be in one of its caches.
+            choices: Index of the chosen one among the alternatives that each sample has, integers `[B]`, by name in `choose`;
+                0 by default.
 
         Returns:
             The samples' structure, with a batched tensor in place of each tensor, and a numpy array in place of each array.
@@ -316,7 +312,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 returns a list for any other tensor.
         """
         request = self._request(indices, collate=collate)
-        return self._read_tensors(request, device, pin_memory, collate, pad_value)
+        tensors: dict[str, Any] = self._read_batch(request, device, pin_memory, collate, pad_value, TENSOR_WAYS)
+        return tensors
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
         """Return the batch that `read_batch` returns for these samples, but with tensors from the dict `tensors`, by name.
@@ -380,14 +377,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return os.path.getsize(path)
 
     def _numbers(self, indices: Any) -> Array:
-        """Return sample indices, int64 `[B]`, for indices, keys or a mask."""
         return numbers_of(indices, len(self), self._find)
 
     def _near_keys(self, key: str) -> str:
-        """Return a list of keys for a message: other spellings of `key`, or else similar ones among the first 1,000."""
-        keys = self.keys()
-        names = [other for other in respell(key, len(keys[0]) if len(keys) else 0) if other in self]
-        return list_names(names or keys, key, len(self))
+        return list_names(self.keys(), key)
 
     @abstractmethod
     def _sample(self, number: int) -> _Sample: ...
@@ -396,7 +389,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _find(self, key: str) -> int: ...
 
     def _stored_name(self, number: int) -> str | None:
-        """Return the original name of a sample in the index of its shard; None if the key holds the name, or there is none."""
+        """Return a sample's original name from the index; None if the key holds the name."""
         return None
 
     @abstractmethod
@@ -431,12 +424,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         collate: Any = "stack",
         pad_value: PadValue = 0,
     ) -> Any:
-        """Return the batch of samples by index, with the chosen alternatives; see `read_batch`."""
         request = self._request_chosen(numbers, randomness, collate=collate)
         return self._read_batch(request, device, pin_memory, collate, pad_value)
 
     def _choose(self, request: Any, alternatives: Alternatives, chooser: Chooser) -> Any:
-        """Return a request with one of the alternatives for each sample."""
         from wds_tensorcache.reading.choose import choose_alternatives
 
         return choose_alternatives(request, alternatives, chooser)
@@ -472,16 +463,15 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _having(self) -> dict[str, Array]:
-        """Return masks by suffix: True for each sample that has a member `KEY.suffix` outside all caches; bool `[len]`."""
+        """Return masks by suffix, bool `[len]`: True for samples with a member `KEY.suffix` outside all caches."""
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the member `KEY.suffix` of each sample in `wanted` that has such a member. Samples are positions in the
-        batch."""
+        """Return the members `KEY.suffix` by position in the batch, for the positions `wanted` that have one."""
 
     @property
     def _left_out(self) -> str | None:
-        """Message about shards of the folder that the cache lacks, since the manifest does not list them."""
+        """Message about shards of the folder that the manifest does not list; None if it lists all."""
         return None
 
     @abstractmethod
@@ -491,7 +481,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _single_threaded(self) -> Self: ...
 
     def _narrow_to(self, wanted: Wanted | None, optional: Iterable[str] = ()) -> None:
-        """Set the tensors that samples and batches of this cache have; see `Structures`."""
+        """Select tensors; see `Structures` for the arguments."""
         self._wanted, self._optional = wanted, tuple(optional)
         self.__dict__.pop("_structures", None)
 
@@ -508,12 +498,6 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         from wds_tensorcache.reading.batch.assemble import read_batch
 
         return read_batch
-
-    @cached_property
-    def _read_tensors(self) -> Callable[..., dict[str, Any]]:
-        from wds_tensorcache.reading.batch.assemble import read_tensors
-
-        return read_tensors
 
 
 class TensorCache(Cache[_Sample]):
@@ -536,7 +520,9 @@ class TensorCache(Cache[_Sample]):
         everything = range(len(store))
         self._order = None if isinstance(order, range) and order == everything else order  # None for all samples
         self._where: Positions = everything if self._order is None else self._order
-        self._inverse: Inverse | None = None
+        self._ascending: Array | None = (
+            None  # indices of this view by their positions in the store, after a look-up by key
+        )
         self._patterns = patterns
         self._narrow_to(name_matcher(patterns) if patterns is not None else None, optional)
         # an argument `collate`, and the result of `_fixed_by`
@@ -603,7 +589,7 @@ class TensorCache(Cache[_Sample]):
         return self._structures.request(self._store, positions, fixed)
 
     def _fixed_by(self, collate: Any) -> tuple[str, ...]:
-        """Return the names of tensors whose places every batch has: those of a view, and those that `collate` pads or lists."""
+        """Return the names that every batch has: those of the view, and those that `collate` pads or lists."""
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names
@@ -694,13 +680,15 @@ class TensorCache(Cache[_Sample]):
         return sample if self._wanted is None else self._structures.selected(sample)
 
     def _find_all(self, key: str) -> list[int]:
-        """Return the indices of the samples with this key."""
-        positions = self._store.find(key)
-        if self._order is None or not positions:
+        positions, order = self._store.find(key), self._order
+        if order is None or not positions:
             return positions
-        if self._inverse is None:
-            self._inverse = Inverse(self._order)
-        return [number for position in positions for number in self._inverse.find(position)]
+        if isinstance(order, range):
+            return [order.index(position) for position in positions if position in order]
+        if self._ascending is None:
+            self._ascending = np.argsort(order, kind="stable")
+        first, last = (order.searchsorted(positions, side, self._ascending).tolist() for side in ("left", "right"))
+        return [number for at, end in zip(first, last, strict=True) for number in self._ascending[at:end].tolist()]
 
     def _stored_name(self, number: int) -> str | None:
         shard, row = self._store.locate(self._at(number))

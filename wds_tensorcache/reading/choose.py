@@ -113,7 +113,7 @@ class Alternatives:
 
     @classmethod
     def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives | None:
-        """Return the alternatives for an argument `choose=`, which may be None, after checking them with `check`."""
+        """Return the argument `choose=` parsed and checked; None if it is None."""
         if choose is None:
             return None
         alternatives = cls.of(choose)
@@ -123,12 +123,11 @@ class Alternatives:
 
     @property
     def names(self) -> list[str]:
-        """Names of the chosen tensors and values in the batch."""
         return [name for group in self.groups for name in group.names]
 
     @cached_property
     def patterns(self) -> dict[str, tuple[str, ...]]:
-        """Names and patterns of the alternatives of each name."""
+        """Names or patterns of the alternatives, by name in the batch."""
         return {name: patterns for group in self.groups for name, patterns in group.items}
 
     @cached_property
@@ -169,7 +168,7 @@ class Alternatives:
                 raise BatchError(f"choose={{{name!r:.100}: …}}: {problem}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
-        """Warn of two patterns that are chosen apart, although all examined samples have as many of one as of the other."""
+        """Warn of patterns that are chosen apart, although examined samples have equally many of both."""
         patterns = [(group.names[0], group.patterns[0]) for group in self.groups if group.patterns[0][0].endswith("*")]
         if len(patterns) < 2:
             return
@@ -201,7 +200,7 @@ class Alternatives:
         return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the bytes of the tensors of a batch's sample, on average, from those of the sample's tensors."""
+        """Return the average bytes that a batch has of a sample; `sizes` has the bytes of its tensors."""
         total = sum(size for name, size in sizes.items() if not self.covers(name))
         for patterns in self.patterns.values():
             alternatives = _expand(patterns, list(sizes))
@@ -288,7 +287,6 @@ class Randomness:
         return cls(alternatives=alternatives, choices=choices)
 
     def seeds(self, indices: Array) -> Array:
-        """Return a seed for each sample, int64 `[B]`."""
         return sample_seeds(self.seed, self.epochs, indices)
 
     def chooser(self, indices: Array) -> Chooser:
@@ -326,7 +324,7 @@ class Randomness:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Choices(Mapping[str, Array]):
-    """The choices in a batch, by name: `choices["text"]` is the number of each sample's alternative, int64 `[B]`.
+    """The choices in a batch, by name: `choices["text"]` is the index of each sample's alternative, int64 `[B]`.
 
     `choices.chosen("text")` gives the names of the chosen alternatives, "" for a sample that lacks the tensor.
     `read_batch(indices, choose=…, choices=choices)` reads the same tensors again.
@@ -369,7 +367,7 @@ class ChosenRequest(Request):
             tensors are missing before `values`.
         of_values: Names whose alternatives are not tensors, each with its group and the patterns.
         known_values: Result of `values`; empty before.
-        decoded: The values of the batch, if it was read.
+        decoded: The values of the batch; None if it was not read.
     """
 
     base: Request
@@ -401,13 +399,9 @@ class ChosenRequest(Request):
             find, rows = partial(_values, patterns=patterns), []
             if not samples:
                 with suppress(BatchError, NewNames):  # no structure is that of all samples, or there is no list
-                    decoded = decoded or Decoded(
-                        self, self.picked, self.structures.structure_for(self.picked, self.fixed)
-                    )
+                    decoded = decoded or Decoded(self, self.picked)
                     rows = decoded.find(find)
-            if not rows:
-                samples = samples or self.rows.samples()
-                rows = list(map(find, samples))
+            rows = rows or list(map(find, samples or self.rows.samples()))
             counts = np.array(list(map(len, rows)))
             others = self.counts.setdefault(group, counts)
             for i in np.flatnonzero((counts == 0) | (counts != others))[:1].tolist():
@@ -423,7 +417,6 @@ class ChosenRequest(Request):
         return self.known_values
 
     def column(self, path: Path) -> list[Any]:
-        """Return the chosen value of each sample, for `Leaves`."""
         return [value for _, value in self.values()[".".join(path)]]
 
     def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Decoded) -> None:
@@ -435,13 +428,12 @@ class ChosenRequest(Request):
         self._place(batch, {name: tensors[name] for name in self.picked.chosen[0]}, values)
 
     def sample(self, i: int) -> Any:
-        if self.of_values and not self.known_values:
-            self.values(self.rows.samples())
+        chosen = self.known_values or self.values(self.rows.samples() if self.of_values else ())
         raw = self.rows.sample(i)
         sample = self.structures.selected(self.structures.whole(raw))
         lazies, stored = flatten(raw), self.picked.chosen[self.picked.which.item(i)]
         tensors = {name: None if one is None else lazies[one]._renamed(name) for name, one in stored.items()}
-        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in self.known_values.items()})
+        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in chosen.items()})
         return sample
 
     def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -486,16 +478,18 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
             chosen together. Or a pattern matches no tensor, or a name belongs to another tensor.
     """
     request.find_names()  # an old index may lack names of alternatives
-    rest, stored = _Rest.of(request.structures, alternatives), layouts_of(request.rows)
-    contents = list(map(rest.contents, stored.items))
-    available = [matches for matches, _ in contents]
+    stored = layouts_of(request.rows)
     stored_names = list({name for layout in stored.items for name in layout.named})
-    if not rest.is_checked:
+    rest: Any = request.structures.views.get(alternatives)
+    if rest is None:
         try:
             alternatives.check_patterns(stored_names)
         except BatchError:  # this costs the index of every shard
             alternatives.check_patterns(list(whole_schema(request.store)))
-        rest.is_checked = True
+        rest = _Rest(request.structures, alternatives)
+        keep_known(request.structures.views, alternatives, rest)
+    contents = list(map(rest.contents, stored.items))
+    available = [matches for matches, _ in contents]
     has_any = {name for matches in available for name, names in matches.items() if names}
     of_values, tensors = list[Any](), list[tuple[str, int]]()  # tensors: names with the number of their group
     choices, all_counts = dict[Group, Array](), dict[Group, Array]()
@@ -530,7 +524,6 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
 
 
 def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Sequence[str]]) -> int:
-    """Return the number of alternatives that samples of a layout have for a group."""
     counts = {name: len(available[name]) for name in group.names if available[name]}
     if not counts:
         raise _lacks_all(stored.key(at), group.names[0], group.patterns[0], stored.items[at].named)
@@ -552,27 +545,14 @@ def _unequal(key: str, counts: Mapping[str, int]) -> BatchError:
 
 
 class _Rest(Structures):
-    """The structures of samples without the alternatives that are tensors.
-
-    Attributes:
-        is_checked: True after the patterns of the alternatives were compared with the names of tensors.
-    """
+    """The structures of samples without the alternatives that are tensors."""
 
     def __init__(self, base: Structures, alternatives: Alternatives) -> None:
         is_selected, covers = base.wanted, alternatives.covers
         super().__init__(lambda name: not covers(name) and (is_selected is None or is_selected(name)), base.optional)
-        self.is_checked = False
         self._is_selected, self._alternatives = is_selected, alternatives
         # the value refers to the form whose id is in the key, so the id is not reused
         self._contents: dict[Any, tuple[Form, _Contents]] = {}
-
-    @classmethod
-    def of(cls, base: Structures, alternatives: Alternatives) -> _Rest:
-        rest: Any = base.views.get(alternatives)
-        if rest is None:
-            rest = cls(base, alternatives)
-            keep_known(base.views, alternatives, rest)
-        return rest  # type: ignore[no-any-return]
 
     def contents(self, layout: Layout) -> _Contents:
         """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -20,7 +20,6 @@ Array = np.ndarray[Any, Any]
 NUM_EXAMINED = 64  # samples whose small values are examined
 _MAX_SHAPES = 20  # shapes of a tensor with their counts
 _MAX_VALUES = 1000  # small values of all samples together
-_MAX_PARTS = 256  # arrays of shapes to collect before equal shapes are merged
 _NUM_ITEMS = 1000  # items of a list whose types are examined
 _MAX_LINES, _LINE_CHARS, _VALUE_CHARS = 100, 240, 60  # bounds of a repr
 _SHOWN_SHAPES, _SHOWN_ITEMS = 3, 4
@@ -79,8 +78,8 @@ class Description:
         values: Types and an example of every other value, by name, in the examined samples; at most 1,000 values.
         members: Number of samples that have a member `KEY.suffix` outside all caches, by suffix.
         fingerprint: Description of how the cache was made, as in `Cache.fingerprint`.
-        num_counted: Number of samples whose tensors were counted. All of them are, except in a `SharedDataset`: there, at most
-            1,000 of the samples that are in shared memory.
+        num_counted: Number of samples whose tensors were counted: all samples, or in a `SharedDataset` at most 1,000 of those
+            in shared memory.
         num_examined: Number of samples whose values were examined, spread over the cache; at most 64.
     """
 
@@ -156,40 +155,7 @@ def shown_value(value: Any, depth: int = 3) -> str:
 _BRACKETS: dict[type, Sequence[str]] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
 
 
-class _ShapeCounts:
-    """The number of samples of each shape of one tensor. Memory: 8 bytes per distinct shape and dimension."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, list[tuple[Array, Array]]] = {}  # by number of dimensions
-
-    def add(self, shapes: Array, counts: Array) -> None:
-        parts = self._parts.setdefault(shapes.shape[1], [])
-        parts.append((shapes, counts))
-        if len(parts) > _MAX_PARTS:
-            parts[:] = [_merge_counts(parts)]
-
-    def most_frequent(self) -> tuple[dict[tuple[int, ...], int], int]:
-        """Return the most frequent shapes with their counts, and the number of all distinct shapes."""
-        frequent, num_shapes = list[tuple[tuple[int, ...], int]](), 0
-        for shapes, counts in map(_merge_counts, self._parts.values()):
-            num_shapes += len(shapes)
-            order = np.argsort(-counts, kind="stable")[:_MAX_SHAPES]
-            frequent += zip(map(tuple, shapes[order].tolist()), counts[order].tolist(), strict=True)
-        frequent.sort(key=lambda pair: -pair[1])
-        return dict(frequent[:_MAX_SHAPES]), num_shapes
-
-
-def _merge_counts(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Return distinct shapes, int64 `[n, ndim]`, in ascending order, and the number of samples of each."""
-    shapes, counts = map(np.concatenate, zip(*parts, strict=True))
-    order = np.lexsort(shapes.T[::-1]) if shapes.shape[1] else np.arange(len(shapes))
-    shapes, counts = shapes[order], counts[order]
-    first = np.flatnonzero(np.append(True, (shapes[1:] != shapes[:-1]).any(1)))
-    return shapes[first], np.add.reduceat(counts, first)
-
-
 def _describe_value(name: str, values: Sequence[Any]) -> ValueDescription:
-    """Return the description of a value from those of the examined samples that have it."""
     lengths: dict[str, list[int]] = {}  # by type in words, with `{}` in place of the length
     for value in values:
         text = _type_name(value)
@@ -219,7 +185,7 @@ class Contents:
     def __init__(self, num_samples: int) -> None:
         self.num_counted, self.num_examined = num_samples, 0
         self._schemas: dict[str, TensorSchema] = {}
-        self._shapes: dict[str, _ShapeCounts] = {}
+        self._shapes: dict[str, Counter[tuple[int, ...]]] = {}
         self._values: dict[str, list[Any]] = {}
         self._nbytes = 0
 
@@ -230,7 +196,10 @@ class Contents:
             whole, schema = prefix + name, merge_shapes([tensor])[name]
             self._nbytes += schema.nbytes if name == reference.name else 0  # bytes under several names count once
             self._schemas[whole] = merge_schema(self._schemas.get(whole), schema)
-            self._shapes.setdefault(whole, _ShapeCounts()).add(shapes, counts)
+            distinct, which = np.unique(shapes, axis=0, return_inverse=True)
+            sums = np.bincount(which.reshape(-1), counts).astype(np.int64)
+            added = zip(map(tuple, distinct.tolist()), sums.tolist(), strict=True)
+            self._shapes.setdefault(whole, Counter()).update(dict(added))
 
     def add_values(self, prefix: str, samples: Iterable[Any]) -> None:
         """Add the values of samples; `prefix` is their path in the samples of a joined cache."""
@@ -251,8 +220,9 @@ class Contents:
         tensors = {}
         for name, schema in self._schemas.items():
             properties = {field.name: getattr(schema, field.name) for field in fields(schema)} | {"name": name}
-            shapes, num_shapes = self._shapes[name].most_frequent()
-            tensors[name] = TensorDescription(**properties, shapes=shapes, num_shapes=num_shapes)
+            shapes = self._shapes[name]
+            most_frequent = dict(shapes.most_common(_MAX_SHAPES))
+            tensors[name] = TensorDescription(**properties, shapes=most_frequent, num_shapes=len(shapes))
         values = {name: _describe_value(name, examined) for name, examined in self._values.items()}
         counts = (self.num_counted, self.num_examined)
         return Description(num_samples, num_shards, self._nbytes, tensors, values, members, fingerprint, *counts)

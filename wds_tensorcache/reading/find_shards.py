@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from braceexpand import braceexpand
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.errors import FormatError, RemoteError, did_you_mean
+from wds_tensorcache.errors import FormatError, RemoteError
 from wds_tensorcache.shards.manifest import MANIFEST, FoundShard, locate_shards, read_manifest
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import check_not_url, conceal, is_url, is_web, shown, split_url
@@ -43,7 +43,7 @@ def find_shards(
     """Return the shards of a `source` as in `open`. Warn if a folder contains shards that are left out.
 
     Args:
-        listed: Function in place of the one that returns the shards of a manifest, or None without such a file.
+        listed: Function that returns the shards of a manifest, or None if it does not exist; `_read_listed` by default.
         local_for: Past participle of an action that needs local shards, such as `"verified"`. Urls then raise ValueError.
         copies: A new cache is made of the shards: raise FormatError instead of the warning.
 
@@ -98,9 +98,7 @@ def _expand(source: str) -> Iterator[str]:
     for path in expand_braces(source):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
         if not matches:
-            raise FileNotFoundError(
-                f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist{_near(path)}"
-            )
+            raise FileNotFoundError(f"{path} {'matches no file' if glob.has_magic(path) else 'does not exist'}")
         for match in matches:
             if not os.path.exists(match):
                 raise FileNotFoundError(f"{match} is a link to a file that does not exist")
@@ -131,28 +129,10 @@ def _expand_url(source: str) -> Iterator[str]:
 
 
 def _expand_all(pattern: str) -> list[str]:
-    """Return the expansions of a pattern's braces."""
     try:
         return list(braceexpand(pattern)) if "{" in pattern else [pattern]
     except ValueError:  # unbalanced braces may be part of a name
         return [pattern]
-
-
-def _near(path: str) -> str:
-    """Return the end of a message about a path that does not exist: similar names, or that its folder does not exist either."""
-    folder, name = os.path.split(path.rstrip(os.sep))
-    names = _list_names(folder or os.curdir)
-    if names is None:
-        return f"; there is no folder {folder} that can be read"
-    return did_you_mean(name, (name for name in names if os.path.splitext(name)[1] in ("", ".json", ".tar")))
-
-
-def _list_names(folder: str) -> list[str] | None:
-    """Return the names in a local folder; None if it cannot be listed, although its files may be readable."""
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return None
 
 
 def _find(path: str, listed: _Listed, messages: list[str]) -> list[FoundShard]:
@@ -164,41 +144,32 @@ def _find(path: str, listed: _Listed, messages: list[str]) -> list[FoundShard]:
         return [FoundShard(path)]
     shards = listed(path)
     if shards is None:
-        raise FileNotFoundError(f"{path} does not exist{_hint(name)}")
+        raise FileNotFoundError(f"{path} does not exist")
     return shards
-
-
-def _hint(path: str) -> str:
-    name = path.rstrip("/").rpartition("/")[2]
-    return "" if name == MANIFEST else did_you_mean(name, [MANIFEST])
 
 
 def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[FoundShard]:
     folder = folder_of(path)
     manifest = os.path.join(path, MANIFEST) if not folder.is_remote else folder.locate(MANIFEST)
-    kinds = hint = ""
-    if folder.is_remote:
-        kinds, hint = "; a url that ends in neither .json nor .tar is that of a folder", _hint(split_url(path)[1])
-    shards = listed(manifest)
-    if shards is not None:
-        paths = [shard.path for shard in shards]
-        reasons = [] if folder.is_remote else [_describe_unlisted(path, paths), _find_packed(path, paths)]
-    else:
+    kinds = "; a url that ends in neither .json nor .tar is that of a folder" if folder.is_remote else ""
+    shards, names = listed(manifest), None
+    if shards is None:
         try:
             names = folder.names()
         except RemoteError as exc:
             why = "web servers have no listings" if is_web(path) else str(exc)
             problem = f"{path} has no {MANIFEST}, and its server cannot list the folder ({why})"
             remedy = f"check the url; upload the {MANIFEST} of the cache, or pass the urls of the shards"
-            example = "such as '…/train-{000000..000099}.tar'"
-            raise FileNotFoundError(f"{problem}{kinds}; {remedy}, {example}{hint}") from exc
-        reasons = [_describe_packed(_packed_names(names)) if folder.is_remote else _find_packed(path, [])]
+            raise FileNotFoundError(f"{problem}{kinds}; {remedy}, such as '…/train-{{000000..000099}}.tar'") from exc
         shards = [FoundShard(folder.locate(name)) for name in shard_names(names)]
-        if not shards:
-            end = kinds + hint if reasons[0] is None else f"; {reasons[0]}"
-            raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar{end}")
-    if text := "; ".join(filter(None, reasons)):
-        messages.append(f"{path}: {text}")
+    if not folder.is_remote:
+        left_out = _describe_left_out(path, [shard.path for shard in shards], has_manifest=names is None)
+    else:
+        left_out = _describe_packed(sorted(filter(_is_packed, names or ())))
+    if not shards:
+        raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar{f'; {left_out}' if left_out else kinds}")
+    if left_out:
+        messages.append(f"{path}: {left_out}")
     return shards
 
 
@@ -207,57 +178,57 @@ def shard_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
-def _describe_unlisted(folder: str, listed: list[str]) -> str | None:
-    """Return the end of a message if a folder contains shards that its manifest does not list; None if it cannot be listed."""
-    listed_paths = set(map(os.path.normpath, listed))
-    paths = [os.path.normpath(os.path.join(folder, name)) for name in shard_names(_list_names(folder) or ())]
-    unlisted = [path for path in paths if path not in listed_paths]
-    if not unlisted:
-        return None
-    from wds_tensorcache.storage.locks import is_being_written
+def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) -> str:
+    """Return a message about tars of a local folder that are not `listed`, or `""`."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # its files may be readable
+        return ""
+    packed = [os.path.join(folder, name) for name in sorted(filter(_is_packed, names))]
+    unlisted: list[str] = []
+    if has_manifest:
+        listed_paths = set(map(os.path.normpath, listed))
+        paths = [os.path.normpath(os.path.join(folder, name)) for name in shard_names(names)]
+        unlisted = [path for path in paths if path not in listed_paths]
+    if unlisted:
+        from wds_tensorcache.storage.locks import is_being_written
 
-    # A writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
-    # the manifest, read again, lists them; unless they were killed.
-    if is_being_written(folder):
-        return None
-    manifest = os.path.join(folder, MANIFEST)
-    located = [shard.path for shard in locate_shards(manifest, read_manifest(manifest)[0]) if shard.error is None]
-    unlisted = _without(unlisted, located)
-    if not unlisted:
-        return None
-    problem = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({_list_first(unlisted)})"
-    command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
-    remedy = f"add them with {command}, or move them to another folder"
-    return f"{problem}, so their samples are left out; {remedy}"
-
-
-def _without(paths: list[str], listed: Iterable[str]) -> list[str]:
-    """Return the files among `paths` that are not `listed` under any name."""
+        # A writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
+        # the manifest, read again, lists them; unless they were killed.
+        if is_being_written(folder):
+            unlisted = []
+        else:
+            manifest = os.path.join(folder, MANIFEST)
+            listed = [shard.path for shard in locate_shards(manifest, read_manifest(manifest)[0]) if not shard.error]
+    if not unlisted and not packed:
+        return ""  # so that no file is looked at
     identities = {file_identity(path) for path in listed if os.path.exists(path)}  # links have other names
-    return [path for path in paths if os.path.isfile(path) and file_identity(path) not in identities]
+    unlisted, packed = (
+        [path for path in paths if os.path.isfile(path) and file_identity(path) not in identities]
+        for paths in (unlisted, packed)
+    )
+    reasons = [_describe_packed(packed)]
+    if unlisted:
+        problem = f"{MANIFEST} does not list {len(unlisted):,} of the shards in the folder ({_list_first(unlisted)})"
+        command = f"`tensorcache index {quote(folder)}` (or tc.write_index of each of them)"
+        remedy = f"add them with {command}, or move them to another folder"
+        reasons.insert(0, f"{problem}, so their samples are left out; {remedy}")
+    return "; ".join(filter(None, reasons))
 
 
-def _find_packed(folder: str, listed: list[str]) -> str | None:
-    """Return the end of a message if a folder contains tars that are neither `listed` nor end in `.tar`."""
-    names = _packed_names(_list_names(folder) or ())
-    return _describe_packed(_without([os.path.join(folder, name) for name in names], listed)) if names else None
+def _is_packed(name: str) -> bool:
+    return _IS_TAR(name) is not None and not name.endswith(".tar")
 
 
-def _packed_names(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of compressed tars, and of tars such as `A.TAR`, among the names of files."""
-    return sorted(name for name in names if _IS_TAR(name) and not name.endswith(".tar"))
-
-
-def _describe_packed(paths: Sequence[str]) -> str | None:
+def _describe_packed(paths: Sequence[str]) -> str:
     if not paths:
-        return None
+        return ""
     problem = f"{len(paths):,} other tar{' is' if len(paths) == 1 else 's are'} left out ({_list_first(paths)})"
     remedy = "unpack or rename them, or pass them to tc.ResumablePipeline by a pattern"
     return f"{problem} because the names of shards end in .tar: {remedy}"
 
 
 def _list_first(paths: Sequence[str]) -> str:
-    """Return the names of the first of some paths for a message."""
     names = [os.path.basename(path) for path in paths[:_NUM_SHOWN]]
     return ", ".join(map(repr, names)) + ", …" * (len(paths) > _NUM_SHOWN)
 
@@ -281,14 +252,11 @@ def _escape_existing(pattern: str) -> str:
 
 
 def existing_folder(pattern: str) -> str:
-    """Return the longest prefix of a pattern that is the path of an existing folder, with the final slash; else `""`."""
+    """Return the longest prefix of a pattern that is the path of an existing folder; else `""`."""
     folder = os.path.dirname(pattern)
-    while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
+    while folder and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
-    end = len(folder)
-    while folder and end < len(pattern) and pattern[end] in (os.sep, os.altsep):
-        end += 1
-    return pattern[:end] if os.path.isdir(folder) else ""
+    return folder
 
 
 def _read_listed(path: str) -> list[FoundShard] | None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from operator import eq
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from wds_tensorcache.codec.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
-from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Collate, PadValue, as_collate
+from wds_tensorcache.reading.batch.collate import WAYS, Collate, PadValue, as_collate
 from wds_tensorcache.reading.batch.request import keep_known
-from wds_tensorcache.reading.cache import Cache, _Sample
+from wds_tensorcache.reading.cache import Cache, TensorCache, _Sample
 from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, Group
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
-from wds_tensorcache.reading.match_keys import KeyMap, match_keys
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import KeysView
 from wds_tensorcache.reading.schema import (
@@ -38,6 +38,7 @@ from wds_tensorcache.shards.fingerprint import common_fields
 from wds_tensorcache.storage.urls import shown as shown_url
 
 Array = np.ndarray[Any, Any]
+KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 _NUM_SHOWN = 5  # number of missing keys in a message
 _JOIN_A_DICT = "join a dict of caches, as tc.join({'a': …, 'b': …})"
 
@@ -67,7 +68,8 @@ def join(
         BatchError: The first samples of a list of caches are not dicts, or have names in common.
         Errors of `tc.open`: A path among `caches` cannot be opened.
 
-    Memory: at most 8 bytes per sample and cache; if keys differ, also about 150 bytes per key during the call.
+    Memory: at most 8 bytes per sample and cache. During the call, also a copy of all keys, or about 150 bytes per key if
+        the keys or their order differ.
     """
     if isinstance(caches, (str, bytes, os.PathLike, Cache)) or not isinstance(caches, (Sequence, Mapping)):
         raise TypeError(f"tc.join needs a list or a dict of caches or paths, got {caches!r:.200}")
@@ -103,7 +105,7 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
     """Return a view of each cache, such that the samples to join have the same index in all views."""
     first, rows_of_parts = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
-        rows, others_keys = match_keys(first, _with_keys(other), maps.get(name))
+        rows, others_keys = _match_keys(first, _with_keys(other), maps.get(name))
         missing = np.flatnonzero(rows < 0) if rows is not None else np.empty(0, np.int64)
         rows_of_parts.append(rows)
         if how == "exact" and (len(missing) or others_keys):
@@ -123,6 +125,46 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
         part._take(kept if rows is None else rows[kept])
         for part, rows in zip(parts, [None, *rows_of_parts], strict=True)
     ]
+
+
+def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
+    """Return the index in `other` of each sample's match, -1 without one, and the keys that only `other` has.
+
+    The array is None if both caches have the same keys in the same order. With `key_map`, no keys are returned.
+
+    Raises:
+        KeyError: A key occurs twice in `other`.
+    """
+    if key_map is None and _are_equal(first, other):
+        return None, []
+    places = {key: at for at, key in enumerate(other.keys())}
+    if len(places) != len(other):
+        twice = next(key for at, key in enumerate(other.keys()) if places[key] != at)
+        raise KeyError(f"key {twice!r} occurs twice in a joined cache with {len(other)} samples, expected unique keys")
+    get = key_map.get if isinstance(key_map, Mapping) else key_map
+    # a generator, in which a StopIteration of the function is an error and does not end the keys
+    keys = first.keys()
+    wanted = keys if get is None else (get(key) for key in keys)
+    rows = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
+    is_matched = np.zeros(len(other), np.bool_)
+    is_matched[rows[rows >= 0]] = True
+    return rows, [] if key_map is not None else [key for key, done in zip(places, is_matched, strict=True) if not done]
+
+
+def _are_equal(first: Any, other: Any) -> bool:
+    if len(first) != len(other):
+        return False
+    if isinstance(first, TensorCache) and isinstance(other, TensorCache):
+        where, others = first._where, other._where
+        if first._store is other._store and (
+            where is others or (type(where) is type(others) is range and where == others)
+        ):
+            return True  # views of the same samples, whose keys need not be read
+        if first._order is None and other._order is None:
+            keys, others_keys = first._store.all_keys(), other._store.all_keys()
+            if keys is not None and others_keys is not None:
+                return all(map(np.array_equal, keys, others_keys))  # 50 times faster than one by one
+    return all(map(eq, first.keys(), other.keys()))
 
 
 def _with_keys(cache: Any) -> Any:
@@ -146,7 +188,6 @@ class _JoinedRequest:
         return self.parts[0].key(i)  # type: ignore[no-any-return]
 
     def named_choices(self) -> Choices:
-        """Return the choices of all parts by name."""
         choices, chosen = {}, {}
         for prefix, part in zip(self.prefixes, self.parts, strict=True):
             if isinstance(part, (ChosenRequest, _JoinedRequest)):
@@ -228,25 +269,26 @@ class JoinedCache(Cache[_Sample]):
         for cache in self._caches:
             cache.close()
 
-    def _read_batch(self, request: _JoinedRequest, device: Any, pin: bool, collate: Any, pad_value: PadValue) -> Any:
-        ways = None if callable(collate) else self._ways(collate, pad_value, WAYS, request)
+    def _read_batch(
+        self,
+        request: _JoinedRequest,
+        device: Any,
+        pin: bool,
+        collate: Any,
+        pad_value: PadValue,
+        allowed: tuple[str, ...] = WAYS,
+    ) -> Any:
+        ways = None if callable(collate) and allowed is WAYS else self._ways(collate, pad_value, allowed, request)
         parts = [
-            cache._read_batch(part, device, pin, list if ways is None else ways.with_prefix(prefix), 0)
+            cache._read_batch(part, device, pin, list if ways is None else ways.with_prefix(prefix), 0, allowed)
             for prefix, cache, part in self._parts(request)
         ]
         if ways is None:
             return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
-        return self._merge(parts)
-
-    def _read_tensors(
-        self, request: _JoinedRequest, device: Any, pin: bool, collate: Any, pad_value: PadValue
-    ) -> dict[str, Any]:
-        ways = self._ways(collate, pad_value, TENSOR_WAYS, request)
-        return {
-            prefix + name: tensor
-            for prefix, cache, part in self._parts(request)
-            for name, tensor in cache._read_tensors(part, device, pin, ways.with_prefix(prefix), 0).items()
-        }
+        if allowed is WAYS:
+            return self._merge(parts)
+        named = zip(self._prefixes, parts, strict=True)
+        return {prefix + name: tensor for prefix, tensors in named for name, tensor in tensors.items()}
 
     def _ways(self, collate: Any, pad_value: PadValue, allowed: tuple[str, ...], request: _JoinedRequest) -> Any:
         ways = as_collate(collate, pad_value, allowed)
@@ -269,7 +311,6 @@ class JoinedCache(Cache[_Sample]):
         return list(dict.fromkeys(prefix + name for prefix, names in named for name in names))
 
     def _request(self, indices: Any, *, collate: Any = None) -> _JoinedRequest:
-        """Return a request for samples, like `TensorCache._request`."""
         if isinstance(indices, _JoinedRequest):
             parts = [cache._request(part) for cache, part in zip(self._caches, indices.parts, strict=True)]
         else:
@@ -350,7 +391,6 @@ class JoinedCache(Cache[_Sample]):
         return merged
 
     def _show(self, number: int) -> str:
-        """Return the position of a cache in the list, and its first shard, for a message."""
         path = next(self._caches[number]._paths(), None)
         return f"cache {number}" if path is None else f"cache {number} ({shown_url(path)})"
 

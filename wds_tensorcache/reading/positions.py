@@ -11,12 +11,10 @@ import numpy as np
 import torch
 
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.shards.shard import Shard
 
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
-_MAX_FOLDERS = 8  # folders of an unknown key, so that an error has few look-ups
 _SHARDS_AHEAD = 64  # of which `in_order` loads the indexes at a time
 
 
@@ -137,24 +135,6 @@ def spread(count: int, most: int) -> list[int]:
     return [count * number // most for number in range(most)]
 
 
-class Inverse:
-    """Look-up of a view's sample indices by the samples' positions in the store.
-
-    Memory: none for a range; for an array, 8 bytes per sample."""
-
-    def __init__(self, positions: Positions) -> None:
-        self._positions = positions
-        self._order = None if isinstance(positions, range) else np.argsort(positions, kind="stable")
-
-    def find(self, position: int) -> list[int]:
-        """Return the view's indices of the sample at `position`, ascending: none, or several if the view repeats the sample."""
-        if isinstance(self._positions, range):
-            return [self._positions.index(position)] if position in self._positions else []
-        first = int(self._positions.searchsorted(position, "left", self._order))
-        last = int(self._positions.searchsorted(position, "right", self._order))
-        return self._order[first:last].tolist()  # type: ignore[index,no-any-return]
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class KeysView(Sequence[str]):
     """A sequence of a cache's keys in the order of its samples; each key is decoded on access."""
@@ -189,18 +169,3 @@ class KeysView(Sequence[str]):
 
     def __repr__(self) -> str:
         return f"KeysView({len(self)} keys)"
-
-
-def respell(key: str, width: int) -> list[str]:
-    """Return other spellings of an unknown key: without spaces, leading folders and suffixes, each also as a safe key.
-
-    If the name without suffixes is a number, another spelling has `width` digits.
-    """
-    *folders, name = key.strip().split("/")
-    stem = name.partition(".")[0]
-    names = [name, name.rpartition(".")[0], stem]
-    texts = [key.strip()]
-    for first in range(max(0, len(folders) - _MAX_FOLDERS), len(folders) + 1):
-        texts += ["/".join([*folders[first:], name]) for name in names]
-    texts += [stem.lstrip("0").zfill(width)] if stem.isdecimal() else []
-    return list(dict.fromkeys(spelling for text in texts for spelling in (text, safe_key(text))))

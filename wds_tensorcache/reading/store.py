@@ -160,6 +160,16 @@ class Store:
             self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
         return self._table.find(key)
 
+    def all_keys(self) -> tuple[Array, Array] | None:
+        """Return the bytes and the lengths of all keys; None if some samples of the shards lack the cache."""
+        self.load_indexes()
+        if not self.shards or any(shard.columns.rows is not None for shard in self.shards):
+            return None
+        texts, lengths = zip(
+            *((shard.index.keys.text, shard.index.keys.lengths()) for shard in self.shards), strict=True
+        )
+        return np.concatenate(texts), np.concatenate(lengths)
+
     def executor(self) -> Threads | None:
         """Return the threads that read alongside the caller's thread; None if `num_threads` is 1."""
         return self._executor()
@@ -186,5 +196,5 @@ def load_indexes(shards: Iterable[Shard]) -> None:
 
 
 def _threads(num_threads: int) -> Callable[[], Threads | None]:
-    """Return a function that returns the threads of this process besides the caller's; None if there are none."""
+    """Return a function that returns this process's threads besides the caller's, or None."""
     return per_process(lambda: Threads(num_threads - 1, "tensorcache") if num_threads > 1 else None)

@@ -352,7 +352,7 @@ def _shapes_in(tensors: Mapping[str, Any]) -> Iterator[Tensor]:
 _ATTRIBUTES = frozenset(
     {
         *("name", "_fingerprint", "_options", "_is_lazy", "_samples", "_net", "_store"),
-        *("_indices", "_selections", "_wanted", "_optional", "_structures", "_read_batch", "_read_tensors"),
+        *("_indices", "_selections", "_wanted", "_optional", "_structures", "_read_batch"),
     }
 )
 

@@ -50,8 +50,7 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
 
     `by_length("text", [64, 128, 256])` makes buckets of up to 64, of 65 to 128 and of 129 to 256 tokens, and a bucket of all
     longer texts. `info.source` is the bucket's bound: 64, 128, 256, or `math.inf` for the longer texts. To leave out the
-    longer
-    texts, filter the cache: `cache.filter(lambda entry: entry.shapes["text"][0] <= 256)`.
+    longer texts, filter the cache: `cache.filter(lambda entry: entry.shapes["text"][0] <= 256)`.
 
     Args:
         name: Name of the tensor.

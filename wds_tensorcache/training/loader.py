@@ -371,8 +371,7 @@ class Loader(BaseLoader):
             is_padding: Any = to_device(torch.from_numpy(step.is_padding), False, device) if needs_mask else None
             edits: list[Any] = []
             if self._transforms:
-                # training gets another mask, because a transform may write into its own
-                info = self._thread_reader.info(step, is_padding.clone(), self._collate)
+                info = self._thread_reader.info(step, is_padding, self._collate)
                 batch, edits = apply_transforms(batch, info, self._transforms), info._edits
                 done = perf_counter()
             if self._transforms or callable(self._read_options["collate"]):
@@ -433,5 +432,5 @@ def _close_all() -> None:
 
 
 def _is_reader() -> bool:
-    """Return whether this thread reads batches; it cannot wait for itself."""
+    """Return whether this thread reads batches, so that it cannot wait for itself."""
     return current_thread().name.startswith(_THREAD_NAME)

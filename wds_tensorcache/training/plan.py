@@ -123,7 +123,6 @@ class Stream:
         return indices
 
     def _indices_in(self, number: int, positions: Array, highest: int) -> Array:
-        """Return the sample indices at positions of a pass."""
         # the whole window around them is computed at once, and kept
         window = positions.item(0) // _WINDOW
         begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, self.count)
@@ -226,7 +225,6 @@ class Plan:
         return sum((count + extra) // self.step_size for count in self.remaining(self.start if at is None else at))
 
     def count_rows(self) -> RowCounts:
-        """Return the numbers of rows in an epoch."""
         if self.weights.are_used:
             return RowCounts(sum(self._lengths), self.num_steps() * self.step_size)
         sources = {stream.name: self._rows_of(size) for stream, size in zip(self.streams, self._lengths, strict=True)}

@@ -16,7 +16,7 @@ from wds_tensorcache.codec.tree import flatten, map_leaves, rebuild
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError, list_names
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
-from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.batch.collate import WAYS, PadValue, as_collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts
 from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch.placement import (
@@ -58,9 +58,6 @@ def read_batch(
         return read_batch(request.again(), device, pin, collate, pad_value, ways)
 
 
-read_tensors = partial(read_batch, ways=TENSOR_WAYS)
-
-
 def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
     """Return a batch with `tensors` by name, and without its other tensors; see `Cache.nest`."""
     kept = request.keeping(tuple(sorted(tensors)))
@@ -78,9 +75,8 @@ def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
 
 
 def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any:
-    """Return a batch with the structure of its samples, and with `tensors`, by name."""
-    structure = request.structures.structure_for(layouts, request.fixed)
-    decoded = Decoded(request, layouts, structure)
+    decoded = Decoded(request, layouts)
+    structure = decoded.structure
     # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
     # skeleton tells whether there is None in its place.
     if not structure.is_plain or get_worker_info() is not None:
@@ -110,7 +106,6 @@ def _read_tensors(
     pad_value: PadValue,
     allowed_ways: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Return the tensors of a batch by name. Strings in `collate` must be in `allowed_ways`."""
     columns, count = columns_of(request, layouts), len(request.rows.row)
     shapes: Sequence[Any] = columns.shapes
     paddings: list[Padding] = []
@@ -142,11 +137,7 @@ def _read_tensors(
 def _read_rows(
     store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array, skeletons: Iterable[int] = ()
 ) -> None:
-    """Read every row of a batch into `memory`, where `placement` puts it.
-
-    Rows of remote shards are fetched by ranged requests, all at once. The same requests fetch the skeletons of the samples in
-    `skeletons`, which `Rows` keeps.
-    """
+    """Read the rows of a batch into `memory`. The requests for remote rows also fetch `skeletons`, which `Rows` keeps."""
     rows = layouts.rows
     which = layouts.which if len(layouts.items) > 1 else slice(1)  # one column stands for all samples
     nbytes = np.broadcast_to(columns.nbytes[:, which], placement.rows.shape)
@@ -198,7 +189,6 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
     numbers = {name: number for number, name in enumerate(columns.names)}
 
     def load(i: int, lazy: Any) -> Any:
-        """Load a lazy tensor of sample `i`, and return it; return any other value unchanged."""
         if not isinstance(lazy, Lazy):
             return lazy
         reference, number = lazy._reference, numbers.get(lazy.name)

@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 class _Spent(threading.local):
-    """Bytes of memory and seconds of transfers to devices that the current thread has used for batches so far."""
+    """Bytes of memory and seconds of transfers that this thread has used for batches."""
 
     nbytes = 0
     transfer_s = 0.0

@@ -86,9 +86,7 @@ def layouts_of(rows: Rows) -> Layouts:
 
 
 def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list[Layout], Array]:
-    """Take the references that an index lacks from the skeletons; return the layouts, and for each sample the index of its
-    layout.
-    """
+    """Take references that the index lacks from skeletons; return layouts, and each sample's index into them."""
     numbers: dict[Any, int] = {}
     result: list[Layout] = []
     item_of_sample = np.empty(len(which), np.int64)
@@ -211,7 +209,7 @@ class Columns:
 
 
 def with_chosen(by_name: list[dict[str, _Item]], layouts: Layouts) -> list[dict[str, _Item]]:
-    """Return the items of each layout's tensors by name, with those of the chosen tensors under their names in the batch."""
+    """Return each layout's items by tensor name, with chosen tensors under their names in the batch."""
     for at, chosen in enumerate(layouts.chosen):
         stored_items, by_name[at] = by_name[at], dict(by_name[at])
         for name, stored in chosen.items():

@@ -60,14 +60,6 @@ class Leaves:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tolist())
 
-    def index(self, value: Any, *bounds: int) -> int:
-        """Return the first index of `value`, like `list.index`."""
-        return self.tolist().index(value, *bounds)
-
-    def count(self, value: Any) -> int:
-        """Return how often `value` occurs."""
-        return self.tolist().count(value)
-
     def __eq__(self, other: object) -> Any:
         return self._compare("__eq__", other)
 
@@ -123,7 +115,6 @@ def _has_numbers(value: Any) -> bool:
 
 
 def _device_of(value: Any) -> torch.device | None:
-    """Return the device of the first tensor in nested arguments."""
     if isinstance(value, torch.Tensor):
         return value.device
     items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
@@ -131,7 +122,6 @@ def _device_of(value: Any) -> torch.device | None:
 
 
 def _with_tensors(value: Any, device: torch.device | None) -> Any:
-    """Return nested arguments with a tensor in place of each `Leaves`."""
     cls = type(value)
     if cls is Leaves:
         return value._as_tensor(device)

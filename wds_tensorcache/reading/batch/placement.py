@@ -40,8 +40,6 @@ class Placement:
 @lru_cache(8)  # batches of one layout share a placement
 def place_equal(row_nbytes: tuple[int, ...], count: int) -> Placement:
     """Return the placement of `count` rows of each tensor; `row_nbytes` is the length of a row, by tensor."""
-    if max(row_nbytes, default=0) * count >= 1 << 63:  # numpy's sums would wrap around
-        raise no_memory(max(row_nbytes) * count)
     return place_in_turn(np.array(row_nbytes, np.int64)[:, None].repeat(count, 1))
 
 

@@ -47,14 +47,12 @@ class Rows:
         return key
 
     def sample(self, i: int) -> Any:
-        """Return sample `i` of the batch, with lazy tensors."""
         if i not in self.known_samples:
             shard, row, stored = self.shards[self.number.item(i)], self.row.item(i), self.fetched.get(i)
             self.known_samples[i] = shard.sample(row) if stored is None else shard.sample(row, stored)
         return self.known_samples[i]
 
     def samples(self) -> list[Any]:
-        """Return all samples of the batch."""
         self.fetch_skeletons(range(len(self)))
         return list(map(self.sample, range(len(self))))
 

@@ -16,7 +16,7 @@ from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
-from wds_tensorcache.reading.batch.request import NewNames, Request, Structure, keep_known
+from wds_tensorcache.reading.batch.request import NewNames, Request, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
 
 _TENSOR = object()  # stands for a tensor
@@ -26,7 +26,7 @@ Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
 
 @dataclass(slots=True)
 class _Group:
-    """The samples of a batch that match one template, with their values, or the decoded samples that match no template."""
+    """Samples of a batch that share a template, with their values; or decoded samples without one."""
 
     template: Template | None
     positions: list[int]
@@ -34,7 +34,6 @@ class _Group:
     built: list[Any] | None = None  # result of `samples`
 
     def column(self, path: Path) -> list[Any]:
-        """Return the value at `path` of each sample."""
         template = self.template
         if template is not None:
             slot = value_at(_number_leaves(template), path)
@@ -45,7 +44,6 @@ class _Group:
         return [value_at(sample, path) for sample in self.samples()]
 
     def find(self, find: Find) -> list[Any]:
-        """Return the names and values that `find` returns for each sample."""
         slots = find(_number_leaves(self.template)) if self.template is not None else []
         if slots and all(type(slot) is int for _, slot in slots):
             rows = [[(name, values[slot]) for name, slot in slots] for values in self.values]
@@ -81,7 +79,7 @@ def _number_leaves(template: Template) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value in a sample, also in one that `find` gets, is a tensor."""
+    """Return whether a value is a tensor, or stands for one."""
     return value is _TENSOR or isinstance(value, (LazyTensor, LazyArray))
 
 
@@ -89,10 +87,10 @@ class Decoded:
     """The skeletons of a batch, read once, by any thread. If a skeleton matches a known template, only its values are
     extracted."""
 
-    def __init__(self, request: Request, layouts: Layouts, structure: Structure) -> None:
+    def __init__(self, request: Request, layouts: Layouts) -> None:
+        self.structure = request.structures.structure_for(layouts, request.fixed)  # of the batch
         self._request = request
         self._layouts = layouts
-        self._structure = structure
         self._lock = threading.Lock()
         self._groups: list[_Group] = []  # empty until the skeletons are read
 
@@ -123,7 +121,7 @@ class Decoded:
 
     def _read(self, *, may_build: bool = True) -> list[_Group]:
         self._request.structures.note_values()
-        template, rows, store = self._structure.template, self._request.rows, self._request.store
+        template, rows, store = self.structure.template, self._request.rows, self._request.store
         if template is None:
             return [_Group(None, list(range(len(self))), list(map(self._build, range(len(self)))))] if may_build else []
         values_by_sample = self._find_kept(template)
@@ -146,7 +144,7 @@ class Decoded:
         if not others:
             for number, _, shard_rows in rows.by_shard:
                 rows.shards[number].note_template(shard_rows, template)
-        if not self._structure.is_exact:
+        if not self.structure.is_exact:
             for i, values in enumerate(values_by_sample):
                 if values is not None:
                     self._compare(i, template, values)
@@ -180,16 +178,16 @@ class Decoded:
         # Samples of one template differ only in plain values. All of these are alike, but only None may take the place of a
         # tensor. So one sample is compared for all with None in the same places.
         key = template, *(slot for slot, value in enumerate(values) if value is None)
-        if key not in self._structure.checked:
+        if key not in self.structure.checked:
             self._build(i)
-            keep_known(self._structure.checked, key, True)
+            keep_known(self.structure.checked, key, True)
         return template, values
 
     def _build(self, i: int) -> Any:
         """Return sample `i`; raise BatchError if its structure differs from that of the batch."""
         request, structures = self._request, self._request.structures
         sample = request.whole_sample(i)
-        mismatch = difference(self._structure.sample, sample, structures.wanted)
+        mismatch = difference(self.structure.sample, sample, structures.wanted)
         if mismatch is not None:
             where, first, other = mismatch
             base = request.key(structures.find_base(self._layouts))
