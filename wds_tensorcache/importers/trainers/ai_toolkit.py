@@ -48,10 +48,10 @@ import torch
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import ImageFile, Joined, join_files
 from wds_tensorcache.importers.safe_files import load_safetensors, read_safetensors_header
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers.joined_files import ImageFile, Joined, join_files
 
 _FILE = re.compile(
     r"((?:.*/)?)_(latent|t_e|clip_vision)_cache/(.+)_([A-Za-z0-9_-]{22})(?:_\d+)?\.safetensors", re.DOTALL | re.ASCII
@@ -85,17 +85,17 @@ def _open(folder: SourceFolder) -> Source:
                 flips = "_".join(flip for flip in ("flip_x", "flip_y") if info.get(flip))
                 latents.append(ImageFile(name, stem, "", flips))
     models = tuple(dict.fromkeys((*sorted(versions), *_MODELS)))
-    samples += join_files(folder, latents, texts, partial(_load, folder, models), captions=(".txt",))
     provenance = {"latent_space_version": one_or_all(versions)} if versions else {}
-    return Source(sorted(samples, key=lambda sample: sample.name), provenance, bad)
+    load = partial(_load, folder, models)
+    return join_files(folder, latents, texts, load, provenance, bad, captions=(".txt",), others=samples)
 
 
 def _load(folder: SourceFolder, models: tuple[str, ...], files: Joined) -> Loaded:
     sample: dict[str, Any] = {}
-    if files.latents is not None:
-        tensors, metadata = load_safetensors(folder, files.latents.name)
+    for file in files.latents:
+        tensors, metadata = load_safetensors(folder, file.name)
         if "latent" not in tensors or "info" in tensors:
-            raise FormatError(f"expected a tensor 'latent', found {list(tensors)!r:.300}").at(files.latents.name)
+            raise FormatError(f"expected a tensor 'latent', found {list(tensors)!r:.300}").at(file.name)
         sample = {"latent": tensors["latent"], **tensors, "info": _info(metadata)}
     captions = [folder.read_text(name) for name in files.captions]
     texts = {text.label: _load_text(folder, text.name) for text in files.texts}

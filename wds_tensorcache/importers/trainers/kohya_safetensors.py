@@ -27,23 +27,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import torch
+
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import (
-    ImageFile,
-    Joined,
-    Table,
-    TableFiles,
-    as_numbers,
-    join_files,
-    note_resolutions,
-    parse_key,
-    short_names,
-)
 from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers.joined_files import (
+    Content,
+    Table,
+    TableFiles,
+    find_resolutions,
+    name_tensors,
+    parse_key,
+)
 
 _TEXTS = re.compile(r"(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_(?P<label>\d+(?:_m)?)_te\.safetensors", re.DOTALL)
 _PROMPT = re.compile(r"(.+)_(\d{1,4})", re.DOTALL)
@@ -59,84 +57,70 @@ _TABLE = Table(
     re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL),
     _TEXTS,
     _is_ours,
-    {"latents": re.compile("width|height|crop_ltrb_.*"), "text": re.compile(r"caption\d+")},
+    re.compile(r"width|height|crop_ltrb_.*|caption\d+"),
 )
 
 
 def _open(folder: SourceFolder) -> Source:
     files = TableFiles(_TABLE, folder)
-    latents = []
-    for file in files.latents:
-        keys = map(parse_key, file.tensors)
-        sizes = dict.fromkeys(f"_{key.resolution}" for key in keys if key.content == "latents")
-        latents.append(replace(file, resolutions=tuple(sizes) or ("",)))
-    has_many = any(_prompt(key)[0] for text in files.texts for key in text.tensors)
+    files.latents = [replace(file, resolutions=find_resolutions(file.tensors) or [""]) for file in files.latents]
+    has_many = any(_split_prompt(key)[0] for text in files.texts for key in text.tensors)
     labels = {text.label for text in files.texts}
+    files.provenance["tokens"] = sorted(labels)
 
-    def add(
-        sample: dict[str, Any], file: ImageFile, joined: Joined, tensors: dict[str, Any], metadata: dict[str, str]
-    ) -> str:
-        if file is joined.latents:
-            sample.update(_latents(tensors, metadata, joined.resolution))
+    def add(sample: dict[str, Any], content: Content) -> str:
+        if content.resolution is not None:
+            sample.update(_latents(content, content.resolution))
             return "latents"
-        prompts = _prompts(tensors)
-        captions = [metadata.get(f"caption{number + 1}") for number in range(len(prompts))]
+        prompts = _prompts(content.tensors)
+        captions = [content.metadata.get(f"caption{number + 1}") for number in range(len(prompts))]
         kind, states = ("texts", prompts) if has_many else ("text", prompts[0])
         of_caption, caption = ("captions", captions) if has_many else ("caption", captions[0])
         if sample.setdefault(of_caption, caption) != caption:
             raise FormatError("has another caption than the texts of other lengths")
-        name = f"{kind}_{file.label}" if len(labels) > 1 else kind
+        name = f"{kind}_{content.file.label}" if len(labels) > 1 else kind
         sample[name] = states
         return name
 
-    samples = join_files(folder, latents, files.texts, partial(files.load, add))
-    return Source(samples, {**files.provenance, "tokens": sorted(labels)}, files.bad, notes=note_resolutions(latents))
+    return files.join(add)
 
 
-def _latents(tensors: dict[str, Any], metadata: dict[str, str], resolution: str) -> dict[str, Any]:
+def _latents(content: Content, resolution: str) -> dict[str, Any]:
     """Return the entries of a resolution; `resolution` is, for example, `_64x64`."""
-    parts = {key: parse_key(key) for key in tensors}
-    known = {each.resolution for each in parts.values() if each.content == "latents"}
-    names = short_names({key: each for key, each in parts.items() if f"_{each.resolution}" == resolution})
-    sample = dict(sorted((name, tensors[key]) for key, name in names.items()))
-    if "latents" not in sample:
-        raise FormatError("has no tensor 'latents_…'")
-    if {"width", "height"} <= metadata.keys():
-        sample["original_size"] = as_numbers(metadata, "width", "height", count=2)
-    if f"crop_ltrb{resolution}" in metadata:
-        sample["crop_ltrb"] = as_numbers(metadata, f"crop_ltrb{resolution}", count=4)
-    other = {key: tensors[key] for key, each in sorted(parts.items()) if each.resolution not in known}
+    ends = {key: parse_key(key).resolution for key in sorted(content.tensors)}
+    sample = content.name_latents({key: tensor for key, tensor in content.tensors.items() if ends[key] == resolution})
+    if f"crop_ltrb{resolution}" in content.metadata:
+        sample["crop_ltrb"] = content.numbers(f"crop_ltrb{resolution}", count=4)
+    resolutions = find_resolutions(ends)
+    other = {key: content.tensors[key] for key, end in ends.items() if end not in resolutions}
     return sample | ({"other": other} if other else {})
 
 
-def _prompt(key: str) -> tuple[int, str]:
+def _split_prompt(key: str) -> tuple[int, str]:
     """Return the number of the prompt and the key without it: `(1, "t5_out_bfloat16")` for `t5_out_1_bfloat16`."""
     content, _, dtype = parse_key(key)
     match = _PROMPT.fullmatch(content)
     return (int(match[2]), match[1] + (f"_{dtype}" if dtype else "")) if match else (0, key)
 
 
-def _prompts(tensors: dict[str, Any]) -> list[dict[str, Any]]:
+def _prompts(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Return the states of each prompt by name."""
-    prompts: dict[int, dict[str, Any]] = {}
+    prompts: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        number, name = _prompt(key)
+        number, name = _split_prompt(key)
         if name in prompts.setdefault(number, {}):
             raise FormatError(f"has two tensors for {name!r:.100} of prompt {number}")
         prompts[number][name] = tensor
     if prompts.keys() != set(range(len(prompts))) or not prompts:
         raise FormatError(f"has prompts {sorted(prompts)}, expected numbers from 0 on")
-    named = []
+    contents = {number: sorted({parse_key(key).content for key in prompt}) for number, prompt in prompts.items()}
     for number in sorted(prompts):
-        names = short_names({key: parse_key(key) for key in prompts[number]})
-        named.append(dict(sorted((name, prompts[number][key]) for key, name in names.items())))
-        contents = [{parse_key(key).content for key in prompts[each]} for each in (0, number)]
-        if contents[0] != contents[1]:
+        if contents[number] != contents[0]:
             raise FormatError(
-                f"prompts 0 and {number} have different tensors, {sorted(contents[0])} and {sorted(contents[1])}, as some "
-                "versions of the branch new_cache wrote them; encode the texts again"
+                f"prompts 0 and {number} have different tensors, {contents[0]} and {contents[number]}, as some versions of the "
+                "branch new_cache wrote them; encode the texts again"
             )
-    return named
+    return [name_tensors(prompts[number]) for number in sorted(prompts)]
 
 
 FORMAT = Format(

@@ -5,25 +5,25 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.importers.safe_files import load_safetensors, read_safetensors_header
-from wds_tensorcache.importers.source import Faults, Loaded, SourceSample, one_or_all
+from wds_tensorcache.importers.source import Faults, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _NUM_SHOWN = 4  # resolutions of a file in a note
 _NUM_PROBED = 8  # files whose metadata are read to recognize a format
-_DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DTYPE = re.compile(rf"(.+)_({'|'.join(map(re.escape, sorted(_DTYPES, key=len, reverse=True)))})", re.DOTALL)
-_RESOLUTION = re.compile(r"((?:latents|alpha_mask).*?)_((?:\d+x)?\d+x\d+)", re.DOTALL)
+_WIDEST = ("float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
+_DTYPE = re.compile(
+    r"(.*?)(?:_((?:b?float|complex|u?int)(?:8|16|32|64|128)(?:_e\dm\d\w*)?|fp32|bf16|fp16|bool))?", re.ASCII | re.DOTALL
+)
+_RESOLUTION = re.compile(r"((?:latents|alpha_mask).*?)(_(?:\d+x)?\d+x\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class ImageFile:
     stem: str  # path of the image without suffix
     model: str
     label: str = ""  # distinguishes files of one image and model, for example the image size
-    resolutions: tuple[str, ...] = ("",)  # endings of the tensor names: `("_64x64", "_32x64")`
-    tensors: tuple[str, ...] = ()
+    resolutions: Sequence[str] = ("",)  # endings of the tensor names: `("_64x64", "_32x64")`
+    tensors: Sequence[str] = ()
 
 
 class Joined(NamedTuple):
     """The files of one sample: those of latents and texts, and the names of caption files."""
 
-    latents: ImageFile | None
+    latents: Sequence[ImageFile]  # one, or none
     resolution: str  # ending of the names of its tensors in the file of latents
     texts: Sequence[ImageFile]
     captions: Sequence[str]
@@ -49,12 +49,15 @@ class Joined(NamedTuple):
 
 def join_files(
     folder: SourceFolder,
-    latents: Iterable[ImageFile],
+    latents: Sequence[ImageFile],
     texts: Iterable[ImageFile],
     load: Callable[[Joined], Loaded],
+    provenance: Mapping[str, Any],
+    bad: Faults,
     text_stem: Callable[[str], str] = str,
     captions: Sequence[str] = (),
-) -> list[SourceSample]:
+    others: Sequence[SourceSample] = (),
+) -> Source:
     """Return a sample for each resolution in each file of latents, and for each image that has only files of text states.
 
     The name of a sample is the stem. If an image has several files of latents, their labels are added. If a file has several
@@ -65,6 +68,7 @@ def join_files(
         texts: Files of text states. They become part of the samples of latents that have the same stem and model.
         text_stem: Function that returns the stem of texts for a stem of latents. It is called if no text has the stem itself.
         captions: Suffixes of an image's caption files.
+        others: Further samples.
     """
     images: dict[tuple[str, str], list[ImageFile]] = {}
     texts_of: dict[tuple[str, str], list[ImageFile]] = {}
@@ -73,7 +77,9 @@ def join_files(
             by_stem.setdefault((file.model, file.stem), []).append(file)
     has_many_models = len({model for model, _ in (*images, *texts_of)}) > 1
     alone = set(texts_of)
-    rows: list[tuple[str, str, ImageFile | None, str, list[ImageFile]]] = []
+    rows: list[
+        tuple[str, str, list[ImageFile], str, list[ImageFile]]
+    ] = []  # model and name of each sample, and its files
     for (model, stem), same in images.items():
         key = (model, stem) if (model, stem) in texts_of else (model, text_stem(stem))
         alone.discard(key)
@@ -81,22 +87,23 @@ def join_files(
             label = f"_{file.label}" if len(same) > 1 and file.label else ""
             for resolution in file.resolutions:
                 end = resolution if len(file.resolutions) > 1 else ""
-                rows.append((model, stem + label + end, file, resolution, texts_of.get(key, [])))
-    rows += [(model, stem, None, "", texts_of[model, stem]) for model, stem in sorted(alone)]
+                rows.append((model, stem + label + end, [file], resolution, texts_of.get(key, [])))
+    rows += [(model, stem, [], "", texts_of[model, stem]) for model, stem in sorted(alone)]
     counts = Counter((model, name) for model, name, *_ in rows)
-    samples = []
+    samples = [*others]
     for model, name, image, resolution, text in rows:
-        every = [file for file in (image, *text) if file is not None]
-        sidecars = [path for suffix in captions if (path := every[0].stem + suffix) in folder]
+        every = [*image, *text]
         if counts[model, name] > 1:  # the image `a_64x64`, and the resolution 64x64 of the image `a`
             name = os.path.splitext(every[0].name)[0] + resolution
         name = f"{model}/{name}" if has_many_models else name
+        sidecars = [path for suffix in captions if (path := every[0].stem + suffix) in folder]
         paths = (*(file.name for file in every), *sidecars)
         samples.append(SourceSample(name, paths, partial(load, Joined(image, resolution, text, sidecars))))
-    return sorted(samples, key=lambda sample: sample.name)
+    samples.sort(key=lambda sample: sample.name)
+    return Source(samples, provenance, bad, notes=_note_resolutions(latents))
 
 
-def note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
+def _note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
     """Return a note about the files of latents that become several samples, if there are any."""
     several = [file for file in latents if len(file.resolutions) > 1]
     if not several:
@@ -110,44 +117,65 @@ def note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
     ]
 
 
-class SuffixedKey(NamedTuple):
-    """The parts of a tensor name: `latents_clean_2x_9x64x64_bfloat16` is `latents_clean_2x`, `9x64x64` and `bfloat16`."""
+class Key(NamedTuple):
+    """The parts of a tensor name: `latents_clean_2x_9x64x64_bfloat16` is `latents_clean_2x`, `_9x64x64` and `bfloat16`."""
 
     content: str
-    resolution: str = ""
-    dtype: str = ""
+    resolution: str
+    dtype: str
 
 
-def parse_key(key: str) -> SuffixedKey:
-    """Return the parts of a tensor name. Names that end with `_mask` have no dtype."""
-    match = None if key.endswith("_mask") else _DTYPE.fullmatch(key)
-    content, dtype = (match[1], match[2]) if match else (key, "")
+def parse_key(key: str) -> Key:
+    """Return the parts of a tensor name; parts that it does not have are empty."""
+    match = _DTYPE.fullmatch(key)
+    content, dtype = match.groups("") if match else (key, "")
     match = _RESOLUTION.fullmatch(content)
-    return SuffixedKey(match[1], match[2], dtype) if match else SuffixedKey(content, "", dtype)
+    return Key(match[1], match[2], dtype) if match else Key(content, "", dtype)
 
 
-def short_names(keys: dict[str, SuffixedKey]) -> dict[str, str]:
-    """Return the content of each key; if several keys have one content, all but the widest keep their whole names."""
-    order = [torch.float32, torch.bfloat16, torch.float16]
-    ranks = {
-        key: order.index(each) if (each := _DTYPES.get(parts.dtype)) in order else 3 for key, parts in keys.items()
-    }
-    names: dict[str, str] = {}
-    taken: set[str] = set(keys)
-    for key in sorted(keys, key=ranks.__getitem__):
-        content = keys[key].content
-        names[key] = content if content == key or content not in taken else key
-        taken.add(content)
-    return {key: names[key] for key in keys}
+def find_resolutions(keys: Iterable[str]) -> list[str]:
+    """Return the resolutions of the latents in a file, which are endings of its tensor names."""
+    return list(dict.fromkeys(key.resolution for key in map(parse_key, keys) if key.content == "latents"))
 
 
-def as_numbers(metadata: dict[str, str], *keys: str, count: int) -> tuple[int, ...]:
-    """Return `count` integers of metadata; commas separate those in one entry."""
-    texts = ",".join(metadata[key] for key in keys).split(",")
-    if len(texts) != count or not all(re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) for text in texts):
-        values = ", ".join(f"{key} {metadata[key]!r:.100}" for key in keys)
-        raise FormatError(f"the metadata has {values}, expected {count} integers")
-    return tuple(map(int, texts))
+def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors by their contents, sorted by name; of several with one content, all but the widest keep their keys."""
+
+    def rank(key: str) -> int:
+        dtype = parse_key(key).dtype
+        return _WIDEST.index(dtype) // 2 if dtype in _WIDEST else len(_WIDEST)
+
+    named: dict[str, torch.Tensor] = {}
+    for key in sorted(tensors, key=rank):
+        content = parse_key(key.removeprefix("varlen_")).content
+        named[key if content in named or content in tensors else content] = tensors[key]
+    return dict(sorted(named.items()))
+
+
+class Content(NamedTuple):
+    """The content of a file."""
+
+    file: ImageFile
+    resolution: str | None  # ending of the names of tensors that are latents; None in a file of texts
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+
+    def name_latents(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the tensors by name, and the size of the image."""
+        sample: dict[str, Any] = {**name_tensors(tensors)}
+        if "latents" not in sample:
+            raise FormatError("has no tensor 'latents_…'")
+        if {"width", "height"} <= self.metadata.keys():
+            sample["original_size"] = self.numbers("width", "height", count=2)
+        return sample
+
+    def numbers(self, *keys: str, count: int) -> tuple[int, ...]:
+        """Return `count` integers of the metadata; commas separate those in one entry."""
+        texts = ",".join(self.metadata[key] for key in keys).split(",")
+        if len(texts) != count or not all(re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) for text in texts):
+            values = ", ".join(f"{key} {self.metadata[key]!r:.100}" for key in keys)
+            raise FormatError(f"the metadata has {values}, expected {count} integers")
+        return tuple(map(int, texts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +186,7 @@ class Table:
     latents: re.Pattern[str]
     texts: re.Pattern[str]
     is_ours: Callable[[str, dict[str, str]], bool]  # from the name of a file and its metadata
-    per_file: dict[str, re.Pattern[str]]  # metadata that belong to one file of "latents" and of "text"
+    per_file: re.Pattern[str]  # metadata that belong to one file
 
     def recognize(self, folder: SourceFolder) -> int:
         """Return the number of files that fit, if at least half of all do by name, judged by the metadata of some."""
@@ -189,42 +217,48 @@ class TableFiles:
                 self.bad[name] = f"is not a file of {table.program}: its name or its metadata differ"
                 continue
             kind, files = ("text", self.texts) if match.re is table.texts else ("latents", self.latents)
-            label = match.groupdict().get("label", "")
-            files.append(ImageFile(name, match["stem"], match["model"], label, tensors=tuple(tensors)))
+            files.append(ImageFile(name, **match.groupdict(), tensors=tensors))
             architectures |= {metadata["architecture"]} if metadata else set()
             scheme |= set(map(_scheme, tensors))
             if tensors:
-                entries = {key: text for key, text in metadata.items() if not self._per_file[kind].fullmatch(key)}
+                entries = self._without_own(metadata)
                 self._shared[kind] = dict(sorted(entries.items() & self._shared.get(kind, entries).items()))
-        self.provenance = {
+        self.provenance: dict[str, Any] = {
             "architecture": one_or_all(architectures),
-            "metadata": {kind: self._shared.get(kind, {}) for kind in self._per_file},
+            "metadata": {kind: self._shared.get(kind, {}) for kind in ("latents", "text")},
             "keys": sorted(scheme),
         }
 
-    def load(
-        self, add: Callable[[dict[str, Any], ImageFile, Joined, dict[str, Any], dict[str, str]], str], files: Joined
-    ) -> Loaded:
-        """Read the files of a sample.
+    def join(self, add: Callable[[dict[str, Any], Content], str], text_stem: Callable[[str], str] = str) -> Source:
+        """Return the samples.
 
         Args:
-            add: Function that puts tensors and metadata of a file into a sample. It returns the name under which the sample's
-                `metadata` has the entries that not all files share.
+            add: Function that puts the content of a file into a sample. It returns the name under which the sample's `metadata`
+                has the entries that not all files share.
+            text_stem: As for `join_files`.
         """
-        sample: dict[str, Any] = {}
-        more: dict[str, dict[str, str]] = {}
-        for file in filter(None, (files.latents, *files.texts)):
-            tensors, metadata = load_safetensors(self.folder, file.name)
-            kind = "latents" if file is files.latents else "text"
-            try:
-                name = add(sample, file, files, tensors, metadata)
-            except FormatError as exc:
-                raise exc.at(file.name) from exc
-            shared = self._shared.get(kind, {})
-            rest = {key: text for key, text in sorted(metadata.items()) if shared.get(key) != text}
-            rest = {key: text for key, text in rest.items() if not self._per_file[kind].fullmatch(key)}
-            more |= {name: rest} if rest else {}
-        return Loaded(sample | ({"metadata": more} if more else {}))
+
+        def load(joined: Joined) -> Loaded:
+            sample: dict[str, Any] = {}
+            more: dict[str, dict[str, str]] = {}
+            for file in (*joined.latents, *joined.texts):
+                is_latents = file in joined.latents
+                content = Content(
+                    file, joined.resolution if is_latents else None, *load_safetensors(self.folder, file.name)
+                )
+                try:
+                    name = add(sample, content)
+                except FormatError as exc:
+                    raise exc.at(file.name) from exc
+                shared = self._shared.get("latents" if is_latents else "text", {})
+                rest = dict(sorted(self._without_own(content.metadata).items() - shared.items()))
+                more |= {name: rest} if rest else {}
+            return Loaded(sample | ({"metadata": more} if more else {}))
+
+        return join_files(self.folder, self.latents, self.texts, load, self.provenance, self.bad, text_stem)
+
+    def _without_own(self, metadata: dict[str, str]) -> dict[str, str]:
+        return {key: text for key, text in metadata.items() if not self._per_file.fullmatch(key)}
 
 
 def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:

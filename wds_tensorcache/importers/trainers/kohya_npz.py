@@ -40,10 +40,10 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import ImageFile, Joined, join_files, note_resolutions
 from wds_tensorcache.importers.safe_files import list_npz, load_npz
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers.joined_files import ImageFile, Joined, join_files
 
 _NAME = re.compile(
     r"(?P<stem>.+)_(?:(?P<size>\d{4,}x\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|anima|hi)"
@@ -95,22 +95,21 @@ def _open(folder: SourceFolder) -> Source:
         if not match and arrays is not None and not _is_old(arrays):
             bad[name] = "is not a file of sd-scripts: its name and its arrays differ"
             continue
-        ends = tuple(dict.fromkeys(end for entry, end in map(_split, arrays or ()) if entry == "latents")) or ("",)
+        ends = list(dict.fromkeys(end for entry, end in map(_split, arrays or ()) if entry == "latents")) or [""]
         schemes |= {"latents_HxW" if end else "latents" for end in ends} if arrays else set()
         stem, size, model = match.group("stem", "size", "model") if match else (name[: -len(".npz")], "", of_old)
         models.add(model)
         latents.append(ImageFile(name, stem, model, size, ends))
     provenance = {"architecture": one_or_all(models), "keys": one_or_all(schemes)} if models else {}
-    samples = join_files(folder, latents, texts, partial(_load, folder), captions=(".caption", ".txt"))
-    return Source(samples, provenance, bad, notes=note_resolutions(latents))
+    return join_files(folder, latents, texts, partial(_load, folder), provenance, bad, captions=(".caption", ".txt"))
 
 
 def _load(folder: SourceFolder, files: Joined) -> Loaded:
     sample: dict[str, Any] = {}
-    if files.latents is not None:
-        arrays = load_npz(folder, files.latents.name)
+    for file in files.latents:
+        arrays = load_npz(folder, file.name)
         if f"latents{files.resolution}" not in arrays:
-            raise FormatError("has no array 'latents', nor one such as 'latents_64x64'").at(files.latents.name)
+            raise FormatError("has no array 'latents', nor one such as 'latents_64x64'").at(file.name)
         sample = {entry: arrays[key] for entry in _ENTRIES if (key := entry + files.resolution) in arrays}
         other = {
             array: value
