@@ -11,17 +11,11 @@ import torch
 
 import wds_tensorcache as tc
 from tests.importers.folders import assert_complete, assert_left_out, assert_samples, format_of, imported
-from tests.importers.test_kohya import save_latents, save_new, save_new_text
+from tests.importers.test_kohya import all_tensors, save_latents, save_new, save_new_text
 from tests.same import assert_same
 
-BF16, FP16, FP32, FP8, I64, I32 = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int32,
-)
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+I64, I32 = torch.int64, torch.int32
 NAMES = {"f2d": "flux_2_dev", "qi": "qwen_image", "hv": "hunyuan_video", "fp": "framepack", "ho1": "hidream_o1_image"}
 
 # The keys of the files, with dtypes and shapes, and the names that they must get: those in the batches of musubi-tuner.
@@ -141,10 +135,6 @@ def save_text(folder: Path, stem: str, arch: str, caption: str = "hello", **more
     made = {key: random_tensor(dtype, shape) for key, _, dtype, shape in TEXTS[arch]}
     save(folder / f"{stem}_{arch}_te.safetensors", made, arch, caption1=caption, **more)
     return {name: made[key] for key, name, _, _ in TEXTS[arch]}
-
-
-def all_tensors(folder: Path) -> list[torch.Tensor]:
-    return [tensor for path in folder.rglob("*.safetensors") for tensor in safetensors.torch.load_file(path).values()]
 
 
 @pytest.mark.parametrize("arch", LATENTS)

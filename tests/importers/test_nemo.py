@@ -63,8 +63,7 @@ def write_cache(root: Path, count: int = 5, shard_size: int = 2, **options: Any)
 def test_pictures(tmp_path: Path) -> None:
     expected = write_cache(tmp_path / "in", max_pixels=65536)
     found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.format == "nemo"
-    assert report.ok
+    assert (report.format, report.ok, report.unused) == ("nemo", True, [])
     assert_samples(expected, found)
     assert report.fingerprint == {
         "format": "nemo",

@@ -40,8 +40,9 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -99,15 +100,10 @@ def _load(folder: SourceFolder, models: tuple[str, ...], files: Joined) -> Loade
         sample = {"latent": tensors["latent"], **tensors, "info": _info(metadata)}
     captions = [folder.read_text(name) for name in files.captions]
     texts = {text.label: _load_text(folder, text.name) for text in files.texts}
-    hashes = iter(texts)
+    hashes: Iterable[str] = texts
     if len(texts) > 1:
-        hashes = (
-            hashed
-            for name in files.captions
-            for hashed in _hashes(folder.read(name).decode(), models)
-            if hashed in texts
-        )
-    if (hashed := next(hashes, None)) is not None:
+        hashes = chain.from_iterable(_hashes(folder.read(name).decode(), models) for name in files.captions)
+    if (hashed := next(filter(texts.__contains__, hashes), None)) is not None:
         text, info = texts.pop(hashed)
         sample |= {"text": text} | ({"text_info": info} if info else {})
     if texts:

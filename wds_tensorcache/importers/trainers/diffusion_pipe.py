@@ -132,7 +132,7 @@ def _open(folder: SourceFolder) -> Source:
     for place, caches in unconds.items():
         every = {cache: [*chain.from_iterable(specs.values())] for cache, specs in caches.items()}
         samples.append(_sample(folder, f"{place}/uncond", None, every))
-    return Source(samples, {"fingerprints": fingerprints}, bad)
+    return Source(samples, {"fingerprints": fingerprints}, bad, databases)
 
 
 def _latent_samples(

@@ -52,6 +52,7 @@ _NAME = re.compile(
 )
 _RESOLUTION = re.compile(r"(.+?)(_\d+x\d+)?", re.DOTALL)
 _ENTRIES = ("latents", "latents_flipped", "original_size", "crop_ltrb", "alpha_mask")
+_EXPORTED = b'{\n "caption": '
 _NUM_PROBED = 4  # files without a telling name to look into
 
 
@@ -59,7 +60,13 @@ def _recognize(folder: SourceFolder) -> int:
     """Return the number of files, if at least half of the `.npz` files are of this format."""
     names = folder.by_suffix.get(".npz", [])
     unnamed = [name for name in names if not _NAME.fullmatch(name)]
-    if all(_is_old(_arrays(folder, name)) for name in unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]):
+    probed = unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]
+    # files of `tensorcache export` contain the texts, too, and their captions are in `.json` files
+    captions = [values for name in probed if (values := f"{name[:-4]}.json") in folder]
+    are_exported = any(folder.read(values).startswith(_EXPORTED) for values in captions)
+    arrays = [_arrays(folder, name) for name in probed]
+    entries = {_split(array)[0] for of_file in arrays for array in of_file or ()}
+    if not are_exported and entries <= {*_ENTRIES} and all(map(_is_old, arrays)):
         return len(names)
     return len(names) - len(unnamed) if 2 * len(unnamed) <= len(names) else 0
 
