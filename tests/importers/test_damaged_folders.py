@@ -17,11 +17,8 @@ from tests.importers import test_edm2 as edm2
 from tests.importers import test_fastvideo as fastvideo
 from tests.importers import test_kohya as kohya
 from tests.importers import test_lightningdit as lightningdit
-from tests.importers import test_ltx as ltx
 from tests.importers import test_musubi as musubi
-from tests.importers import test_nemo as nemo
-from tests.importers import test_simpletuner as simpletuner
-from tests.importers.folders import Gadget, assert_left_out, imported
+from tests.importers.folders import imported
 from tests.same import assert_same
 
 
@@ -125,41 +122,3 @@ def test_large_files_are_read_by_position(tmp_path: Path, name: str) -> None:
     begin = num_bytes_read()
     tc.import_cache(folder, tmp_path / "out", num_workers=1)
     assert num_bytes_read() - begin < 3 * sum(path.stat().st_size for path in folder.iterdir())
-
-
-def write_nemo(folder: Path) -> list[str]:
-    return [f"{name}.pt" for name in nemo.write_cache(folder, 2)]
-
-
-def write_ltx(folder: Path) -> list[str]:
-    for name in "ab":
-        ltx.save(ltx.latents(0), folder / f".precomputed/latents/{name}.pt")
-        ltx.save(ltx.conditions(0), folder / f".precomputed/conditions/{name}.pt")
-    return [f".precomputed/latents/{name}.pt" for name in "ab"]
-
-
-def write_simpletuner(folder: Path) -> list[str]:
-    names = [f"vae/{simpletuner.vae_name(name)}" for name in "ab"]
-    for name in names:
-        simpletuner.save(torch.randn(4, 8, 8), folder / name, compress=True)
-    return names
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [(Gadget(), "--trust"), ([1], "expected a"), (b"PK\x03\x04 hello", "pt")]
-)
-@pytest.mark.parametrize("writer", [write_nemo, write_ltx, write_simpletuner])
-def test_files_of_torch(
-    tmp_path: Path, writer: Callable[[Path], list[str]], content: object, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    bad, good = writer(tmp_path / "in")
-    if isinstance(content, bytes):
-        (tmp_path / "in" / bad).write_bytes(content)
-    else:
-        torch.save(content, tmp_path / "in" / bad)
-    if content == [1] and writer is write_ltx:
-        return  # any content is a part of its samples
-    name = good.removesuffix(".pt").removeprefix(".precomputed/latents/")
-    assert_left_out(tmp_path / "in", bad, message, [name])
-    assert not Path("hacked").exists()

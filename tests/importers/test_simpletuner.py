@@ -248,9 +248,11 @@ def test_changed_captions_are_reported(tmp_path: Path) -> None:
     write_backend(root, "set", {f"/data/{stem}.png": metadata(0) for stem in "abc"})
     with pytest.raises(tc.FormatError, match=r"vae/b: .*no text embeddings of the caption"):
         tc.import_cache(root, tmp_path / "stopped")
+    save([1], root / "vae" / vae_name("d"))
     found, report = imported(root, tmp_path / "out", on_error="skip")
     assert found.keys() == {"vae/a", "vae/c", f"text/{text_name('old')[:-3]}"}
-    assert [each.name for each in report.skipped] == ["vae/b"]
+    assert [each.name for each in report.skipped] == [f"vae/{vae_name('d')[:-3]}", "vae/b"]
+    assert "contains list, expected a tensor" in report.skipped[0].what
 
 
 BAD_JSON = ["", "7", "[" * 100_000, "null", '["/data/a.png"]']
