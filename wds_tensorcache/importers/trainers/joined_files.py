@@ -23,6 +23,7 @@ _WIDEST = ("float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 _DTYPE = re.compile(
     r"(.*?)(?:_((?:b?float|complex|u?int)(?:8|16|32|64|128)(?:_e\dm\d\w*)?|fp32|bf16|fp16|bool))?", re.ASCII | re.DOTALL
 )
+_LATENTS = re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL)
 _RESOLUTION = re.compile(r"((?:latents|alpha_mask).*?)(_(?:\d+x)?\d+x\d+)", re.DOTALL)
 
 
@@ -77,9 +78,8 @@ def join_files(
             by_stem.setdefault((file.model, file.stem), []).append(file)
     has_many_models = len({model for model, _ in (*images, *texts_of)}) > 1
     alone = set(texts_of)
-    rows: list[
-        tuple[str, str, list[ImageFile], str, list[ImageFile]]
-    ] = []  # model and name of each sample, and its files
+    # model and name of each sample, its file of latents with one resolution, its files of texts
+    rows: list[tuple[str, str, list[ImageFile], str, list[ImageFile]]] = []
     for (model, stem), same in images.items():
         key = (model, stem) if (model, stem) in texts_of else (model, text_stem(stem))
         alone.discard(key)
@@ -180,22 +180,32 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The names of the `.safetensors` files that a program writes for each image; their groups: stem, model, label."""
+    """The `.safetensors` files that a program writes for each image."""
 
     program: str
-    latents: re.Pattern[str]
-    texts: re.Pattern[str]
-    is_ours: Callable[[str, dict[str, str]], bool]  # from the name of a file and its metadata
-    per_file: re.Pattern[str]  # metadata that belong to one file
+    texts: re.Pattern[str]  # names of files of texts, with the groups stem, model and perhaps label
+    has_crops: bool  # whether the metadata of latents contain the crop
+    per_file: dict[str, re.Pattern[str]]  # metadata that belong to one file of "latents" and of "text"
+
+    def match(self, name: str) -> re.Match[str] | None:
+        """Match the name of a file, with the groups stem, model and perhaps label."""
+        return _LATENTS.fullmatch(name) or self.texts.fullmatch(name)
+
+    def is_ours(self, match: re.Match[str], metadata: dict[str, str]) -> bool:
+        """Return whether the program may have written the metadata of a file with this name."""
+        has_crops = any(key.startswith("crop_ltrb") for key in metadata)
+        is_kind = match.re is self.texts or has_crops == self.has_crops
+        return is_kind and {"architecture", "format_version"} <= metadata.keys()
 
     def recognize(self, folder: SourceFolder) -> int:
         """Return the number of files that fit, if at least half of all do by name, judged by the metadata of some."""
         names = folder.by_suffix.get(".safetensors", [])
-        fitting = [name for name in names if self.latents.fullmatch(name) or self.texts.fullmatch(name)]
+        fitting = list(filter(None, map(self.match, names)))
         if not fitting or 2 * len(fitting) < len(names):
             return 0
         probed = fitting[:: -(-len(fitting) // _NUM_PROBED)]
-        return len(fitting) * sum(self.is_ours(name, _peek_header(folder, name)[1]) for name in probed) // len(probed)
+        num_ours = sum(self.is_ours(match, _peek_header(folder, match[0])[1]) for match in probed)
+        return len(fitting) * num_ours // len(probed)
 
 
 class TableFiles:
@@ -211,9 +221,9 @@ class TableFiles:
         architectures: set[str] = set()
         scheme: set[str] = set()
         for name in folder.by_suffix.get(".safetensors", ()):
-            match = table.latents.fullmatch(name) or table.texts.fullmatch(name)
+            match = table.match(name)
             tensors, metadata = _peek_header(folder, name)
-            if match is None or (metadata and not table.is_ours(name, metadata)):
+            if match is None or (metadata and not table.is_ours(match, metadata)):
                 self.bad[name] = f"is not a file of {table.program}: its name or its metadata differ"
                 continue
             kind, files = ("text", self.texts) if match.re is table.texts else ("latents", self.latents)
@@ -221,11 +231,11 @@ class TableFiles:
             architectures |= {metadata["architecture"]} if metadata else set()
             scheme |= set(map(_scheme, tensors))
             if tensors:
-                entries = self._without_own(metadata)
+                entries = self._without_per_file(kind, metadata)
                 self._shared[kind] = dict(sorted(entries.items() & self._shared.get(kind, entries).items()))
         self.provenance: dict[str, Any] = {
             "architecture": one_or_all(architectures),
-            "metadata": {kind: self._shared.get(kind, {}) for kind in ("latents", "text")},
+            "metadata": {kind: self._shared.get(kind, {}) for kind in table.per_file},
             "keys": sorted(scheme),
         }
 
@@ -242,23 +252,22 @@ class TableFiles:
             sample: dict[str, Any] = {}
             more: dict[str, dict[str, str]] = {}
             for file in (*joined.latents, *joined.texts):
-                is_latents = file in joined.latents
-                content = Content(
-                    file, joined.resolution if is_latents else None, *load_safetensors(self.folder, file.name)
-                )
+                resolution = joined.resolution if file in joined.latents else None
+                content = Content(file, resolution, *load_safetensors(self.folder, file.name))
                 try:
                     name = add(sample, content)
                 except FormatError as exc:
                     raise exc.at(file.name) from exc
-                shared = self._shared.get("latents" if is_latents else "text", {})
-                rest = dict(sorted(self._without_own(content.metadata).items() - shared.items()))
+                kind = "text" if resolution is None else "latents"
+                entries = self._without_per_file(kind, content.metadata)
+                rest = dict(sorted(entries.items() - self._shared.get(kind, {}).items()))
                 more |= {name: rest} if rest else {}
             return Loaded(sample | ({"metadata": more} if more else {}))
 
         return join_files(self.folder, self.latents, self.texts, load, self.provenance, self.bad, text_stem)
 
-    def _without_own(self, metadata: dict[str, str]) -> dict[str, str]:
-        return {key: text for key, text in metadata.items() if not self._per_file.fullmatch(key)}
+    def _without_per_file(self, kind: str, metadata: dict[str, str]) -> dict[str, str]:
+        return {key: text for key, text in metadata.items() if not self._per_file[kind].fullmatch(key)}
 
 
 def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:

@@ -43,21 +43,14 @@ from wds_tensorcache.importers.trainers.joined_files import (
     parse_key,
 )
 
-_TEXTS = re.compile(r"(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_(?P<label>\d+(?:_m)?)_te\.safetensors", re.DOTALL)
 _PROMPT = re.compile(r"(.+)_(\d{1,4})", re.DOTALL)
-
-
-def _is_ours(name: str, metadata: dict[str, str]) -> bool:
-    is_latents = any(key.startswith("crop_ltrb_") for key in metadata)
-    return {"architecture", "format_version"} <= metadata.keys() and (is_latents or bool(_TEXTS.fullmatch(name)))
 
 
 _TABLE = Table(
     "sd-scripts",
-    re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL),
-    _TEXTS,
-    _is_ours,
-    re.compile(r"width|height|crop_ltrb_.*|caption\d+"),
+    re.compile(r"(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_(?P<label>\d+(?:_m)?)_te\.safetensors", re.DOTALL),
+    True,
+    {"latents": re.compile("width|height|crop_ltrb_.*"), "text": re.compile(r"caption\d+")},
 )
 
 

@@ -45,18 +45,12 @@ from wds_tensorcache.importers.trainers.joined_files import Content, Table, Tabl
 _PART = re.compile(r"^(.+)_(\d{5,})-\d{3,}(?:-(\d+))?\Z", re.DOTALL)
 
 
-def _is_ours(name: str, metadata: dict[str, str]) -> bool:
-    is_kohya = any(key.startswith("crop_ltrb") for key in metadata)
-    return {"architecture", "format_version"} <= metadata.keys() and not is_kohya
-
-
 _TABLE = Table(
     "musubi-tuner",
-    re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL),
     # texts of kohya have the number of their tokens in front of `_te`
     re.compile(r"(?!.+_\d+(?:_m)?_te\.)(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_te\.safetensors", re.DOTALL),
-    _is_ours,
-    re.compile("width|height|frame_count|caption1"),
+    False,
+    {"latents": re.compile("width|height|frame_count"), "text": re.compile("caption1")},
 )
 
 
