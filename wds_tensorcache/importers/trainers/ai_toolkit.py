@@ -65,7 +65,6 @@ _MODELS = ("flux", "sd1", "sd2", "sd3", "sdxl", "pixart", "auraflow", "ssd", "ve
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the files of each image, and read the metadata of the latents."""
     latents, texts, samples, bad = [], [], [], Faults()
     versions: set[str] = set()
     for name in folder.by_suffix.get(".safetensors", ()):
@@ -112,7 +111,7 @@ def _load(folder: SourceFolder, models: tuple[str, ...], files: Joined) -> Loade
 
 
 def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
-    """Return the hashes in the names of the files that ai-toolkit may have made for the content of a caption file."""
+    """Yield the hashes that the names of a caption's files may have."""
     text = ", ".join(caption.replace("\r\n", "\n").split(","))  # it gets a second blank after each comma
     text = text.replace("[name]", "").replace("[trigger]", "")
     for model in models:
@@ -122,7 +121,7 @@ def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
 
 
 def _load_text(folder: SourceFolder, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a text, numbered ones as lists, and the metadata."""
+    """Return the tensors of a text, with lists of numbered ones, and the metadata."""
     tensors, metadata = load_safetensors(folder, name)
     info = _info(metadata)
     if "class_name" in info:  # such a class has any names
@@ -148,7 +147,7 @@ def _load_vision(folder: SourceFolder, name: str) -> Loaded:
 
 
 def _info(metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata, sorted, with values other than texts decoded: `{"crop_x": "12"}` becomes `{"crop_x": 12}`."""
+    """Return the metadata, sorted, with JSON values decoded: `"12"` becomes `12`."""
     info: dict[str, Any] = {}
     for key in sorted(metadata.keys() - _NOT_INFO):
         info[key] = text = metadata[key]

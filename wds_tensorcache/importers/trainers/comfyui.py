@@ -40,7 +40,6 @@ _METADATA = "metadata.json"
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the samples from the pickles of the shards, without their tensors."""
     samples: list[SourceSample] = []
     bad = Faults()
     metadata_files: list[str] = []
@@ -74,7 +73,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _read_shard(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
-    """Return the samples in a shard, whose tensors are read when they are used."""
+    """Return the samples in a shard, with tensors that are mapped."""
     content = load_torch(folder, name, is_mapped=True)
     latents, conditioning = map(content.get, ("latents", "conditioning")) if isinstance(content, dict) else (None, None)
     if not isinstance(latents, list) or not isinstance(conditioning, list):

@@ -79,7 +79,7 @@ class _Item(NamedTuple):
         return value
 
     def find_spec(self, folder: SourceFolder) -> _Spec | None:
-        """Return the item's `image_spec`; None if it has none, or is bad, which `load` reports."""
+        """Return the item's `image_spec`; None if it is missing or damaged."""
         for end in sorted({min(self.begin + _PEEK_NBYTES, self.end), self.end}):
             with suppress(FormatError):
                 value = peek_pth(folder.read_range(self.file, self.begin, end))
@@ -99,7 +99,6 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Read all databases; find the text embeddings that belong to each of the latents."""
     latents: dict[str, list[_Item]] = {}
     texts: dict[str, _Texts] = {}  # by the folder that contains the text folders
     unconds: dict[str, _Texts] = {}
@@ -138,7 +137,7 @@ def _open(folder: SourceFolder) -> Source:
 def _latent_samples(
     folder: SourceFolder, latents: dict[str, list[_Item]], texts: dict[str, _Texts], bad: Faults
 ) -> Iterator[SourceSample]:
-    """Yield a sample for each of the latents; name text folders with items that no sample has in `bad`."""
+    """Yield a sample for each item of latents; report unused texts in `bad`."""
     used: set[tuple[str, _Spec | None]] = set()
     for path, items in latents.items():
         parent, cache = os.path.split(path)
@@ -161,7 +160,7 @@ def _latent_samples(
 
 
 def _text_folders(parent: str, texts: dict[str, _Texts]) -> list[str]:
-    """Return the folders that may contain the text embeddings of the latents in `parent`."""
+    """Return the folders that may contain texts for the latents in `parent`."""
     match = _SIZE.fullmatch(parent)
     if parent in texts or match is None:
         return [parent] if parent in texts else []
@@ -179,7 +178,7 @@ def _sample(
 
 
 def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None) -> Loaded:
-    """Return the latents and the embeddings of their captions; `problem` says why these are not known."""
+    """Return the latents with their texts; raise FormatError if `problem` is given."""
     value = item.load(folder) if item else {}
     if captions and "text" in value:
         problem = "has an entry 'text', where its text embeddings would be"
@@ -199,11 +198,7 @@ def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_It
 
 
 def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
-    """Return the fingerprint and the items of a cache, in the order in which the trainer numbers them.
-
-    The database is opened read-only and immutable, and only plain tables are read. Views, triggers, virtual tables, functions
-    and journals are refused, because SQLite would execute them.
-    """
+    """Return the fingerprint and the items of a cache, in the trainer's order."""
     for suffix in ("-journal", "-wal"):
         if f"{name}{suffix}" in folder:  # Hazard: SQLite would roll back what the journal lists
             raise FormatError(
@@ -214,6 +209,7 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
         with closing(sqlite3.connect(uri, uri=True)) as database:
             database.text_factory = lambda text: text.decode("utf-8", "replace")
             database.execute("PRAGMA trusted_schema=OFF")
+            # Hazard: SQLite would execute views, triggers, virtual tables and functions.
             tables = filter(_SHARD.fullmatch, _list_tables(database))
             fingerprints = database.execute("SELECT value FROM fingerprint LIMIT 1").fetchall()
             rows = _read_rows(database, "shard, shard_index FROM items")
@@ -234,7 +230,7 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
 
 
 def _list_tables(database: sqlite3.Connection) -> list[str]:
-    """Return the names of all tables; raise FormatError if there is anything but plain tables of plain columns."""
+    """Return the names of all tables; refuse all but plain tables of plain columns."""
     schema = database.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     for kind, name, sql in schema:
         if kind != "table" or not re.fullmatch(r"CREATE TABLE \w+ ?\(\w+(, ?\w+)*\)", str(sql), re.ASCII):
@@ -245,7 +241,7 @@ def _list_tables(database: sqlite3.Connection) -> list[str]:
 
 
 def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]]:
-    """Return rows of two integers that are not negative."""
+    """Return pairs of integers; refuse negative ones and other values."""
     rows = database.execute(f"SELECT {query} ORDER BY rowid").fetchall()
     for at, row in enumerate(rows):
         if not all(type(value) is int and value >= 0 for value in row):
@@ -254,7 +250,7 @@ def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]
 
 
 def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]]) -> list[_Item]:
-    """Return the items of one `.bin` file, whose rows must follow each other without gaps."""
+    """Return the items of one `.bin` file; refuse gaps between them."""
     if file not in folder:
         raise FormatError(f"{file} is missing")
     items, end = [], 0

@@ -56,7 +56,6 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the files of moments and the labels in the folder and in its zips."""
     samples: list[SourceSample] = []
     bad = Faults()
     notes: list[str] = []
@@ -77,7 +76,7 @@ def _view_zipped(folder: SourceFolder, name: str, files: dict[str, Any], file: s
 
 
 def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read: _Read, archive: str = "") -> set[str]:
-    """Add the samples of a folder or zip, and its faults; return the names of the files that it uses."""
+    """Add the samples and faults of a folder or zip; return its used files."""
     prefix = f"{archive[:-4]}/" if archive else ""
     roots: dict[str, list[str]] = {}
     all_used: set[str] = set()
@@ -121,7 +120,7 @@ def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
 
 
 def _pictures(root: str, names: Collection[str], count: int, prefix: str, bad: Faults) -> list[str | None]:
-    """Return REPA's picture of each file in `vae-sd`, by position."""
+    """Return REPA's picture of each file of moments, matched by position."""
     pictures: list[str | None] = []
     if f"/{root}".endswith(f"/{_FEATURES}"):
         parent = root[: -len(_FEATURES)] + _IMAGES

@@ -1,4 +1,4 @@
-"""Formats that are a table of file names: the files of an image or video, such as latents and texts, become a sample."""
+"""Join the files that a trainer wrote for an image or video, such as latents and texts, to samples by their names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RESOLUTION = re.compile(r"((?:latents|alpha_mask).*?)(_(?:\d+x)?\d+x\d+)", re.D
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that a trainer has written for an image; its name tells stem, model and label."""
+    """A file that a trainer wrote for an image, with the parts of its name."""
 
     name: str
     stem: str  # path of the image without suffix
@@ -40,12 +40,12 @@ class ImageFile:
 
 
 class Joined(NamedTuple):
-    """The files of one sample: those of latents and texts, and the names of caption files."""
+    """The files of one sample."""
 
     latents: Sequence[ImageFile]  # one, or none
     resolution: str  # ending of the names of its tensors in the file of latents
     texts: Sequence[ImageFile]
-    captions: Sequence[str]
+    captions: Sequence[str]  # names of files
 
 
 def join_files(
@@ -59,14 +59,15 @@ def join_files(
     captions: Sequence[str] = (),
     others: Sequence[SourceSample] = (),
 ) -> Source:
-    """Return a sample for each resolution in each file of latents, and for each image that has only files of text states.
+    """Make a sample of each resolution in each file of latents, and of each image that has only texts.
 
     The name of a sample is the stem. If an image has several files of latents, their labels are added. If a file has several
     resolutions, their endings are added. Samples that would have equal names are named like their files instead. If the folder
     has files for several models, the name begins with the model and a slash.
 
     Args:
-        texts: Files of text states. They become part of the samples of latents that have the same stem and model.
+        texts: Files of texts. They become part of the samples of latents that have the same stem and model.
+        load: Function that reads a sample.
         text_stem: Function that returns the stem of texts for a stem of latents. It is called if no text has the stem itself.
         captions: Suffixes of an image's caption files.
         others: Further samples.
@@ -104,7 +105,7 @@ def join_files(
 
 
 def _note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
-    """Return a note about the files of latents that become several samples, if there are any."""
+    """Return a note if some files of latents become several samples."""
     several = [file for file in latents if len(file.resolutions) > 1]
     if not several:
         return []
@@ -134,12 +135,12 @@ def parse_key(key: str) -> Key:
 
 
 def find_resolutions(keys: Iterable[str]) -> list[str]:
-    """Return the resolutions of the latents in a file, which are endings of its tensor names."""
+    """Return the resolutions of the tensors of latents, such as `_64x64`."""
     return list(dict.fromkeys(key.resolution for key in map(parse_key, keys) if key.content == "latents"))
 
 
 def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors by their contents, sorted by name; of several with one content, all but the widest keep their keys."""
+    """Name tensors by content, and sort them; if several have one content, all but the widest keep their keys."""
 
     def rank(key: str) -> int:
         dtype = parse_key(key).dtype
@@ -153,15 +154,15 @@ def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Content(NamedTuple):
-    """The content of a file."""
+    """The content of a file, and the resolution that becomes the sample."""
 
     file: ImageFile
-    resolution: str | None  # ending of the names of tensors that are latents; None in a file of texts
+    resolution: str | None  # ending of the names of its tensors; None for a file of texts
     tensors: dict[str, torch.Tensor]
     metadata: dict[str, str]
 
     def name_latents(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the tensors by name, and the size of the image."""
+        """Return tensors of latents by name, and the size of the image."""
         sample: dict[str, Any] = {**name_tensors(tensors)}
         if "latents" not in sample:
             raise FormatError("has no tensor 'latents_…'")
@@ -188,7 +189,7 @@ class Table:
     per_file: dict[str, re.Pattern[str]]  # metadata that belong to one file of "latents" and of "text"
 
     def match(self, name: str) -> re.Match[str] | None:
-        """Match the name of a file, with the groups stem, model and perhaps label."""
+        """Match the name of a file, with the groups stem, model and label."""
         return _LATENTS.fullmatch(name) or self.texts.fullmatch(name)
 
     def is_ours(self, match: re.Match[str], metadata: dict[str, str]) -> bool:
@@ -198,7 +199,7 @@ class Table:
         return is_kind and {"architecture", "format_version"} <= metadata.keys()
 
     def recognize(self, folder: SourceFolder) -> int:
-        """Return the number of files that fit, if at least half of all do by name, judged by the metadata of some."""
+        """Estimate from some headers how many files fit; 0 if most names do not."""
         names = folder.by_suffix.get(".safetensors", [])
         fitting = list(filter(None, map(self.match, names)))
         if not fitting or 2 * len(fitting) < len(names):
@@ -209,7 +210,7 @@ class Table:
 
 
 class TableFiles:
-    """The files of a table in a folder, of which only the headers are read, and what their metadata have in common."""
+    """The files of a table in a folder, and the metadata that they share; only headers are read."""
 
     def __init__(self, table: Table, folder: SourceFolder) -> None:
         self.folder = folder
@@ -240,7 +241,7 @@ class TableFiles:
         }
 
     def join(self, add: Callable[[dict[str, Any], Content], str], text_stem: Callable[[str], str] = str) -> Source:
-        """Return the samples.
+        """Join the files to samples.
 
         Args:
             add: Function that puts the content of a file into a sample. It returns the name under which the sample's `metadata`
@@ -271,7 +272,7 @@ class TableFiles:
 
 
 def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return tensor names and metadata; none for a damaged file, whose fault `load_safetensors` raises later."""
+    """Return tensor names and metadata; a damaged file has neither."""
     try:
         return read_safetensors_header(folder, name)
     except (TensorCacheError, OSError):
@@ -279,7 +280,7 @@ def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, 
 
 
 def _scheme(key: str) -> str:
-    """Return a tensor name with placeholders: `latents_FxHxW_dtype`."""
+    """Return a tensor name with placeholders, such as `latents_FxHxW_dtype`."""
     content, resolution, dtype = parse_key(key)
     size = ("", "_HxW", "_FxHxW")[resolution.count("x")]
     return re.sub(r"_\d+(?=_|$)", "_N", content) + size + ("_dtype" if dtype else "")

@@ -57,7 +57,7 @@ _NUM_PROBED = 4  # files without a telling name to look into
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Return the number of files, if at least half of the `.npz` files are of this format."""
+    """Return the number of files; 0 if most `.npz` files have another format."""
     names = folder.by_suffix.get(".npz", [])
     unnamed = [name for name in names if not _NAME.fullmatch(name)]
     probed = unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]
@@ -72,12 +72,12 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _is_old(arrays: list[str] | None) -> bool:
-    """Return whether a file with any name contains the arrays that sd-scripts writes for an image."""
+    """Return whether arrays include those that sd-scripts writes for an image."""
     return {"latents", "original_size", "crop_ltrb"} <= {_split(array)[0] for array in arrays or ()}
 
 
 def _arrays(folder: SourceFolder, name: str) -> list[str] | None:
-    """Return the names of the arrays; None if the file is damaged, which `load_npz` describes."""
+    """Return the names of the arrays; None if the file is damaged."""
     try:
         return list_npz(folder, name)
     except (FormatError, OSError):

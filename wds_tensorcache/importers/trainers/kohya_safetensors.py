@@ -90,14 +90,14 @@ def _latents(content: Content, resolution: str) -> dict[str, Any]:
 
 
 def _split_prompt(key: str) -> tuple[int, str]:
-    """Return the number of the prompt and the key without it: `(1, "t5_out_bfloat16")` for `t5_out_1_bfloat16`."""
+    """Split `t5_out_1_bfloat16` into `(1, "t5_out_bfloat16")`, the prompt and the rest."""
     content, _, dtype = parse_key(key)
     match = _PROMPT.fullmatch(content)
     return (int(match[2]), match[1] + (f"_{dtype}" if dtype else "")) if match else (0, key)
 
 
 def _prompts(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return the states of each prompt by name."""
+    """Return the tensors of each prompt by name."""
     prompts: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         number, name = _split_prompt(key)

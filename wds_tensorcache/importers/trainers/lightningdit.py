@@ -38,7 +38,6 @@ _STATS = "latents_stats.pt"
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the rows of all `.safetensors` files, as LightningDiT does."""
     samples: list[SourceSample] = []
     bad = Faults()
     provenance: dict[str, Any] = {}
@@ -77,7 +76,7 @@ def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
-    """Return mean and standard deviation of each channel: float32, which JSON keeps exactly."""
+    """Return mean and standard deviation of each channel."""
     stats = load_torch(folder, name)
     if not isinstance(stats, dict) or stats.keys() != {"mean", "std"}:
         raise FormatError("expected a dict with 'mean' and 'std'").at(name)

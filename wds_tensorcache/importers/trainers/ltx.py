@@ -40,7 +40,6 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the files of each media file; those without latents or conditions are bad."""
     samples = []
     bad: dict[str, str] = {}
     every_kind: set[str] = set()
@@ -59,7 +58,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the `.pt` files by root, media file and folder; a root ends with `/`, or is empty."""
+    """Return the `.pt` files by root, stem and folder; roots end with `/`."""
     kinds: dict[str, set[str]] = {}
     names = folder.by_suffix.get(".pt", [])
     for name in names:

@@ -49,7 +49,6 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the items of each `metadata.json`, and files that none lists."""
     provenance: dict[str, Any] = {}
     bad = Faults()
     items: dict[str, dict[str, Any]] = {}
@@ -115,7 +114,7 @@ def _read_json(folder: SourceFolder, name: str, expected: type) -> Any:
 
 
 def _locate(folder: SourceFolder, root: str, cache_file: object) -> str | None:
-    """Return the listed file in `root` that ends with the most parts of a path; None if there is none."""
+    """Return the file in `root` that ends with the most parts of a path."""
     parts = cache_file.replace("\\", "/").split("/") if isinstance(cache_file, str) else []
     names = (root + "/".join(parts[at:]) for at in range(len(parts)))
     return next((name for name in names if name in folder and name.endswith((".pt", ".meta"))), None)

@@ -56,7 +56,7 @@ class _Group:
 
     @property
     def part(self) -> str:
-        """The entry of a sample that contains its files."""
+        """The entry of the samples that holds the content of its files."""
         return "image" if any(self.images) else "text"
 
 
@@ -66,7 +66,6 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Read all `aggregate.pt`, and find the files of each position."""
     bad = Faults()
     concepts: dict[str, dict[int, list[str]]] = {}
     for match in filter(None, map(_FILE.fullmatch, folder.by_suffix.get(".pt", ()))):
@@ -90,7 +89,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _read_group(folder: SourceFolder, path: str, variations: dict[int, list[str]], bad: Faults) -> _Group:
-    """Return the finished variations of a concept; describe files that are in none of them in `bad`."""
+    """Return the finished variations of a concept; report other files in `bad`."""
     group = _Group(path)
     for number, files in sorted(variations.items()):
         variation = f"{path}/variation-{number}".lstrip("/")
@@ -120,7 +119,7 @@ def _read_aggregate(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
 
 
 def _pair(groups: list[_Group]) -> dict[str, str]:
-    """Return the text folder of each image folder if the numbers of their files leave only one possibility, else nothing."""
+    """Pair image folders with text folders if only one pairing is possible."""
     counts = {part: Counter(len(group.images) for group in groups if group.part == part) for part in ("image", "text")}
     if counts["image"] != counts["text"] or max(counts["image"].values(), default=0) != 1:
         return {}

@@ -83,7 +83,6 @@ class _Image:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the latents, and join them with the images and embeddings of captions that have their hashes."""
     bad = Faults()
     metadata_files: list[str] = []
     backends = _read_backends(folder, bad, metadata_files)
@@ -150,7 +149,7 @@ def _load_text(folder: SourceFolder, name: str) -> Loaded:
 
 
 def _read_backends(folder: SourceFolder, bad: Faults, metadata_files: list[str]) -> list[_Backend]:
-    """Return the backends that the JSON files in a folder describe; name these files, and the bad ones with their faults."""
+    """Read the JSON files of all backends; add their names to `metadata_files`."""
     backends: dict[tuple[str, str], _Backend] = {}
     for match in filter(None, map(_JSON.fullmatch, folder.by_suffix.get(".json", ()))):
         name, place = match[0], (match[1] or "", match[3] or "")
@@ -172,11 +171,8 @@ def _read_backends(folder: SourceFolder, bad: Faults, metadata_files: list[str])
 
 
 def _best_image(name: str, images: list[_Image]) -> _Image | None:
-    """Return the image whose latents are in the file `name`; None if that cannot be told.
-
-    The file is in the backend's cache folder, in the same subfolder as the image in the backend's folder. Images with the same
-    file name are told apart by these.
-    """
+    """Return the image whose latents are in the file `name`; None if it is ambiguous."""
+    # The file is in the cache folder of its backend, in the same subfolder as the image in the folder of the backend.
     parts = name.split("/")[-2::-1]
 
     def score(image: _Image) -> int:
@@ -191,18 +187,13 @@ def _best_image(name: str, images: list[_Image]) -> _Image | None:
 
 
 def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
-    """Return the `.txt` file of an image, whose folder may have been moved since."""
+    """Return the `.txt` file of an image; its folder may have been moved."""
     paths = (image.backend.folder + "/".join(image.parts[at:]) for at in range(len(image.parts)))
     return next((file for path in paths if (file := os.path.splitext(path)[0] + ".txt") in folder), None)
 
 
 def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
-    """Return the captions that an image may have, by the hash that names their embeddings.
-
-    Captions are in the caption file, in the name of the image, or in the settings. Some models hash the path of the image,
-    relative to the backend's folder, which may have been moved since; newer versions also hash the caption. A caption that is
-    not in the hash is None.
-    """
+    """Return the possible captions of an image by hash; None for hashes of the path alone."""
     captions = [image.stem, image.stem.replace("_", " ")]
     if caption_file is not None:
         with suppress(FormatError, ValueError):  # too long, or not UTF-8, which SimpleTuner cannot read either
@@ -211,6 +202,7 @@ def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) 
     prompt = image.backend.config.get("instance_prompt")
     if isinstance(prompt, str):
         captions = [prompt, *(f"{prompt} {caption}" for caption in captions), *captions]
+    # Some models hash the path of the image in the folder of its backend, which may have been moved since.
     paths = dict.fromkeys([image.path, *("/".join(image.parts[at:]) for at in range(len(image.parts)))])
     keys = [key for path in paths for key in (path, f"{image.backend.id}:{path}")]
     hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys))
