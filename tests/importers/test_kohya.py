@@ -408,18 +408,11 @@ def test_safetensors_of_several_lengths(tmp_path: Path) -> None:
         tc.import_cache(tmp_path / "in", tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"width": "x"}, "expected 2 integers"),
-        ({"crop_ltrb_8x8": "0,1,2," + "9" * 5000}, "expected 4 integers"),
-        ({"height": "\x1b[2J"}, "expected 2 integers"),
-    ],
-)
-def test_safetensors_with_wrong_metadata(tmp_path: Path, changes: dict[str, str], message: str) -> None:
-    save_new(tmp_path / "in" / "a_0512x0512_sdxl.safetensors", (512, 512), torch.randn(4, 8, 8), **changes)
-    save_new(tmp_path / "in" / "b_0512x0512_sdxl.safetensors", (512, 512), torch.randn(4, 8, 8))
-    assert_left_out(tmp_path / "in", "a_0512x0512_sdxl.safetensors", message, "b")
+def test_safetensors_with_wrong_metadata(tmp_path: Path) -> None:
+    for name, crop in (("a", "0,1,2," + "9" * 5000), ("b", "0,1,2,3")):
+        path = tmp_path / "in" / f"{name}_0512x0512_sdxl.safetensors"
+        save_new(path, (512, 512), torch.randn(4, 8, 8), crop_ltrb_8x8=crop)
+    assert_left_out(tmp_path / "in", "a_0512x0512_sdxl.safetensors", "expected 4 integers", "b")
 
 
 @pytest.mark.parametrize(

@@ -203,32 +203,6 @@ def test_an_image_named_like_a_part_of_a_video(tmp_path: Path) -> None:
     assert_complete(all_tensors(tmp_path / "in"), found.values())
 
 
-def test_stems_that_collide(tmp_path: Path) -> None:
-    """Images of two folders with one cache folder: latents of two sizes, and the text of the image that was cached last."""
-    folder = tmp_path / "in"
-    one, two = save_image(folder, "a", "zi", (512, 512)), save_image(folder, "a", "zi", (1024, 768))
-    save_text(folder, "a", "zi", "of the last one")
-    found, report = imported(folder, tmp_path / "out")
-    assert found.keys() == {"a_0512x0512", "a_1024x0768"}
-    assert_same(one["latents"], found["a_0512x0512"]["latents"])
-    assert_same(two["latents"], found["a_1024x0768"]["latents"])
-    assert_complete(all_tensors(folder), found.values(), copies=True)
-    assert report.num_written == 2
-
-
-def test_several_architectures_in_one_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    for arch in ("wan", "qil"):
-        save_image(folder, "a", arch)
-        save_text(folder, "a", arch)
-    found, report = imported(folder, tmp_path / "out")
-    assert found.keys() == {"wan/a", "qil/a"}
-    assert found["wan/a"]["text"].keys() == {"t5"}
-    assert report.fingerprint["architecture"] == ["qil", "wan"]
-    assert found["wan/a"]["metadata"] == {kind: {"architecture": "wan"} for kind in ("latents", "text")}
-    assert_complete(all_tensors(folder), found.values())
-
-
 def test_a_tensor_in_several_dtypes(tmp_path: Path) -> None:
     """Older versions kept the copy of another precision when a text was cached again."""
     folder = tmp_path / "in"

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +126,7 @@ class Key(NamedTuple):
     dtype: str
 
 
+@lru_cache(1 << 10)  # most files have the same names
 def parse_key(key: str) -> Key:
     """Return the parts of a tensor name; parts that it does not have are empty."""
     match = _DTYPE.fullmatch(key)
