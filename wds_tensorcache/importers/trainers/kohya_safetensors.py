@@ -49,8 +49,8 @@ _PROMPT = re.compile(r"(.+)_(\d{1,4})", re.DOTALL)
 _TABLE = Table(
     "sd-scripts",
     re.compile(r"(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_(?P<label>\d+(?:_m)?)_te\.safetensors", re.DOTALL),
-    True,
-    {"latents": re.compile("width|height|crop_ltrb_.*"), "text": re.compile(r"caption\d+")},
+    has_crops=True,
+    per_file={"latents": re.compile("width|height|crop_ltrb_.*"), "text": re.compile(r"caption\d+")},
 )
 
 

@@ -49,8 +49,8 @@ _TABLE = Table(
     "musubi-tuner",
     # texts of kohya have the number of their tokens in front of `_te`
     re.compile(r"(?!.+_\d+(?:_m)?_te\.)(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_te\.safetensors", re.DOTALL),
-    False,
-    {"latents": re.compile("width|height|frame_count"), "text": re.compile("caption1")},
+    has_crops=False,
+    per_file={"latents": re.compile("width|height|frame_count"), "text": re.compile("caption1")},
 )
 
 
