@@ -14,6 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same, tensor_bytes
+from wds_tensorcache.importers.report import ImportReport
 
 
 class Gadget:
@@ -23,7 +24,7 @@ class Gadget:
         return os.system, ("touch hacked",)
 
 
-def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Any]:
+def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], ImportReport]:
     """Return the imported samples by their original names, and the report; the cache is intact."""
     report = tc.import_cache(source, out, **options)
     assert tc.verify(out).ok

@@ -54,7 +54,7 @@ class Source:
         provenance: How the samples were made, as JSON values: model, architecture, version, the trainer's metadata. It becomes
             part of the fingerprint.
         bad: Files that belong to the format but to no sample, with the reason: `{"a.npz": "no image size in the name"}`.
-        metadata_files: Files that were read and belong to no sample, for example those of the provenance.
+        metadata_files: Files from which the provenance was read, if they belong to no sample.
         notes: Sentences for the report about what the files do not tell, for people.
     """
 
