@@ -6,23 +6,20 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+import wds_tensorcache as tc
 from tests.importers import test_comfyui as comfyui
 from tests.importers import test_diffusion_pipe as diffusion_pipe
 from tests.importers import test_edm2 as edm2
+from tests.importers import test_fastvideo as fastvideo
 from tests.importers import test_kohya as kohya
 from tests.importers import test_lightningdit as lightningdit
-from tests.importers import test_ltx as ltx
 from tests.importers import test_musubi as musubi
-from tests.importers import test_nemo as nemo
-from tests.importers import test_simpletuner as simpletuner
-from tests.importers.folders import Gadget, assert_left_out, imported, leaves
+from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.importers.source_folder import SourceFolder
 
 
 def write_kohya(folder: Path) -> None:
@@ -63,12 +60,19 @@ def write_diffusion_pipe(folder: Path) -> None:
         diffusion_pipe.write_cache(folder / name / "latents", items)
 
 
+def write_fastvideo(folder: Path) -> None:
+    for name in "ab":
+        records = [fastvideo.record(row, fastvideo.arrays(row), id=f"{name}{row}") for row in range(2)]
+        fastvideo.write(folder / f"{name}.parquet", records, *fastvideo.NAMES)
+
+
 WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "kohya": (write_kohya, "a*"),
     "kohya-safetensors": (write_new_kohya, "a*"),
     "musubi": (write_musubi, "a*"),
     "comfyui": (write_comfyui, "shard_0000*"),
     "edm2": (write_edm2, "a*"),
+    "fastvideo": (write_fastvideo, "a*"),
     "lightningdit": (write_lightningdit, "*shard000*"),
     "diffusion-pipe": (write_diffusion_pipe, "a/latents/*"),
 }
@@ -99,59 +103,22 @@ def test_damage(tmp_path: Path, name: str, seed: int) -> None:
     assert report.skipped or found.keys() == expected.keys() or seed < 10
 
 
+def num_bytes_read() -> int:
+    """Return how many bytes this process has read from files."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 @pytest.mark.parametrize("name", ["comfyui", "edm2", "lightningdit"])
-def test_large_files_are_read_by_position(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_read_by_position(tmp_path: Path, name: str) -> None:
     """A file of many samples may be larger than memory."""
-    WRITERS[name][0](tmp_path / "in")
-    lengths = []
-    view = SourceFolder.view_open
-
-    def spy(self: SourceFolder, file: Any, name: str, begin: int = 0, end: int | None = None, *more: Any) -> memoryview:
-        content = view(self, file, name, begin, end, *more)
-        lengths.append(len(content))
-        return content
-
-    monkeypatch.setattr(SourceFolder, "view_open", spy)
-    monkeypatch.setattr(SourceFolder, "read", None)  # it would read a whole file
-    samples, _ = imported(tmp_path / "in", tmp_path / "out", format=name, num_workers=3)
-    largest = max(tensor.nbytes for tensor in leaves(list(samples.values())))
-    assert len(lengths) >= 2 * len(samples) or name == "comfyui"  # whose files are mapped
-    assert max(lengths, default=0) <= largest + 200  # an .npy file has a header
-
-
-def write_nemo(folder: Path) -> list[str]:
-    return [f"{name}.pt" for name in nemo.write_cache(folder, 2)]
-
-
-def write_ltx(folder: Path) -> list[str]:
-    for name in "ab":
-        ltx.save(ltx.latents(0), folder / f".precomputed/latents/{name}.pt")
-        ltx.save(ltx.conditions(0), folder / f".precomputed/conditions/{name}.pt")
-    return [f".precomputed/latents/{name}.pt" for name in "ab"]
-
-
-def write_simpletuner(folder: Path) -> list[str]:
-    names = [f"vae/{simpletuner.vae_name(name)}" for name in "ab"]
-    for name in names:
-        simpletuner.save(torch.randn(4, 8, 8), folder / name, compress=True)
-    return names
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [(Gadget(), "--trust"), ([1], "expected a"), (b"PK\x03\x04 hello", "pt")]
-)
-@pytest.mark.parametrize("writer", [write_nemo, write_ltx, write_simpletuner])
-def test_files_of_torch(
-    tmp_path: Path, writer: Callable[[Path], list[str]], content: object, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    bad, good = writer(tmp_path / "in")
-    if isinstance(content, bytes):
-        (tmp_path / "in" / bad).write_bytes(content)
+    folder = tmp_path / "in"
+    if name == "comfyui":
+        comfyui.save_set(folder, *comfyui.make_set(300))
+    elif name == "edm2":
+        edm2.write_zip(folder / "a.zip", edm2.files_of(edm2.moments_of(300), None))
     else:
-        torch.save(content, tmp_path / "in" / bad)
-    if content == [1] and writer is write_ltx:
-        return  # any content is a part of its samples
-    name = good.removesuffix(".pt").removeprefix(".precomputed/latents/")
-    assert_left_out(tmp_path / "in", bad, message, [name])
-    assert not Path("hacked").exists()
+        lightningdit.save(folder / lightningdit.NAME.format(0, 0), lightningdit.rows_of(300))
+    tc.import_cache(folder, tmp_path / "first", num_workers=1)  # imports modules
+    begin = num_bytes_read()
+    tc.import_cache(folder, tmp_path / "out", num_workers=1)
+    assert num_bytes_read() - begin < 3 * sum(path.stat().st_size for path in folder.iterdir())

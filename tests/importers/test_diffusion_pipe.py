@@ -78,8 +78,7 @@ def test_size_buckets(tmp_path: Path) -> None:
     for number, item in enumerate(uncond, 1):
         write_cache(tmp_path / "in" / "cache" / "flux" / f"uncond_text_embeddings_{number}", [item])
     found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.format == "diffusion-pipe"
-    assert report.ok
+    assert (report.format, report.ok, report.unused) == ("diffusion-pipe", True, [])
     assert_same({"text": [without_spec(uncond[0]) | without_spec(uncond[1])]}, found.pop("cache/flux/uncond"))
     assert list(found) == [f"cache/flux/{name}" for name in expected]
     for name, sample in expected.items():

@@ -11,12 +11,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.damaged import count_errors, load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.importers.formats import choose_format
-from wds_tensorcache.importers.import_cache import import_cache
-from wds_tensorcache.importers.source_folder import SourceFolder
 
 arrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")
@@ -110,7 +106,7 @@ def test_bad_tensors(tmp_path: Path, change: dict[str, Any], message: str) -> No
     records = [record(0, arrays(0)), record(1, arrays(1), **change)]
     write(tmp_path / "in" / "a.parquet", records, *NAMES)
     with pytest.raises(tc.FormatError, match=message) as caught:
-        import_cache(tmp_path / "in", tmp_path / "stopped")
+        tc.import_cache(tmp_path / "in", tmp_path / "stopped")
     assert "video_1" in str(caught.value)
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert (list(found), report.num_skipped) == (["video_0"], 1)
@@ -121,16 +117,10 @@ def test_other_parquet_files(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     parquet.write_table(arrow.table({"x_bytes": [b"1"], "y": [1]}), str(tmp_path / "in" / "z.parquet"))
     with pytest.raises(ValueError, match="belongs to a known format"):
-        choose_format(SourceFolder(str(tmp_path / "in")))
+        tc.import_cache(tmp_path / "in", tmp_path / "none")
     write(tmp_path / "in" / "a.parquet", [record(0, arrays(0))], *NAMES)
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert (list(found), [each.name for each in report.skipped]) == (["video_0"], ["z.parquet"])
-
-
-def test_damage_anywhere(tmp_path: Path) -> None:
-    write(tmp_path / "in" / "a.parquet", [record(number, arrays(number)) for number in range(2)], *NAMES)
-    assert count_errors(tmp_path / "in", "fastvideo") == (2, 0)
-    load_damaged(tmp_path / "in", tmp_path / "copy", "fastvideo", 100)
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +128,4 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write(tmp_path / "in" / "a.parquet", [record(0, arrays(0))], *NAMES)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"pip install 'pyarrow>=14\.0\.1'"):
-        import_cache(tmp_path / "in", tmp_path / "out")
+        tc.import_cache(tmp_path / "in", tmp_path / "out")

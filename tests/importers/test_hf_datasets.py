@@ -152,6 +152,16 @@ def test_names_of_columns_with_pictures(tmp_path: Path) -> None:
         tc.import_cache(tmp_path / "twice", tmp_path / "more")
 
 
+def test_pictures_that_are_null(tmp_path: Path) -> None:
+    """The report names the rows without a picture, and not those with one."""
+    columns = datasets.Features({"image": datasets.Image()})
+    rows = [{"bytes": PNG, "path": None}, None, {"bytes": PNG, "path": None}]
+    datasets.Dataset.from_dict({"image": rows}, columns).save_to_disk(tmp_path / "in")
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert list(found.values()) == [{}, {"image": None}, {}]
+    assert report.lacking == {".image.png": (1, "00000001")}
+
+
 def test_an_external_picture(tmp_path: Path) -> None:
     make(2).save_to_disk(tmp_path / "in")
     (path,) = (tmp_path / "in").glob("*.arrow")

@@ -173,24 +173,35 @@ def test_each_resolution_is_a_sample(tmp_path: Path) -> None:
     assert len(cache.filter(lambda entry: entry.shapes["latents"][-2] == 64)) == 2
 
 
-def test_old_and_new_keys_in_one_file(tmp_path: Path) -> None:
-    """An SDXL file that a version before and one after the change of keys have written."""
-    path = tmp_path / "in" / "a_0512x0512_sdxl.npz"
-    old, new = save_latents(path, (4, 8, 8)), save_latents(path, (4, 8, 6), end="_8x6")
+@pytest.mark.parametrize(
+    ("files", "names", "note"),
+    [
+        (["a_0512x0512_sdxl", "a_0512x0512_sdxl _8x6"], ["a", "a_8x6"], "one without a size, 8x6;"),
+        (
+            ["a_0512x0512_flux _16x16", "a_0512x0512_flux _8x8", "a_8x8_0512x0512_flux _8x8"],
+            ["a_0512x0512_flux_8x8", "a_16x16", "a_8x8_0512x0512_flux_8x8"],
+            "1 of 2 files",
+        ),
+        (
+            ["a", "a_0512x0512_sdxl", "a_1024x0768_sdxl _8x8", "a_1024x0768_sdxl _9x9"],
+            ["a", "a_0512x0512", "a_1024x0768_8x8", "a_1024x0768_9x9"],
+            "1 of 3 files",
+        ),
+    ],
+    ids=["old and new keys in one file", "an image named like a resolution", "an image that was resized"],
+)
+def test_names_of_samples(tmp_path: Path, files: list[str], names: list[str], note: str) -> None:
+    """The old name of a file and the new one, several resolutions in a file: each is a sample with the text of the image."""
+    for file in files:
+        name, _, end = file.partition(" ")
+        save_latents(tmp_path / "in" / f"{name}.npz", (4, 8, 8), end=end)
+    model = "flux" if "flux" in file else "sdxl"
+    save_text(tmp_path / "in", "a", model)
     found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert_same({"a": tensors(old), "a_8x6": tensors(new)}, {name: found[name] for name in ("a", "a_8x6")})
-    assert report.fingerprint["keys"] == ["latents", "latents_HxW"]
-    assert "a_0512x0512_sdxl.npz: one without a size, 8x6;" in report.notes[0]
-
-
-def test_an_image_named_like_a_resolution(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    for size in (8, 16):
-        save_latents(folder / "a_0512x0512_flux.npz", (16, size, size), end=f"_{size}x{size}")
-    save_latents(folder / "a_8x8_0512x0512_flux.npz", (16, 8, 8), end="_8x8")
-    found, _ = imported(folder, tmp_path / "out")
-    assert found.keys() == {"a_16x16", "a_0512x0512_flux_8x8", "a_8x8_0512x0512_flux_8x8"}
-    assert_complete(all_arrays(folder), found.values())
+    assert sorted(found) == names
+    assert note in report.notes[0]
+    assert all("text" in sample for name, sample in found.items() if not name.startswith("a_8x8_"))
+    assert_complete(all_arrays(tmp_path / "in"), found.values(), copies=True)
 
 
 def test_arrays_of_other_programs_are_kept(tmp_path: Path) -> None:
@@ -201,20 +212,6 @@ def test_arrays_of_other_programs_are_kept(tmp_path: Path) -> None:
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     assert found["a"]["other"].keys() == {"score", "latents_flipped_4x4", "alpha_mask"}
     assert_complete(arrays.values(), found.values())
-
-
-def test_several_files_of_one_image(tmp_path: Path) -> None:
-    """The old name and the new one, and an image that was resized: each is a sample with the same text."""
-    folder = tmp_path / "in"
-    save_latents(folder / "a.npz", (4, 8, 8))
-    save_latents(folder / "a_0512x0512_sdxl.npz", (4, 8, 8))
-    save_latents(folder / "a_1024x0768_sdxl.npz", (4, 8, 8), end="_8x8")
-    save_latents(folder / "a_1024x0768_sdxl.npz", (4, 9, 9), end="_9x9")
-    save_text(folder, "a", "sdxl")
-    found, _ = imported(folder, tmp_path / "out")
-    assert found.keys() == {"a", "a_0512x0512", "a_1024x0768_8x8", "a_1024x0768_9x9"}
-    assert all("text" in sample for sample in found.values())
-    assert_complete(all_arrays(folder), found.values(), copies=True)
 
 
 def test_several_models_in_one_folder(tmp_path: Path) -> None:
@@ -244,6 +241,21 @@ def test_text_alone_and_latents_alone(tmp_path: Path) -> None:
     assert (found["b"]["caption"], found["b"]["tags"]) == ("a sentence on b", "tags, of b")
     assert report.unused == ["c.txt"]
     assert_complete(all_arrays(folder), found.values())
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_exported_files_are_not_taken_for_the_trainers(tmp_path: Path, with_text: bool) -> None:
+    for stem in "ab":
+        save_latents(tmp_path / "in" / f"{stem}_0512x0512_sdxl.npz", (4, 8, 8))
+        if with_text:
+            save_text(tmp_path / "in", stem, "sdxl")
+        else:
+            (tmp_path / "in" / f"{stem}.txt").write_text("a cat")
+    tc.import_cache(tmp_path / "in", tmp_path / "cache")
+    run("export", tmp_path / "cache", tmp_path / "exported", "--as", "npz")
+    found, report = imported(tmp_path / "exported", tmp_path / "again")
+    assert (report.format, report.unused) == ("files", [])
+    assert all(("text.pool2" in sample) == with_text for sample in found.values())
 
 
 def test_recognition(tmp_path: Path) -> None:
@@ -396,18 +408,11 @@ def test_safetensors_of_several_lengths(tmp_path: Path) -> None:
         tc.import_cache(tmp_path / "in", tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"width": "x"}, "expected 2 integers"),
-        ({"crop_ltrb_8x8": "0,1,2," + "9" * 5000}, "expected 4 integers"),
-        ({"height": "\x1b[2J"}, "expected 2 integers"),
-    ],
-)
-def test_safetensors_with_wrong_metadata(tmp_path: Path, changes: dict[str, str], message: str) -> None:
-    save_new(tmp_path / "in" / "a_0512x0512_sdxl.safetensors", (512, 512), torch.randn(4, 8, 8), **changes)
-    save_new(tmp_path / "in" / "b_0512x0512_sdxl.safetensors", (512, 512), torch.randn(4, 8, 8))
-    assert_left_out(tmp_path / "in", "a_0512x0512_sdxl.safetensors", message, "b")
+def test_safetensors_with_wrong_metadata(tmp_path: Path) -> None:
+    for name, crop in (("a", "0,1,2," + "9" * 5000), ("b", "0,1,2,3")):
+        path = tmp_path / "in" / f"{name}_0512x0512_sdxl.safetensors"
+        save_new(path, (512, 512), torch.randn(4, 8, 8), crop_ltrb_8x8=crop)
+    assert_left_out(tmp_path / "in", "a_0512x0512_sdxl.safetensors", "expected 4 integers", "b")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,14 @@ def raw(tensors: dict[str, torch.Tensor]) -> bytes:
     return bytes(safetensors.torch.save(tensors))
 
 
+def saved(stats: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(stats, out)
+    return out.getvalue()
+
+
 ROWS = rows_of(3)
 BAD = {
-    "cut": (raw(ROWS)[:-5], "ends? at byte"),
-    "text": (b"hello, world", "header"),
-    "empty": (b"", "header"),
     "no labels": (raw({"latents": ROWS["latents"]}), "no tensors 'latents' and 'labels'"),
     "label too": (raw({**ROWS, "label": torch.tensor([1, 2, 3])}), "both a tensor 'label'"),
     "fewer labels": (raw({**ROWS, "labels": ROWS["labels"][:2].clone()}), "different numbers of rows"),
@@ -84,13 +88,17 @@ BAD = {
         r"labels are \[1000000000000, 0\]",
     ),
     "one label": (raw({**ROWS, "labels": torch.tensor(3)}), "different numbers of rows"),
+    "no std": (saved({"mean": torch.ones(2)}), "expected a dict with 'mean' and 'std'"),
+    "a list of statistics": (saved([1]), "expected a dict with 'mean' and 'std'"),
+    "a number as std": (saved({"mean": torch.ones(2), "std": 3}), "is not a tensor of finite numbers"),
+    "NaN": (saved({"mean": torch.ones(2), "std": torch.tensor(float("nan"))}), "is not a tensor of finite numbers"),
 }
 
 
 @pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
 def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
     save(tmp_path / "in" / NAME.format(0, 0), ROWS)
-    bad = NAME.format(0, 1)
+    bad = "latents_stats.pt" if content.startswith(b"PK") else NAME.format(0, 1)
     (tmp_path / "in" / bad).write_bytes(content)
     assert_left_out(tmp_path / "in", bad, message, [f"latents_rank00_shard000/{row:05d}" for row in range(3)])
 
@@ -104,19 +112,3 @@ def test_a_bool_of_two_is_found_when_its_row_is_read(tmp_path: Path) -> None:
     (tmp_path / "in" / NAME.format(0, 0)).write_bytes(content)
     good = ["latents_rank00_shard000/00000"]
     assert_left_out(tmp_path / "in", "latents_rank00_shard000.safetensors", "bool", good)
-
-
-@pytest.mark.parametrize(
-    "stats",
-    [
-        {"mean": torch.ones(2)},
-        {"mean": torch.ones(2), "std": 3},
-        [1],
-        {"mean": torch.ones(2), "std": torch.tensor(float("nan"))},
-    ],
-)
-def test_bad_statistics(tmp_path: Path, stats: Any) -> None:
-    save(tmp_path / "in" / NAME.format(0, 0), ROWS)
-    torch.save(stats, tmp_path / "in" / "latents_stats.pt")
-    good = [f"latents_rank00_shard000/{row:05d}" for row in range(3)]
-    assert_left_out(tmp_path / "in", "latents_stats.pt", "latents_stats.pt", good)

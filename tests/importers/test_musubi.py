@@ -11,17 +11,11 @@ import torch
 
 import wds_tensorcache as tc
 from tests.importers.folders import assert_complete, assert_left_out, assert_samples, format_of, imported
-from tests.importers.test_kohya import save_latents, save_new, save_new_text
+from tests.importers.test_kohya import all_tensors, save_latents, save_new, save_new_text
 from tests.same import assert_same
 
-BF16, FP16, FP32, FP8, I64, I32 = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int32,
-)
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+I64, I32 = torch.int64, torch.int32
 NAMES = {"f2d": "flux_2_dev", "qi": "qwen_image", "hv": "hunyuan_video", "fp": "framepack", "ho1": "hidream_o1_image"}
 
 # The keys of the files, with dtypes and shapes, and the names that they must get: those in the batches of musubi-tuner.
@@ -143,10 +137,6 @@ def save_text(folder: Path, stem: str, arch: str, caption: str = "hello", **more
     return {name: made[key] for key, name, _, _ in TEXTS[arch]}
 
 
-def all_tensors(folder: Path) -> list[torch.Tensor]:
-    return [tensor for path in folder.rglob("*.safetensors") for tensor in safetensors.torch.load_file(path).values()]
-
-
 @pytest.mark.parametrize("arch", LATENTS)
 def test_all_architectures(tmp_path: Path, arch: str) -> None:
     folder, expected = tmp_path / "in", {}
@@ -211,32 +201,6 @@ def test_an_image_named_like_a_part_of_a_video(tmp_path: Path) -> None:
     assert "first_frame" not in found["shot_00000-025"]
     assert found["shot"].keys() == {"text", "caption"}
     assert_complete(all_tensors(tmp_path / "in"), found.values())
-
-
-def test_stems_that_collide(tmp_path: Path) -> None:
-    """Images of two folders with one cache folder: latents of two sizes, and the text of the image that was cached last."""
-    folder = tmp_path / "in"
-    one, two = save_image(folder, "a", "zi", (512, 512)), save_image(folder, "a", "zi", (1024, 768))
-    save_text(folder, "a", "zi", "of the last one")
-    found, report = imported(folder, tmp_path / "out")
-    assert found.keys() == {"a_0512x0512", "a_1024x0768"}
-    assert_same(one["latents"], found["a_0512x0512"]["latents"])
-    assert_same(two["latents"], found["a_1024x0768"]["latents"])
-    assert_complete(all_tensors(folder), found.values(), copies=True)
-    assert report.num_written == 2
-
-
-def test_several_architectures_in_one_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    for arch in ("wan", "qil"):
-        save_image(folder, "a", arch)
-        save_text(folder, "a", arch)
-    found, report = imported(folder, tmp_path / "out")
-    assert found.keys() == {"wan/a", "qil/a"}
-    assert found["wan/a"]["text"].keys() == {"t5"}
-    assert report.fingerprint["architecture"] == ["qil", "wan"]
-    assert found["wan/a"]["metadata"] == {kind: {"architecture": "wan"} for kind in ("latents", "text")}
-    assert_complete(all_tensors(folder), found.values())
 
 
 def test_a_tensor_in_several_dtypes(tmp_path: Path) -> None:

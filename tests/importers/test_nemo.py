@@ -63,8 +63,7 @@ def write_cache(root: Path, count: int = 5, shard_size: int = 2, **options: Any)
 def test_pictures(tmp_path: Path) -> None:
     expected = write_cache(tmp_path / "in", max_pixels=65536)
     found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.format == "nemo"
-    assert report.ok
+    assert (report.format, report.ok, report.unused) == ("nemo", True, [])
     assert_samples(expected, found)
     assert report.fingerprint == {
         "format": "nemo",
@@ -105,27 +104,17 @@ def video_data(i: int) -> dict[str, Any]:
 
 
 def test_meta_files(tmp_path: Path) -> None:
+    """Old ones are pickles, or their first frame is an array of numpy, whose pickle names functions of numpy."""
     (tmp_path / "in").mkdir()
-    expected = {f"{i}": video_data(i) for i in range(3)}
-    for name, data in expected.items():
-        torch.save(data, tmp_path / "in" / f"{name}.meta")
+    expected = {name: video_data(i) for i, name in enumerate("abcd")}
+    for name in "cd":
+        expected[name]["first_frame"] = torch.arange(12, dtype=torch.uint8).view(2, 2, 3).numpy()
+    for name in "abc":
+        torch.save(expected[name], tmp_path / "in" / f"{name}.meta")
+    (tmp_path / "in" / "d.meta").write_bytes(pickle.dumps(expected["d"]))
     found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.format == "nemo"
-    assert report.ok
-    for name, data in expected.items():
-        assert_same(data, found[name])
-
-
-def test_old_meta_files(tmp_path: Path) -> None:
-    """They are pickles, or their first frame is an array of numpy, whose pickle names functions of numpy."""
-    (tmp_path / "in").mkdir()
-    expected = {**video_data(0), "first_frame": torch.arange(12, dtype=torch.uint8).view(2, 2, 3).numpy()}
-    torch.save(expected, tmp_path / "in" / "0.meta")
-    (tmp_path / "in" / "1.meta").write_bytes(pickle.dumps(expected))
-    found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.ok
-    assert_same(expected, found["0"])
-    assert_same(expected, found["1"])
+    assert (report.format, report.ok) == ("nemo", True)
+    assert_same(expected, found)
 
 
 def test_meta_files_of_other_programs(tmp_path: Path) -> None:
@@ -155,17 +144,20 @@ def test_files_that_are_missing_or_not_listed(tmp_path: Path) -> None:
     (tmp_path / "in" / f"{names[0]}.pt").unlink()
     shutil.copy(tmp_path / "in" / f"{names[1]}.pt", tmp_path / "in" / "512x256" / "more.pt")
     (tmp_path / "in" / "metadata_shard_0001.json").unlink()
+    torch.save([1], tmp_path / "in" / f"{names[4]}.pt")
     with pytest.raises(tc.FormatError):
         tc.import_cache(tmp_path / "in", tmp_path / "stopped")
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert found.keys() == {names[1], names[4]}
+    assert found.keys() == {names[1]}
     assert {each.name for each in report.skipped} == {
         "metadata_shard_0000.json, item 0",
         "metadata_shard_0001.json",
         f"{names[2]}.pt",
         f"{names[3]}.pt",
         "512x256/more.pt",
+        names[4],
     }
+    assert report.skipped[-1].what == f"{names[4]}: {names[4]}.pt: contains list, expected a dict"
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, '{"a": ', "7", "\ud800", '{"shards": ["metadata.json"]}'])

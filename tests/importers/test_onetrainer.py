@@ -72,8 +72,7 @@ def write_concept(
 def test_images_and_texts_are_joined(tmp_path: Path) -> None:
     expected = write_concept(tmp_path / "in", "/data/cats", 3)
     found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.format == "onetrainer"
-    assert report.ok
+    assert (report.format, report.ok, report.unused) == ("onetrainer", True, [])
     assert list(found) == ["photo 0", "photo 1", "photo 2"]
     for i, sample in enumerate(expected):
         assert_same({"image": sample["image"][0], "text": sample["text"][0]}, found[f"photo {i}"])

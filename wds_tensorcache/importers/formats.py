@@ -18,6 +18,8 @@ from wds_tensorcache.importers.trainers import (
     diffusion_pipe,
     edm2,
     fastvideo,
+    kohya_npz,
+    kohya_safetensors,
     lightningdit,
     ltx,
     musubi,
@@ -25,7 +27,6 @@ from wds_tensorcache.importers.trainers import (
     onetrainer,
     simpletuner,
 )
-from wds_tensorcache.importers.trainers.kohya import npz_files, safetensors_files
 
 FORMATS: tuple[Format, ...] = tuple(
     module.FORMAT
@@ -37,8 +38,8 @@ FORMATS: tuple[Format, ...] = tuple(
         fastvideo,
         file_folder,
         hf_datasets,
-        npz_files,
-        safetensors_files,
+        kohya_npz,
+        kohya_safetensors,
         lightningdit,
         litdata,
         ltx,

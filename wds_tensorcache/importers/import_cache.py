@@ -179,7 +179,9 @@ def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
         report.nbytes_narrowable = report.nbytes * narrowable // probed
     forms = [(form, *count) for part in parts for form, count in part.forms.items()]
     for name in sorted(set().union(*(form for form, *_ in forms))):
-        without = [(count, first) for form, count, first in forms if name not in form]
+        # A picture is a member such as `image.png`; where it is null, the sample has an entry `image` instead.
+        having = [form for form, *_ in forms if name in form or any(part.startswith(f".{name}.") for part in form)]
+        without = [(count, first) for form, count, first in forms if form not in having]
         if without:
             report.lacking[name] = sum(count for count, _ in without), without[0][1]
 

@@ -40,18 +40,19 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import ImageFile, Joined, join_files
 from wds_tensorcache.importers.safe_files import load_safetensors, read_safetensors_header
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers.joined_files import ImageFile, Joined, join_files
 
 _FILE = re.compile(
     r"((?:.*/)?)_(latent|t_e|clip_vision)_cache/(.+)_([A-Za-z0-9_-]{22})(?:_\d+)?\.safetensors", re.DOTALL | re.ASCII
@@ -64,7 +65,6 @@ _MODELS = ("flux", "sd1", "sd2", "sd3", "sdxl", "pixart", "auraflow", "ssd", "ve
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the files of each image, and read the metadata of the latents."""
     latents, texts, samples, bad = [], [], [], Faults()
     versions: set[str] = set()
     for name in folder.by_suffix.get(".safetensors", ()):
@@ -85,29 +85,24 @@ def _open(folder: SourceFolder) -> Source:
                 flips = "_".join(flip for flip in ("flip_x", "flip_y") if info.get(flip))
                 latents.append(ImageFile(name, stem, "", flips))
     models = tuple(dict.fromkeys((*sorted(versions), *_MODELS)))
-    samples += join_files(folder, latents, texts, partial(_load, folder, models), captions=(".txt",))
     provenance = {"latent_space_version": one_or_all(versions)} if versions else {}
-    return Source(sorted(samples, key=lambda sample: sample.name), provenance, bad)
+    load = partial(_load, folder, models)
+    return join_files(folder, latents, texts, load, provenance, bad, captions=(".txt",), others=samples)
 
 
 def _load(folder: SourceFolder, models: tuple[str, ...], files: Joined) -> Loaded:
     sample: dict[str, Any] = {}
-    if files.latents is not None:
-        tensors, metadata = load_safetensors(folder, files.latents.name)
+    for file in files.latents:
+        tensors, metadata = load_safetensors(folder, file.name)
         if "latent" not in tensors or "info" in tensors:
-            raise FormatError(f"expected a tensor 'latent', found {list(tensors)!r:.300}").at(files.latents.name)
+            raise FormatError(f"expected a tensor 'latent', found {list(tensors)!r:.300}").at(file.name)
         sample = {"latent": tensors["latent"], **tensors, "info": _info(metadata)}
     captions = [folder.read_text(name) for name in files.captions]
     texts = {text.label: _load_text(folder, text.name) for text in files.texts}
-    hashes = iter(texts)
+    hashes: Iterable[str] = texts
     if len(texts) > 1:
-        hashes = (
-            hashed
-            for name in files.captions
-            for hashed in _hashes(folder.read(name).decode(), models)
-            if hashed in texts
-        )
-    if (hashed := next(hashes, None)) is not None:
+        hashes = chain.from_iterable(_hashes(folder.read(name).decode(), models) for name in files.captions)
+    if (hashed := next(filter(texts.__contains__, hashes), None)) is not None:
         text, info = texts.pop(hashed)
         sample |= {"text": text} | ({"text_info": info} if info else {})
     if texts:
@@ -116,7 +111,7 @@ def _load(folder: SourceFolder, models: tuple[str, ...], files: Joined) -> Loade
 
 
 def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
-    """Return the hashes in the names of the files that ai-toolkit may have made for the content of a caption file."""
+    """Yield the hashes that the names of a caption's files may have."""
     text = ", ".join(caption.replace("\r\n", "\n").split(","))  # it gets a second blank after each comma
     text = text.replace("[name]", "").replace("[trigger]", "")
     for model in models:
@@ -126,7 +121,7 @@ def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
 
 
 def _load_text(folder: SourceFolder, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a text, numbered ones as lists, and the metadata."""
+    """Return the tensors of a text, with lists of numbered ones, and the metadata."""
     tensors, metadata = load_safetensors(folder, name)
     info = _info(metadata)
     if "class_name" in info:  # such a class has any names
@@ -152,7 +147,7 @@ def _load_vision(folder: SourceFolder, name: str) -> Loaded:
 
 
 def _info(metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata, sorted, with values other than texts decoded: `{"crop_x": "12"}` becomes `{"crop_x": 12}`."""
+    """Return the metadata, sorted, with JSON values decoded: `"12"` becomes `12`."""
     info: dict[str, Any] = {}
     for key in sorted(metadata.keys() - _NOT_INFO):
         info[key] = text = metadata[key]

@@ -24,7 +24,6 @@ in pickles. Its shards are refused.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -32,24 +31,22 @@ from functools import lru_cache, partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch
+from wds_tensorcache.importers.safe_files import load_torch, naming
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _SHARD = re.compile(r"(?:.*/)?shard_[^/]*\.pkl", re.DOTALL)
 _METADATA = "metadata.json"
-_Shards = Callable[[str], list[tuple[Any, Any]]]
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the samples from the pickles of the shards, without their tensors."""
     samples: list[SourceSample] = []
     bad = Faults()
     metadata_files: list[str] = []
     lock = threading.Lock()
     cached = lru_cache(2)(partial(_read_shard, folder))
 
-    def shards(name: str) -> list[tuple[Any, Any]]:
+    def read_shard(name: str) -> list[dict[str, Any]]:
         with lock:  # several threads of an import need the same shard at once
             return cached(name)
 
@@ -59,43 +56,35 @@ def _open(folder: SourceFolder) -> Source:
                 raise FormatError("is not a shard of a training set; other pickles are never read")
             if f"{name[:-4]}.safetensors" in folder:
                 raise FormatError("has its tensors in a .safetensors file, a draft's layout that is not supported")
-            for number in range(len(shards(name))):
-                load = partial(_load, folder, shards, name, number)
+            for number in range(len(read_shard(name))):
+                load = partial(_load, read_shard, name, number)
                 samples.append(SourceSample(f"{name[:-4]}/{number:06d}", (name,), load))
     for name in folder.by_suffix.get(".json", ()):
         root = name[: -len(_METADATA)]
         count = sum(sample.name.startswith(f"{root}shard_") for sample in samples)
         if root + _METADATA == name and count and not any(other.startswith(f"{root}shard_") for other in bad):
-            with bad.of(name):
-                _check_count(folder, name, count)
             metadata_files.append(name)
+            with bad.of(name), naming(name):
+                listed = folder.read_json(name)["num_samples"]
+                if listed != count:
+                    problem = "some are missing, or belong to an earlier set"
+                    raise FormatError(f"lists {listed!r:.50} samples, but the shards have {count:,}: {problem}")
     return Source(samples, {}, bad, metadata_files)
 
 
-def _read_shard(folder: SourceFolder, name: str) -> list[tuple[Any, Any]]:
-    """Return latent and conditioning of each sample, whose tensors are read when they are used."""
+def _read_shard(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
+    """Return the samples in a shard, with tensors that are mapped."""
     content = load_torch(folder, name, is_mapped=True)
     latents, conditioning = map(content.get, ("latents", "conditioning")) if isinstance(content, dict) else (None, None)
     if not isinstance(latents, list) or not isinstance(conditioning, list):
         raise FormatError("expected a dict of two lists, 'latents' and 'conditioning'").at(name)
     if len(latents) != len(conditioning):
         raise FormatError(f"has {len(latents):,} latents, but {len(conditioning):,} conditionings").at(name)
-    return list(zip(latents, conditioning, strict=True))
+    return [{"latents": left, "conditioning": right} for left, right in zip(latents, conditioning, strict=True)]
 
 
-def _load(folder: SourceFolder, shards: _Shards, name: str, number: int) -> Loaded:
-    latents, conditioning = shards(name)[number]
-    return Loaded({"latents": latents, "conditioning": conditioning})
-
-
-def _check_count(folder: SourceFolder, name: str, count: int) -> None:
-    try:
-        listed = json.loads(folder.read_text(name))["num_samples"]
-    except (FormatError, ValueError, TypeError, KeyError, RecursionError) as exc:
-        raise FormatError(f"does not have the number of samples: {exc!r:.200}") from exc
-    if listed != count:
-        problem = "some are missing, or belong to an earlier set"
-        raise FormatError(f"lists {listed!r:.50} samples, but the shards have {count:,}: {problem}")
+def _load(read_shard: Callable[[str], list[dict[str, Any]]], name: str, number: int) -> Loaded:
+    return Loaded(read_shard(name)[number])
 
 
 FORMAT = Format("comfyui", "ComfyUI: shard_*.pkl of the node Save Training Dataset", _SHARD, _open)

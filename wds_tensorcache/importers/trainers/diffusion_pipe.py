@@ -37,12 +37,11 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
@@ -54,16 +53,12 @@ from wds_tensorcache.integrations.pickles import peek_pth
 _DATABASE = "metadata.db"
 _SHARD = re.compile(r"shard_(0|[1-9]\d{0,8})", re.ASCII)
 _TEXT = re.compile(r"(uncond_)?text_embeddings_\d+", re.ASCII)
-_LATENTS = "latents"
 _SIZE = re.compile(r"(.*/)?cache_(?:([\d.]+)x)?\d+x\d+x(\d+)", re.ASCII)
 _PEEK_NBYTES = 1 << 13  # most pickles are shorter, unless their captions are long
 _Spec = tuple[Any, ...]  # `image_spec`, the tar (or None) and the name of the media file
-# for each text folder, the items of each media file, one for each caption
-_Texts = dict[str, dict["_Spec | None", list["_Item"]]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """The bytes `[begin, end)` of a `.bin` file, which are a file of `torch.save`."""
 
     file: str
@@ -76,7 +71,7 @@ class _Item:
 
     def load(self, folder: SourceFolder) -> dict[str, Any]:
         try:
-            value = parse_torch(folder.read_range(self.file, self.begin, self.end), folder.trust)
+            value = parse_torch(folder.read_range(*self), folder.trust)
             if not isinstance(value, dict):
                 raise FormatError(f"contains {type(value).__name__}, expected a dict")
         except TensorCacheError as exc:
@@ -84,66 +79,65 @@ class _Item:
         return value
 
     def find_spec(self, folder: SourceFolder) -> _Spec | None:
-        """Return the item's `image_spec`; None if it has none, or is bad, which `load` reports."""
+        """Return the item's `image_spec`; None if it is missing or damaged."""
         for end in sorted({min(self.begin + _PEEK_NBYTES, self.end), self.end}):
-            try:
+            with suppress(FormatError):
                 value = peek_pth(folder.read_range(self.file, self.begin, end))
                 spec = value.get("image_spec") if isinstance(value, dict) else None
                 is_spec = isinstance(spec, (list, tuple)) and all(isinstance(part, (str, type(None))) for part in spec)
                 return tuple(spec) if is_spec and spec else None
-            except FormatError:
-                continue
         return None
 
 
+_Texts = dict[str, dict[_Spec | None, list[_Item]]]  # by text folder and media file; an item for each caption
+
+
 def _recognize(folder: SourceFolder) -> int:
-    caches = {os.path.split(name)[0] for name in folder.names if os.path.split(name)[1] == _DATABASE}
+    caches = {os.path.dirname(name) for name in folder.names if os.path.basename(name) == _DATABASE}
     shards = (os.path.split(name) for name in folder.by_suffix.get(".bin", ()))
     return sum(path in caches and _SHARD.fullmatch(file[:-4]) is not None for path, file in shards)
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Read all databases; find the text embeddings that belong to each of the latents."""
     latents: dict[str, list[_Item]] = {}
     texts: dict[str, _Texts] = {}  # by the folder that contains the text folders
     unconds: dict[str, _Texts] = {}
     fingerprints: dict[str, str] = {}
     bad = Faults()
     listed: set[str] = set()
-    for database in (name for name in folder.names if os.path.split(name)[1] == _DATABASE):
-        path = os.path.split(database)[0]
+    databases = [name for name in folder.names if os.path.basename(name) == _DATABASE]
+    for database in databases:
         with bad.of(database):
+            path = os.path.dirname(database)
             fingerprints[path], items = _read_database(folder, database)
-        if database in bad:
-            continue
-        listed.update(item.file for item in items)
-        parent, cache = os.path.split(path)
-        match = _TEXT.fullmatch(cache)
-        if match:
-            found = (unconds if match[1] else texts).setdefault(parent, {}).setdefault(cache, {})
+            listed.update(item.file for item in items)
+            parent, cache = os.path.split(path)
+            match = _TEXT.fullmatch(cache)
+            if not match:
+                latents[path] = items
+                continue
+            specs = (unconds if match[1] else texts).setdefault(parent, {}).setdefault(cache, {})
             for item in items:
-                found.setdefault(item.find_spec(folder), []).append(item)
-        else:
-            latents[path] = items
+                specs.setdefault(item.find_spec(folder), []).append(item)
     for name in folder.by_suffix.get(".bin", ()):
         path, file = os.path.split(name)
-        if name not in listed and file.startswith("shard_") and f"{path}/{_DATABASE}".lstrip("/") in folder:
+        if name not in listed and file.startswith("shard_") and os.path.join(path, _DATABASE) in folder:
             bad[name] = f"is not listed in {_DATABASE}, or {_DATABASE} is bad"
     samples = list(_latent_samples(folder, latents, texts, bad))
-    for place, each in texts.items() if not latents else ():
-        for cache, specs in each.items():
+    for place, caches in texts.items() if not latents else ():
+        for cache, specs in caches.items():
             for number, item in enumerate(chain.from_iterable(specs.values())):
                 samples.append(_sample(folder, f"{place}/{cache}/{number:08d}", item, {}))
-    for place, each in unconds.items():
-        every = {cache: [*chain.from_iterable(specs.values())] for cache, specs in each.items()}
+    for place, caches in unconds.items():
+        every = {cache: [*chain.from_iterable(specs.values())] for cache, specs in caches.items()}
         samples.append(_sample(folder, f"{place}/uncond", None, every))
-    return Source(samples, {"fingerprints": fingerprints}, bad)
+    return Source(samples, {"fingerprints": fingerprints}, bad, databases)
 
 
 def _latent_samples(
-    folder: SourceFolder, latents: dict[str, list[_Item]], texts: dict[str, _Texts], bad: dict[str, str]
+    folder: SourceFolder, latents: dict[str, list[_Item]], texts: dict[str, _Texts], bad: Faults
 ) -> Iterator[SourceSample]:
-    """Yield a sample for each of the latents; name text folders with items that no sample has in `bad`."""
+    """Yield a sample for each item of latents; report unused texts in `bad`."""
     used: set[tuple[str, _Spec | None]] = set()
     for path, items in latents.items():
         parent, cache = os.path.split(path)
@@ -151,33 +145,29 @@ def _latent_samples(
         specs = [item.find_spec(folder) for item in items]
         names = name_media([str(spec[-1]) if spec else f"{at:08d}" for at, spec in enumerate(specs)])
         for item, spec, name in zip(items, specs, names, strict=True):
-            places = [place for place in candidates if any(spec in found for found in texts[place].values())]
+            places = [place for place in candidates if any(spec in items_of for items_of in texts[place].values())]
             used.update((place, spec) for place in places)
-            captions = {cache: found.get(spec, []) for place in places for cache, found in texts[place].items()}
+            captions = {each: items_of.get(spec, []) for place in places for each, items_of in texts[place].items()}
             problem = f"has text embeddings in {' and '.join(places) or 'no folder'}, expected exactly one folder"
             is_joined = len(places) == 1 or not candidates
-            where = parent if cache == _LATENTS else path
+            where = parent if cache == "latents" else path
             yield _sample(folder, f"{where}/{name}", item, captions, None if is_joined else problem)
-    for place, each in texts.items() if latents else ():
-        for cache, found in each.items():
-            unused = [spec for spec in found if (place, spec) not in used]
-            if unused:
-                bad[f"{place}/{cache}".lstrip("/")] = (
-                    f"{len(unused)} media files have no latents, such as {unused[0]!r:.200}"
-                )
+    for place, caches in texts.items() if latents else ():
+        for cache, items_of in caches.items():
+            if unused := [spec for spec in items_of if (place, spec) not in used]:
+                problem = f"{len(unused)} media files have no latents, such as {unused[0]!r:.200}"
+                bad[os.path.join(place, cache)] = problem
 
 
 def _text_folders(parent: str, texts: dict[str, _Texts]) -> list[str]:
-    """Return the folders that may contain the text embeddings of the latents in `parent`."""
-    if parent in texts:
-        return [parent]
+    """Return the folders that may contain texts for the latents in `parent`."""
     match = _SIZE.fullmatch(parent)
-    if match is None:
-        return []
-    root, ratio, frames = match[1] or "", match[2], match[3]
+    if parent in texts or match is None:
+        return [parent] if parent in texts else []
+    root, ratio, frames = match.groups("")
     # folders of older versions do not name the ratio
-    pattern = re.compile(rf"{re.escape(root)}ar_frames_{re.escape(ratio) if ratio else '[^/]+'}_{frames}")
-    return [place for place in texts if pattern.fullmatch(place)]
+    pattern = re.compile(rf"{re.escape(root)}ar_frames_{re.escape(ratio) or '[^/]+'}_{frames}")
+    return list(filter(pattern.fullmatch, texts))
 
 
 def _sample(
@@ -188,31 +178,27 @@ def _sample(
 
 
 def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None) -> Loaded:
-    """Return the latents and the embeddings of their captions; `problem` says why these are not known."""
+    """Return the latents with their texts; raise FormatError if `problem` is given."""
     value = item.load(folder) if item else {}
-    if item and problem:
-        raise FormatError(problem).at(item.where)
+    if captions and "text" in value:
+        problem = "has an entry 'text', where its text embeddings would be"
+    num_captions = len(value["caption"]) if isinstance(value.get("caption"), list) else 1
+    for cache, items in captions.items():
+        if len(items) != num_captions:
+            problem = problem or f"has {num_captions} captions, but {cache} has {len(items)} items for it"
+    if problem:
+        raise FormatError(problem).at(item.where if item else "uncond")
     if captions:
-        if "text" in value:
-            raise FormatError("has an entry 'text', where its text embeddings would be").at(item.where if item else "")
-        count = len(value["caption"]) if isinstance(value.get("caption"), list) else 1
-        for cache, found in captions.items():
-            if len(found) != count:
-                where = item.where if item else cache
-                raise FormatError(f"has {count} captions, but {cache} has {len(found)} items for it").at(where)
-        loaded = [[each.load(folder) for each in found] for found in captions.values()]
-        merged = [{key: part for each in parts for key, part in each.items()} for parts in zip(*loaded, strict=True)]
-        value["text"] = [{key: part for key, part in each.items() if key != "image_spec"} for each in merged]
+        loaded = [[each.load(folder) for each in items] for items in captions.values()]
+        value["text"] = [
+            {key: part for each in parts for key, part in each.items() if key != "image_spec"}
+            for parts in zip(*loaded, strict=True)
+        ]
     return Loaded(value)
 
 
 def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
-    """Return the fingerprint and the items of a cache, in the order in which the trainer numbers them.
-
-    The database is opened read-only and immutable, and only plain tables are read. Views, triggers, virtual tables, functions
-    and journals are refused, because SQLite would execute them.
-    """
-    path = name[: -len(_DATABASE)]
+    """Return the fingerprint and the items of a cache, in the trainer's order."""
     for suffix in ("-journal", "-wal"):
         if f"{name}{suffix}" in folder:  # Hazard: SQLite would roll back what the journal lists
             raise FormatError(
@@ -223,19 +209,20 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
         with closing(sqlite3.connect(uri, uri=True)) as database:
             database.text_factory = lambda text: text.decode("utf-8", "replace")
             database.execute("PRAGMA trusted_schema=OFF")
-            tables = _list_tables(database)
+            # Hazard: SQLite would execute views, triggers, virtual tables and functions.
+            tables = filter(_SHARD.fullmatch, _list_tables(database))
             fingerprints = database.execute("SELECT value FROM fingerprint LIMIT 1").fetchall()
-            rows = _read_rows(database.execute("SELECT shard, shard_index FROM items ORDER BY rowid"))
-            shards = {
-                table: _read_rows(database.execute(f"SELECT offset, size FROM {table} ORDER BY rowid"))
-                for table in tables
-                if _SHARD.fullmatch(table)
-            }
+            rows = _read_rows(database, "shard, shard_index FROM items")
+            extents = {table: _read_rows(database, f"offset, size FROM {table}") for table in tables}
+        path = os.path.dirname(name)
         items = {
-            int(table[len("shard_") :]): _find_items(folder, f"{path}{table}.bin", extents)
-            for table, extents in shards.items()
+            (int(table[len("shard_") :]), number): item
+            for table, pairs in extents.items()
+            for number, item in enumerate(_find_items(folder, os.path.join(path, f"{table}.bin"), pairs))
         }
-        return str(fingerprints[0][0] if fingerprints else ""), _order_items(rows, items)
+        if sorted(rows) != sorted(items):
+            raise FormatError(f"the table 'items' has {len(rows)} rows, expected one for each item in the shards")
+        return str(fingerprints[0][0] if fingerprints else ""), [items[row] for row in rows]
     except sqlite3.Error as exc:
         raise FormatError(f"cannot be read: {exc!r:.300}").at(name) from exc
     except FormatError as exc:
@@ -243,7 +230,7 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
 
 
 def _list_tables(database: sqlite3.Connection) -> list[str]:
-    """Return the names of all tables; raise FormatError if there is anything but plain tables of plain columns."""
+    """Return the names of all tables; refuse all but plain tables of plain columns."""
     schema = database.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     for kind, name, sql in schema:
         if kind != "table" or not re.fullmatch(r"CREATE TABLE \w+ ?\(\w+(, ?\w+)*\)", str(sql), re.ASCII):
@@ -253,18 +240,17 @@ def _list_tables(database: sqlite3.Connection) -> list[str]:
     return [str(name) for _, name, _ in schema]
 
 
-def _read_rows(rows: Iterable[tuple[Any, ...]]) -> list[tuple[int, int]]:
-    """Return rows of two integers that are not negative."""
-    pairs: list[tuple[int, int]] = []
-    for left, right in rows:
-        if left.__class__ is not int or right.__class__ is not int or min(left, right) < 0:
-            raise FormatError(f"row {len(pairs)} is ({left!r:.40}, {right!r:.40}), expected two offsets or numbers")
-        pairs.append((left, right))
-    return pairs
+def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]]:
+    """Return pairs of integers; refuse negative ones and other values."""
+    rows = database.execute(f"SELECT {query} ORDER BY rowid").fetchall()
+    for at, row in enumerate(rows):
+        if not all(type(value) is int and value >= 0 for value in row):
+            raise FormatError(f"row {at} is {row!r:.100}, expected two offsets or numbers")
+    return rows
 
 
 def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]]) -> list[_Item]:
-    """Return the items of one `.bin` file, whose rows must follow each other without gaps."""
+    """Return the items of one `.bin` file; refuse gaps between them."""
     if file not in folder:
         raise FormatError(f"{file} is missing")
     items, end = [], 0
@@ -275,19 +261,6 @@ def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]])
         items.append(_Item(file, begin, end))
     folder.read_range(file, end, end)  # raises FormatError if the file is shorter
     return items
-
-
-def _order_items(rows: list[tuple[int, int]], items: dict[int, list[_Item]]) -> list[_Item]:
-    """Return the items in the order of the table `items`, which must contain each once."""
-    ordered = []
-    for shard, number in rows:
-        of_shard = items.get(shard, [])
-        if number >= len(of_shard):
-            raise FormatError(f"item {number} of shard {shard} does not exist")
-        ordered.append(of_shard[number])
-    if not len(ordered) == len(set(ordered)) == sum(map(len, items.values())):
-        raise FormatError(f"the table 'items' has {len(ordered)} rows, expected one for each item in the shards")
-    return ordered
 
 
 FORMAT = Format(

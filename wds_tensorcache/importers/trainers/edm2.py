@@ -26,14 +26,14 @@ from __future__ import annotations
 import json
 import os.path
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
-from wds_tensorcache.importers.safe_files import as_tensor, list_zip, view_zip_file
+from wds_tensorcache.importers.safe_files import as_tensor, list_zip, naming, view_zip_file
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.arrays import parse_npy
@@ -42,8 +42,7 @@ _MOMENTS = re.compile(r"((?:.*/)?)(\d{5}/img-mean-std-\d{8}\.npy)", re.DOTALL | 
 _IMAGES, _FEATURES = "images/", "vae-sd/"
 _PICTURE = re.compile(r".+/img\d{8}\.(png|jpe?g|webp)", re.DOTALL | re.ASCII | re.IGNORECASE)
 _LABELS = "dataset.json"
-_MAX_LABELS_NBYTES = 1 << 30
-_Read = Callable[[str], "memoryview | bytes"]
+_Read = Callable[[str], memoryview]
 
 
 def _recognize(folder: SourceFolder) -> int:
@@ -57,16 +56,14 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the files of moments and the labels in the folder and in its zips."""
     samples: list[SourceSample] = []
     bad = Faults()
     notes: list[str] = []
-    used = _add(samples, bad, folder.names, folder.view, "", None)
+    used = _add(samples, bad, folder.names, folder.view)
     for name in folder.by_suffix.get(".zip", ()):
         with bad.of(name):
             files = {file.filename: file for file in list_zip(folder, name) if not file.is_dir()}
-            read = partial(_read_zipped, folder, name, files)
-            used_there = _add(samples, bad, sorted(files), read, f"{name[:-4]}/", name)
+            used_there = _add(samples, bad, sorted(files), partial(_view_zipped, folder, name, files), name)
             if not used_there:
                 raise FormatError("has no files of moments")
             if rest := sorted(files.keys() - used_there):
@@ -74,52 +71,42 @@ def _open(folder: SourceFolder) -> Source:
     return Source(samples, {}, bad, sorted(used), notes)
 
 
-def _read_zipped(folder: SourceFolder, name: str, files: dict[str, Any], file: str) -> memoryview:
+def _view_zipped(folder: SourceFolder, name: str, files: dict[str, Any], file: str) -> memoryview:
     return view_zip_file(folder, name, files[file])
 
 
-def _add(
-    samples: list[SourceSample],
-    bad: Faults,
-    names: Sequence[str],
-    read: _Read,
-    prefix: str,
-    archive: str | None,
-) -> set[str]:
-    """Add the samples of a folder or zip, and its faults; return the names of the files that it uses."""
+def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read: _Read, archive: str = "") -> set[str]:
+    """Add the samples and faults of a folder or zip; return its used files."""
+    prefix = f"{archive[:-4]}/" if archive else ""
     roots: dict[str, list[str]] = {}
     all_used: set[str] = set()
-    for name in names:
-        if match := _MOMENTS.fullmatch(name):
-            roots.setdefault(match[1], []).append(match[2])
+    for match in filter(None, map(_MOMENTS.fullmatch, names)):
+        roots.setdefault(match[1], []).append(match[2])
     for root, files in roots.items():
+        listed = root + _LABELS
         labels = None
-        with bad.of(prefix + root + _LABELS):
-            labels = _read_labels(read, root + _LABELS) if root + _LABELS in names else None
+        with bad.of(prefix + listed):
+            labels = _read_labels(read, listed) if listed in names else None
         pictures = _pictures(root, names, len(files), prefix, bad)
-        all_used.update((root + _LABELS, *(root + file for file in files), *filter(None, pictures)))
+        all_used.update((listed, *(root + file for file in files), *filter(None, pictures)))
         for file, picture in zip(files, pictures, strict=True):
             label = None if labels is None else labels.pop(file, None)
             if labels is not None and label is None:
-                bad[prefix + root + file] = f"has no label in {root}{_LABELS}"
+                bad[prefix + root + file] = f"has no label in {listed}"
                 continue
-            used = tuple(name for name in (root + file, picture) if name)
+            used = (archive,) if archive else (root + file, *filter(None, [picture]))
             load = partial(_load, read, root + file, label, picture)
-            samples.append(SourceSample(prefix + (root + file)[:-4], (archive,) if archive else used, load))
+            samples.append(SourceSample(prefix + (root + file)[:-4], used, load))
         if labels:
-            bad[prefix + root + _LABELS] = (
-                f"has labels of {len(labels):,} missing files, for example {next(iter(labels))!r:.200}"
-            )
+            first = next(iter(labels))
+            bad[prefix + listed] = f"has labels of {len(labels):,} missing files, for example {first!r:.200}"
     return all_used
 
 
 def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
     """Return the labels by file; None if there are none."""
-    try:
-        content = read(name)
-        if len(content) > _MAX_LABELS_NBYTES:
-            raise FormatError(f"has {len(content):,} bytes, expected at most {_MAX_LABELS_NBYTES:,}")
-        listed = json.loads(bytes(content))["labels"]
+    with naming(name):
+        listed = json.loads(bytes(read(name)))["labels"]
         if listed is None:
             return None
         labels = {}
@@ -130,32 +117,25 @@ def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
             dtype = torch.float32 if is_vector else torch.int64
             labels[file.replace("\\", "/")] = torch.tensor(label, dtype=dtype)
         return labels
-    except (FormatError, ValueError, TypeError, KeyError, RuntimeError, OverflowError, RecursionError) as exc:
-        raise FormatError(f"has no list of labels: {exc!r:.300}") from exc
 
 
-def _pictures(root: str, names: Sequence[str], count: int, prefix: str, bad: Faults) -> list[str | None]:
-    """Return REPA's picture of each file in `vae-sd`, by position."""
-    parent = root[: -len(_FEATURES)] + _IMAGES
-    if not f"/{root}".endswith(f"/{_FEATURES}"):
-        return [None] * count
-    found = [name for name in names if name.startswith(parent) and _PICTURE.fullmatch(name)]
-    if found and len(found) != count:
-        bad[prefix + parent] = f"has {len(found):,} pictures for {count:,} latents, so they cannot be matched"
-    return [*found] if len(found) == count else [None] * count
+def _pictures(root: str, names: Collection[str], count: int, prefix: str, bad: Faults) -> list[str | None]:
+    """Return REPA's picture of each file of moments, matched by position."""
+    pictures: list[str | None] = []
+    if f"/{root}".endswith(f"/{_FEATURES}"):
+        parent = root[: -len(_FEATURES)] + _IMAGES
+        pictures += [name for name in names if name.startswith(parent) and _PICTURE.fullmatch(name)]
+        if pictures and len(pictures) != count:
+            bad[prefix + parent] = f"has {len(pictures):,} pictures for {count:,} latents, so they cannot be matched"
+    return pictures if len(pictures) == count else [None] * count
 
 
 def _load(read: _Read, name: str, label: torch.Tensor | None, picture: str | None) -> Loaded:
-    try:
-        moments = as_tensor(parse_npy(memoryview(read(name))))
-    except TensorCacheError as exc:
-        raise exc.at(name) from exc
-    except Exception as exc:  # numpy raises many kinds of exceptions
-        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
-    if not isinstance(moments, torch.Tensor) or moments.ndim < 3 or moments.shape[-3] % 2:
-        raise FormatError(f"is {moments.dtype}{list(moments.shape)}, expected means and deviations [2 * C, h, w]").at(
-            name
-        )
+    with naming(name):
+        moments = as_tensor(parse_npy(read(name)))
+        if not isinstance(moments, torch.Tensor) or moments.ndim < 3 or moments.shape[-3] % 2:
+            form = f"{moments.dtype}{list(moments.shape)}"
+            raise FormatError(f"is {form}, expected means and deviations [2 * C, h, w]")
     members = {os.path.splitext(picture)[1][1:].lower(): bytes(read(picture))} if picture else {}
     return Loaded({"moments": moments} | ({} if label is None else {"label": label}), members)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import os
 from functools import lru_cache, partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -23,14 +22,14 @@ import torch
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.generic.arrow_values import import_pyarrow, value_of
 from wds_tensorcache.importers.generic.media import separate_media
+from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _NUM_PROBED = 8  # files
 _FOOTER_NBYTES = 1 << 16  # at the end of a file, in which to look for the names of columns
-_MAX_ID = 4096  # characters of an id that becomes a name
 _MAX_KEPT = 2  # row groups
-_PARTS = ("bytes", "shape", "dtype")
+_PARTS = ("_bytes", "_shape", "_dtype")
 _DTYPES = "float64 float32 float16 bfloat16 complex64 complex128 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool".split()
 
 
@@ -42,14 +41,14 @@ def _recognize(folder: SourceFolder) -> int:
 def _has_tensors(folder: SourceFolder, name: str) -> bool:
     nbytes = os.path.getsize(folder.locate(name))
     footer = folder.read_range(name, max(0, nbytes - _FOOTER_NBYTES), nbytes)
-    return all(f"_{part}".encode() in footer for part in _PARTS)
+    return all(part.encode() in footer for part in _PARTS)
 
 
 def _open(folder: SourceFolder) -> Source:
     arrow = import_pyarrow()
     import pyarrow.parquet
 
-    found: list[tuple[str, int, int, int, str | None]] = []  # file, row group, row in it, row in the file, id
+    rows: list[tuple[str, int, tuple[int, int], Any]] = []  # file, row in it, row group and row in that, id
     bad: dict[str, str] = {}
     tensors: set[str] = set()
 
@@ -66,56 +65,48 @@ def _open(folder: SourceFolder) -> Source:
                 if not _tensors(columns):
                     raise FormatError("no tensor has the columns X_bytes, X_shape and X_dtype")
                 tensors.update(_tensors(columns))
-                numbers = count()
-                for group in range(file.num_row_groups):
-                    ids: list[str | None] = [None] * file.metadata.row_group(group).num_rows
-                    if "id" in columns:
-                        ids = file.read_row_group(group, columns=["id"]).column("id").to_pylist()
-                    found += [(name, group, row, next(numbers), each) for row, each in enumerate(ids)]
+                counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+                places = [(group, row) for group, count in enumerate(counts) for row in range(count)]
+                ids = file.read(["id"])["id"].to_pylist() if "id" in columns else [None] * len(places)
+                rows += [(name, number, *row) for number, row in enumerate(zip(places, ids, strict=True))]
         except (arrow.ArrowException, OSError, ValueError) as exc:
             bad[name] = f"is not a Parquet file of FastVideo: {exc!s:.200}"
-    ids = [each for *_, each in found]
-    has_ids = all(ids) and len(set(ids)) == len(ids) and max(map(len, map(str, ids)), default=0) <= _MAX_ID
+    ids = [row[-1] for row in rows]
+    has_ids = all(ids) and len(set(ids)) == len(ids)
     samples = [
         SourceSample(
-            str(each) if has_ids else f"{os.path.splitext(name)[0]}/{number:08d}",
+            str(id) if has_ids else f"{os.path.splitext(name)[0]}/{number:08d}",
             (name,),
-            partial(_load, read_group, name, group, row),
+            partial(_load, read_group, name, *place),
         )
-        for name, group, row, number, each in found
+        for name, number, place, id in rows
     ]
     return Source(samples, {"tensors": sorted(tensors)}, bad)
 
 
 def _tensors(columns: list[str]) -> list[str]:
     names = [column.removesuffix("_bytes") for column in columns if column.endswith("_bytes")]
-    return [name for name in names if {f"{name}_shape", f"{name}_dtype"} <= set(columns)]
+    return [name for name in names if {name + part for part in _PARTS} <= set(columns)]
 
 
 def _load(read_group: Any, name: str, group: int, row: int) -> Loaded:
-    try:
+    with naming(name):
         table = read_group(name, group).slice(row, 1).combine_chunks()
         arrays = {column: table.column(column).chunk(0) for column in table.column_names}
-        tensors = {tensor: _tensor(arrays, tensor) for tensor in _tensors(table.column_names)}
-        parts = {f"{tensor}_{part}" for tensor in tensors for part in _PARTS}
-        value = {tensor: content for tensor, content in tensors.items() if content is not None}
-        value |= {column: value_of(array) for column, array in arrays.items() if column not in parts}
-        return separate_media(value)
-    except FormatError as exc:
-        raise exc.at(name) from exc
-    except (OSError, ValueError) as exc:
-        raise FormatError(f"row {row} of row group {group} cannot be decoded: {exc!r:.200}").at(name) from exc
+        value: dict[str, Any] = {}
+        for tensor in _tensors(table.column_names):
+            raw, shape, dtype = (arrays.pop(tensor + part)[0].as_py() for part in _PARTS)
+            if raw or shape:
+                value[tensor] = _tensor(tensor, raw or b"", shape, dtype)
+        return separate_media(value | {column: value_of(array) for column, array in arrays.items()})
 
 
-def _tensor(arrays: dict[str, Any], name: str) -> torch.Tensor | None:
-    raw, shape, dtype = (arrays[f"{name}_{part}"][0].as_py() for part in ("bytes", "shape", "dtype"))
-    if not raw and not shape:
-        return None
+def _tensor(name: str, raw: bytes, shape: Any, dtype: Any) -> torch.Tensor:
     if dtype not in _DTYPES or any(type(size) is not int or size < 0 for size in shape or ()):
         raise FormatError(f"tensor {name!r:.100} has the dtype {dtype!r:.40} and the shape {shape!r:.200}")
     kind = getattr(torch, dtype)
-    if math.prod(shape) * kind.itemsize != len(raw or b""):
-        raise FormatError(f"tensor {name!r:.100} of {dtype} {shape!r:.200} has {len(raw or b''):,} bytes")
+    if math.prod(shape) * kind.itemsize != len(raw):
+        raise FormatError(f"tensor {name!r:.100} of {dtype} {shape!r:.200} has {len(raw):,} bytes")
     return torch.frombuffer(bytearray(raw), dtype=kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
 
 

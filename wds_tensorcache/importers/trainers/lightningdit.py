@@ -38,19 +38,18 @@ _STATS = "latents_stats.pt"
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the rows of all `.safetensors` files, as LightningDiT does."""
     samples: list[SourceSample] = []
     bad = Faults()
     provenance: dict[str, Any] = {}
-    metadata_files: list[str] = []
-    for name in folder.names:
+    metadata_files = [name for name in folder.names if f"/{name}".endswith(f"/{_STATS}")]
+    for name in metadata_files:
         with bad.of(name):
-            if name.endswith(".safetensors"):
+            stats = _read_stats(folder, name)
+            provenance |= stats if name == _STATS else {name: stats}
+    for name in folder.names:
+        if name.endswith(".safetensors"):
+            with bad.of(name):
                 samples += _rows(folder, name)
-            elif f"/{name}".endswith(f"/{_STATS}"):
-                stats = _read_stats(folder, name)
-                provenance |= stats if name == _STATS else {name: stats}
-                metadata_files.append(name)
     return Source(samples, provenance, bad, metadata_files)
 
 
@@ -72,21 +71,19 @@ def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
     def load(row: int) -> Loaded:
         return Loaded({entry: read_row(folder, name, tensor, row) for entry, tensor in entries.items()})
 
-    stem, files = name[: -len(".safetensors")], (name,)
-    return [SourceSample(f"{stem}/{row:05d}", files, partial(load, row)) for row in range(lengths["labels"])]
+    stem = name[: -len(".safetensors")]
+    return [SourceSample(f"{stem}/{row:05d}", (name,), partial(load, row)) for row in range(lengths["labels"])]
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
-    """Return mean and standard deviation of each channel: float32, which JSON keeps exactly."""
+    """Return mean and standard deviation of each channel."""
     stats = load_torch(folder, name)
     if not isinstance(stats, dict) or stats.keys() != {"mean", "std"}:
         raise FormatError("expected a dict with 'mean' and 'std'").at(name)
-    found = {}
     for key, value in stats.items():
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.isfinite().all():
             raise FormatError(f"{key!r} is not a tensor of finite numbers").at(name)
-        found[f"latents_{key}"] = value.flatten().tolist()
-    return found
+    return {f"latents_{key}": value.flatten().tolist() for key, value in stats.items()}
 
 
 FORMAT = Format("lightningdit", "LightningDiT: latents_rank*_shard*.safetensors of ImageNet", _FILE, _open)

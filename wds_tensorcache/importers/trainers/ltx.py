@@ -24,6 +24,7 @@ for example for clips without audio. Temporary files of an interrupted run (`.pt
 from __future__ import annotations
 
 import os.path
+import re
 from functools import partial
 
 from wds_tensorcache.importers.safe_files import load_torch
@@ -39,47 +40,45 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the files of each media file; those without latents or conditions are bad."""
     samples = []
     bad: dict[str, str] = {}
-    kinds: set[str] = set()
+    every_kind: set[str] = set()
     for root, stems in _find(folder).items():
-        kinds_here = {kind for files in stems.values() for kind in files}
-        kinds |= kinds_here
+        kinds = {kind for files in stems.values() for kind in files}
+        every_kind |= kinds
         prefix = root.removesuffix("/").removesuffix(_PRECOMPUTED).strip("/")
         for stem, files in stems.items():
-            missing = [kind for kind in (_LATENTS, _CONDITIONS) if kind in kinds_here and kind not in files]
+            missing = [kind for kind in (_LATENTS, _CONDITIONS) if kind in kinds and kind not in files]
             if missing:
                 bad.update(dict.fromkeys(files.values(), f"has no file in {root}{missing[0]}/"))
             else:
                 load = partial(_load, folder, files)
                 samples.append(SourceSample(f"{prefix}/{stem}".lstrip("/"), tuple(files.values()), load))
-    return Source(samples, {"folders": sorted(kinds)}, bad)
+    return Source(samples, {"folders": sorted(every_kind)}, bad)
 
 
 def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the `.pt` files by root, media file and folder; a root ends with `/`, or is empty."""
-    roots: dict[str, set[str]] = {}
+    """Return the `.pt` files by root, stem and folder; roots end with `/`."""
+    kinds: dict[str, set[str]] = {}
     names = folder.by_suffix.get(".pt", [])
     for name in names:
         parts = name.split("/")
         for depth, part in enumerate(parts[:-1]):
             if part in (_LATENTS, _CONDITIONS):
-                roots.setdefault("".join(f"{each}/" for each in parts[:depth]), set()).add(part)
+                kinds.setdefault("".join(f"{each}/" for each in parts[:depth]), set()).add(part)
     path = f"/{os.path.basename(os.path.abspath(folder.path))}/"
     end = f"/{_PRECOMPUTED}/"  # latents alone are common in other formats
-    chosen = sorted(root for root, kinds in roots.items() if len(kinds) == 2 or (path + root).endswith(end))
-    result: dict[str, dict[str, dict[str, str]]] = {}
+    roots = sorted(root for root in kinds if len(kinds[root]) == 2 or (path + root).endswith(end))
+    files: dict[str, dict[str, dict[str, str]]] = {}
     for name in names:
-        root = next((root for root in chosen if name.startswith(root)), None)
+        root = next((root for root in roots if name.startswith(root)), None)
         if root is not None and "/" in name[len(root) :]:
-            kind, _, path = name[len(root) : -len(".pt")].partition("/")
-            place, _, file = path.rpartition("/")
-            if kind == _CONDITIONS and file.startswith("condition_"):
-                paired = f"{place}/latent_{file.rpartition('condition_')[2]}".lstrip("/")
-                path = paired if f"{root}{_LATENTS}/{paired}.pt" in folder else path
-            result.setdefault(root, {}).setdefault(path, {})[kind] = name
-    return result
+            kind, _, stem = name[len(root) : -len(".pt")].partition("/")
+            # `condition_7` belongs to `latent_7`
+            paired = re.sub(r"(^|/)condition_(?=[^/]*$)", r"\1latent_", stem) if kind == _CONDITIONS else stem
+            stem = paired if f"{root}{_LATENTS}/{paired}.pt" in folder else stem
+            files.setdefault(root, {}).setdefault(stem, {})[kind] = name
+    return files
 
 
 def _load(folder: SourceFolder, files: dict[str, str]) -> Loaded:

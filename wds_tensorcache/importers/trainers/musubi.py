@@ -35,80 +35,44 @@ Samples without text have no `text` and `caption` (musubi-tuner skips these), an
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any
 
-import torch
-
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import (
-    ImageFile,
-    Joined,
-    Table,
-    TableFiles,
-    as_numbers,
-    join_files,
-    parse_key,
-    short_names,
-)
 from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers.joined_files import Content, Table, TableFiles, find_resolutions, name_tensors
 
-_PART = re.compile(r"(.+)_(\d{5,})-\d{3,}(?:-(\d+))?", re.DOTALL)
-
-
-def _is_ours(name: str, metadata: dict[str, str]) -> bool:
-    is_kohya = any(key.startswith("crop_ltrb") for key in metadata)
-    return {"architecture", "format_version"} <= metadata.keys() and not is_kohya
+_PART = re.compile(r"^(.+)_(\d{5,})-\d{3,}(?:-(\d+))?\Z", re.DOTALL)
 
 
 _TABLE = Table(
     "musubi-tuner",
-    re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL),
     # texts of kohya have the number of their tokens in front of `_te`
     re.compile(r"(?!.+_\d+(?:_m)?_te\.)(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_te\.safetensors", re.DOTALL),
-    _is_ours,
-    {"latents": re.compile("width|height|frame_count"), "text": re.compile("caption1")},
+    has_crops=False,
+    per_file={"latents": re.compile("width|height|frame_count"), "text": re.compile("caption1")},
 )
 
 
 def _open(folder: SourceFolder) -> Source:
-    files = TableFiles(_TABLE, folder)
-    samples = join_files(folder, files.latents, files.texts, partial(files.load, _add), _stem_of_video)
-    return Source(samples, files.provenance, files.bad)
+    return TableFiles(_TABLE, folder).join(_add, lambda stem: _PART.sub(r"\1", stem))
 
 
-def _stem_of_video(stem: str) -> str:
-    match = _PART.fullmatch(stem)
-    return match[1] if match else stem
-
-
-def _add(
-    sample: dict[str, Any], file: ImageFile, joined: Joined, tensors: dict[str, Any], metadata: dict[str, str]
-) -> str:
-    if file is not joined.latents:
-        sample["text"] = _named(tensors)
+def _add(sample: dict[str, Any], content: Content) -> str:
+    tensors, metadata = content.tensors, content.metadata
+    if content.resolution is None:
+        sample["text"] = name_tensors(tensors)
         sample |= {"caption": metadata["caption1"]} if "caption1" in metadata else {}
         return "text"
-    sample.update(_named(tensors))
-    if "latents" not in sample:
-        raise FormatError("has no tensor 'latents_…'")
-    if {"width", "height"} <= metadata.keys():
-        sample["original_size"] = as_numbers(metadata, "width", "height", count=2)
+    if len(find_resolutions(tensors)) > 1:
+        raise FormatError("has latents of more than one resolution, but musubi-tuner writes a file for each")
+    sample.update(content.name_latents(tensors))
     if "frame_count" in metadata:
-        (sample["frame_count"],) = as_numbers(metadata, "frame_count", count=1)
-        if match := _PART.fullmatch(file.stem):
+        (sample["frame_count"],) = content.numbers("frame_count", count=1)
+        if match := _PART.fullmatch(content.file.stem):
             sample["first_frame"] = int(match[2])
             sample |= {"section": int(match[3])} if match[3] else {}
     return "latents"
-
-
-def _named(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors by the names that musubi-tuner uses in batches, sorted, because safetensors orders by dtype."""
-    parts = {key: parse_key(key.removeprefix("varlen_")) for key in tensors}
-    if len({each.resolution for each in parts.values() if each.content == "latents"}) > 1:
-        raise FormatError("has latents of more than one resolution, but musubi-tuner writes a file for each")
-    return dict(sorted((name, tensors[key]) for key, name in short_names(parts).items()))
 
 
 FORMAT = Format(

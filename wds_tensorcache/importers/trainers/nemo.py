@@ -30,7 +30,7 @@ from typing import Any
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch
+from wds_tensorcache.importers.safe_files import load_torch, naming
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
@@ -41,20 +41,19 @@ _COUNTS = ("shards", "num_shards", "shard_size", "total_items")
 
 def _recognize(folder: SourceFolder) -> int:
     roots = tuple(root for root in _roots(folder) if f"{root}metadata_shard_0000.json" in folder)
-    metas = folder.by_suffix.get(".meta", [])
     is_torch = False  # other programs write other `.meta` files
-    for meta in metas[:1]:
+    for meta in folder.by_suffix.get(".meta", [])[:1]:
         with folder.open(meta) as file:
             is_torch = file.read(4) == b"PK\x03\x04"
     return sum(name.startswith(roots) or (is_torch and name.endswith(".meta")) for name in _files(folder))
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the items of each `metadata.json`, and files that none lists."""
     provenance: dict[str, Any] = {}
     bad = Faults()
     items: dict[str, dict[str, Any]] = {}
     doubles: list[str] = []
+    metadata_files: list[str] = []
     roots = []
     for root in _roots(folder):
         shards: Any = None
@@ -66,8 +65,9 @@ def _open(folder: SourceFolder) -> Source:
             continue
         roots.append(root)
         provenance[root.rstrip("/")] = {key: value for key, value in described.items() if key not in _COUNTS}
-        for shard in shards:
-            name = f"{root}{shard}"
+        names = [f"{root}{shard}" for shard in shards]
+        metadata_files += [root + _METADATA, *names]
+        for name in names:
             listed: list[Any] = []
             with bad.of(name):
                 if name not in folder:
@@ -82,8 +82,8 @@ def _open(folder: SourceFolder) -> Source:
     for name in _files(folder):
         if name not in items and name.startswith(tuple(roots)):
             bad[name] = f"is not listed by {_METADATA}"
-        elif name not in items:
-            items[name] = {}
+        else:
+            items.setdefault(name, {})
     samples = [
         SourceSample(os.path.splitext(name)[0], (name,), partial(_load, folder, name, item))
         for name, item in items.items()
@@ -93,7 +93,7 @@ def _open(folder: SourceFolder) -> Source:
     if doubles:
         what = f"{len(doubles):,} items have the cache_file of an earlier item, and were not used"
         notes.append(f"{what}, for example {', '.join(doubles[:3])}")
-    return Source(samples, described, bad, notes=notes)
+    return Source(samples, described, bad, metadata_files, notes)
 
 
 def _roots(folder: SourceFolder) -> list[str]:
@@ -106,17 +106,15 @@ def _files(folder: SourceFolder) -> list[str]:
 
 
 def _read_json(folder: SourceFolder, name: str, expected: type) -> Any:
-    try:
+    with naming(name):
         content = folder.read_json(name, names_nan=expected is dict)
-    except (FormatError, ValueError, RecursionError) as exc:
-        raise FormatError(f"is not JSON: {exc!r:.200}") from exc
-    if not isinstance(content, expected):
-        raise FormatError(f"contains a JSON {type(content).__name__}, expected a {expected.__name__}")
-    return content
+        if not isinstance(content, expected):
+            raise FormatError(f"contains a JSON {type(content).__name__}, expected a {expected.__name__}")
+        return content
 
 
 def _locate(folder: SourceFolder, root: str, cache_file: object) -> str | None:
-    """Return the listed file in `root` that ends with the most parts of a path; None if there is none."""
+    """Return the file in `root` that ends with the most parts of a path."""
     parts = cache_file.replace("\\", "/").split("/") if isinstance(cache_file, str) else []
     names = (root + "/".join(parts[at:]) for at in range(len(parts)))
     return next((name for name in names if name in folder and name.endswith((".pt", ".meta"))), None)
@@ -126,8 +124,7 @@ def _load(folder: SourceFolder, name: str, item: dict[str, Any]) -> Loaded:
     value = load_torch(folder, name)
     if not isinstance(value, dict):
         raise FormatError(f"contains {type(value).__name__}, expected a dict").at(name)
-    more = {key: part for key, part in item.items() if key not in value and key != "cache_file"}
-    return Loaded({**value, **more})
+    return Loaded(value | {key: part for key, part in item.items() if key not in value and key != "cache_file"})
 
 
 FORMAT = Format(

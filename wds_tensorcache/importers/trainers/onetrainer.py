@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,51 +51,45 @@ class _Group:
     """The cached files of one concept."""
 
     path: str  # folder of its variations
-    variations: dict[str, list[dict[str, Any]]] = field(
-        default_factory=dict
-    )  # by folder, the content of `aggregate.pt`
+    variations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # content of `aggregate.pt` by folder
     images: list[str | None] = field(default_factory=list)  # path of the image at each position
 
     @property
     def part(self) -> str:
-        """The entry of a sample that contains its files."""
+        """The entry of the samples that holds the content of its files."""
         return "image" if any(self.images) else "text"
 
 
 def _recognize(folder: SourceFolder) -> int:
-    matches = list(_matches(folder))
+    matches = list(filter(None, map(_FILE.fullmatch, folder.by_suffix.get(".pt", ()))))
     return len(matches) if any(match[3] == "aggregate" for match in matches) else 0
 
 
-def _matches(folder: SourceFolder) -> Iterator[re.Match[str]]:
-    return filter(None, map(_FILE.fullmatch, folder.by_suffix.get(".pt", ())))
-
-
 def _open(folder: SourceFolder) -> Source:
-    """Read all `aggregate.pt`, and find the files of each position."""
     bad = Faults()
     concepts: dict[str, dict[int, list[str]]] = {}
-    for match in _matches(folder):
+    for match in filter(None, map(_FILE.fullmatch, folder.by_suffix.get(".pt", ()))):
         concepts.setdefault(match[1] or "", {}).setdefault(int(match[2]), []).append(match[0])
     groups = [_read_group(folder, path, variations, bad) for path, variations in concepts.items()]
     groups = [group for group in groups if group.variations]
     pairs = _pair(groups)
     lists = {group.part for group in groups if len(group.variations) > 1}
-    every = [(group, at) for group in groups if group.path not in pairs.values() for at in range(len(group.images))]
-    media = iter(name_media([path for group, at in every if (path := group.images[at])]))
-    names = number_repeats(next(media) if group.images[at] else f"{group.path}/{at}" for group, at in every)
+    rows = [(group, at) for group in groups if group.path not in pairs.values() for at in range(len(group.images))]
+    media = iter(name_media([path for group, at in rows if (path := group.images[at])]))
+    names = number_repeats(next(media) if group.images[at] else f"{group.path}/{at}" for group, at in rows)
     texts = {group.path: group for group in groups}
     samples = []
-    for (group, at), name in zip(every, names, strict=True):
+    for (group, at), name in zip(rows, names, strict=True):
         parts = {each.part: each for each in (group, texts.get(pairs.get(group.path, ""))) if each}
         files = tuple(f"{variation}/{at}.pt" for each in parts.values() for variation in each.variations)
         samples.append(SourceSample(name, files, partial(_load, folder, parts, at, lists)))
     described = {group.path: {"items": len(group.images), "variations": len(group.variations)} for group in groups}
-    return Source(samples, {"groups": described, "joined": pairs}, bad)
+    aggregates = [f"{variation}/aggregate.pt" for group in groups for variation in group.variations]
+    return Source(samples, {"groups": described, "joined": pairs}, bad, aggregates)
 
 
 def _read_group(folder: SourceFolder, path: str, variations: dict[int, list[str]], bad: Faults) -> _Group:
-    """Return the finished variations of a concept; describe files that are in none of them in `bad`."""
+    """Return the finished variations of a concept; report other files in `bad`."""
     group = _Group(path)
     for number, files in sorted(variations.items()):
         variation = f"{path}/variation-{number}".lstrip("/")
@@ -105,14 +98,13 @@ def _read_group(folder: SourceFolder, path: str, variations: dict[int, list[str]
             paths = [entry.get("image_path") for entry in entries]
             images = [path if isinstance(path, str) else None for path in paths]
             if group.variations and images != group.images:
-                raise FormatError(
-                    "was cached from other files than the first variation; let OneTrainer cache them again"
-                )
+                what = "was cached from other files than the first variation; let OneTrainer cache them again"
+                raise FormatError(what)
         except FormatError as exc:
             bad.update(dict.fromkeys(files, f"{variation}: {exc.reason}"))
             continue
         group.variations[variation], group.images = entries, images
-        expected = {f"{variation}/{at}.pt" for at in range(len(entries))} | {f"{variation}/aggregate.pt"}
+        expected = {f"{variation}/{at}.pt" for at in ("aggregate", *range(len(entries)))}
         bad.update(dict.fromkeys(sorted({*files} - expected), f"aggregate.pt has only {len(entries)} entries"))
     return group
 
@@ -127,15 +119,12 @@ def _read_aggregate(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
 
 
 def _pair(groups: list[_Group]) -> dict[str, str]:
-    """Return the text folder of each image folder if the numbers of their files leave only one possibility, else nothing."""
-    images, texts = (
-        {group.path: len(group.images) for group in groups if group.part == part} for part in ("image", "text")
-    )
-    is_unique = max([*Counter(images.values()).values(), *Counter(texts.values()).values()], default=0) == 1
-    if not is_unique or sorted(images.values()) != sorted(texts.values()):
+    """Pair image folders with text folders if only one pairing is possible."""
+    counts = {part: Counter(len(group.images) for group in groups if group.part == part) for part in ("image", "text")}
+    if counts["image"] != counts["text"] or max(counts["image"].values(), default=0) != 1:
         return {}
-    by_count = {count: path for path, count in texts.items()}
-    return {path: by_count[count] for path, count in images.items()}
+    texts = {len(group.images): group.path for group in groups if group.part == "text"}
+    return {group.path: texts[len(group.images)] for group in groups if group.part == "image"}
 
 
 def _load(folder: SourceFolder, parts: dict[str, _Group], at: int, lists: set[str]) -> Loaded:

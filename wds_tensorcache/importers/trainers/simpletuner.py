@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import md5, sha256
@@ -43,21 +44,21 @@ import torch
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch
+from wds_tensorcache.importers.safe_files import load_torch, naming
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, num_common
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _FILE = re.compile(r"(?:.*/)?(?:[0-9a-f]{64}|[0-9a-f]{32}-[\w.-]+)\.pt", re.ASCII | re.DOTALL)
 _TEXT = re.compile(r"([0-9a-f]{32})-([\w.-]+)\.pt", re.ASCII)
-_JSON = re.compile(r"aspect_ratio_bucket_(indices|metadata)(?:_(.+))?\.json", re.ASCII | re.DOTALL)
+_JSON = re.compile(r"(.*/)?aspect_ratio_bucket_(indices|metadata)(?:_([^/]+))?\.json", re.ASCII | re.DOTALL)
 
 
 @dataclass(slots=True)
 class _Backend:
     """One data backend, which is a folder of images with one resolution."""
 
-    id: str
     folder: str  # of its JSON files, with `/` at the end, or empty
+    id: str
     config: dict[str, Any] = field(default_factory=dict)
     images: dict[str, dict[str, Any]] = field(default_factory=dict)  # metadata by path
 
@@ -71,27 +72,32 @@ class _Image:
     backend: _Backend
 
     @property
+    def parts(self) -> list[str]:
+        """The parts of the path, which may be one of Windows."""
+        return self.path.replace("\\", "/").split("/")
+
+    @property
     def stem(self) -> str:
-        """The file name without its suffix; the path may be one of Windows."""
-        return os.path.splitext(self.path.replace("\\", "/").rpartition("/")[2])[0]
+        """The file name without its suffix."""
+        return os.path.splitext(self.parts[-1])[0]
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the latents, and join them with the images and embeddings of captions that have their hashes."""
-    backends, bad = _read_backends(folder)
+    bad = Faults()
+    metadata_files: list[str] = []
+    backends = _read_backends(folder, bad, metadata_files)
     # latents are named by the hash of the image's file name without suffix, or (old) by that name itself
-    known: dict[str, list[_Image]] = {}
+    images_of: dict[str, list[_Image]] = {}
     for backend in backends:
         for path, metadata in backend.images.items():
             image = _Image(path, metadata, backend)
             for name in (sha256(image.stem.encode("utf-8", "surrogatepass")).hexdigest(), image.stem):
-                known.setdefault(name, []).append(image)
+                images_of.setdefault(name, []).append(image)
     latents: list[str] = []
     texts: dict[str, list[str]] = {}
     models: set[str] = set()
     for name in folder.by_suffix.get(".pt", ()):
-        match = _TEXT.fullmatch(name.rpartition("/")[2])
-        if match:
+        if match := _TEXT.fullmatch(name.rpartition("/")[2]):
             texts.setdefault(match[1], []).append(name)
             models.add(match[2])
         else:
@@ -99,12 +105,16 @@ def _open(folder: SourceFolder) -> Source:
     rows: list[tuple[str, _Image | None, dict[str, str | None], bool]] = []
     for name in latents:
         path, _, file = name.rpartition("/")
-        images = known.get(file[: -len(".pt")], [])
+        images = images_of.get(file[: -len(".pt")], [])
         best = _best_image(name, images)
-        hashes, has_captions = _text_hashes(folder, best) if best else ({}, False)
-        joined = {each: caption for key, caption in hashes.items() for each in texts.get(key, ()) if len(models) == 1}
+        caption_file = _find_captions(folder, best) if best else None
+        hashes: dict[str, str | None] = {}
+        if best and len(models) == 1:
+            hashes = _text_hashes(folder, best, caption_file)
+            metadata_files += [caption_file] if caption_file else []
+        joined = {text: caption for key, caption in hashes.items() for text in texts.get(key, ())}
         sample = f"{path}/{images[0].stem}".lstrip("/") if images else os.path.splitext(name)[0]
-        rows.append((sample, best, {name: None, **joined}, has_captions))
+        rows.append((sample, best, {name: None, **joined}, caption_file is not None))
     is_joined = any(len(files) > 1 for _, _, files, _ in rows)
     samples = [
         SourceSample(sample, tuple(files), partial(_load, folder, best, files, is_joined and has_captions))
@@ -114,7 +124,8 @@ def _open(folder: SourceFolder) -> Source:
     for name in (name for names in texts.values() for name in names if name not in used):
         samples.append(SourceSample(os.path.splitext(name)[0], (name,), partial(_load_text, folder, name)))
     configs = {backend.id: backend.config for backend in backends}
-    return Source(samples, {"models": sorted(models), **({"data_backends": configs} if configs else {})}, bad)
+    provenance = {"models": sorted(models), **({"data_backends": configs} if configs else {})}
+    return Source(samples, provenance, bad, metadata_files)
 
 
 def _load(folder: SourceFolder, image: _Image | None, files: dict[str, str | None], needs_text: bool) -> Loaded:
@@ -137,44 +148,35 @@ def _load_text(folder: SourceFolder, name: str) -> Loaded:
     return Loaded({"text": [load_torch(folder, name)]})
 
 
-def _read_backends(folder: SourceFolder) -> tuple[list[_Backend], dict[str, str]]:
-    """Return the backends that the JSON files in a folder describe, and the bad files with their faults."""
+def _read_backends(folder: SourceFolder, bad: Faults, metadata_files: list[str]) -> list[_Backend]:
+    """Read the JSON files of all backends; add their names to `metadata_files`."""
     backends: dict[tuple[str, str], _Backend] = {}
-    bad = Faults()
-    for name in folder.by_suffix.get(".json", ()):
-        path, _, file = name.rpartition("/")
-        match = _JSON.fullmatch(file)
-        if not match:
-            continue
-        backend = backends.setdefault((path, match[2] or ""), _Backend(match[2] or "", f"{path}/".lstrip("/")))
-        try:
-            with bad.of(name):
-                images = folder.read_json(name, names_nan=match[1] == "indices")
-                if match[1] == "indices":
-                    config = dict(images.get("config") or {})
-                    check_depth(config)
-                    backend.config = config
-                    buckets = images.get("aspect_ratio_bucket_indices") or {}
-                    images = {path: {} for paths in buckets.values() for path in paths}
-                for image, metadata in images.items():
-                    if not isinstance(image, str):
-                        raise TypeError(f"{image!r:.100} is not a path")
-                    backend.images[image] = {**backend.images.get(image, {}), **metadata}
-        except (ValueError, TypeError, AttributeError, RecursionError) as exc:
-            bad[name] = f"is not SimpleTuner's JSON: {exc!r:.200}"
-    return list(backends.values()), bad
+    for match in filter(None, map(_JSON.fullmatch, folder.by_suffix.get(".json", ()))):
+        name, place = match[0], (match[1] or "", match[3] or "")
+        backend = backends.setdefault(place, _Backend(*place))
+        metadata_files.append(name)
+        with bad.of(name), naming(name):
+            images = folder.read_json(name, names_nan=match[2] == "indices")
+            if match[2] == "indices":
+                config = dict(images.get("config") or {})
+                check_depth(config)
+                backend.config = config
+                buckets = images.get("aspect_ratio_bucket_indices") or {}
+                images = {path: {} for paths in buckets.values() for path in paths}
+            for image, metadata in images.items():
+                if not isinstance(image, str):
+                    raise FormatError(f"{image!r:.100} is not a path")
+                backend.images[image] = {**backend.images.get(image, {}), **metadata}
+    return list(backends.values())
 
 
 def _best_image(name: str, images: list[_Image]) -> _Image | None:
-    """Return the image whose latents are in the file `name`; None if that cannot be told.
-
-    The file is in the backend's cache folder, in the same subfolder as the image in the backend's folder. Images with the same
-    file name are told apart by these.
-    """
+    """Return the image whose latents are in the file `name`; None if it is ambiguous."""
+    # The file is in the cache folder of its backend, in the same subfolder as the image in the folder of the backend.
     parts = name.split("/")[-2::-1]
 
     def score(image: _Image) -> int:
-        num_same = num_common(parts, image.path.replace("\\", "/").split("/")[-2::-1])
+        num_same = num_common(parts, image.parts[-2::-1])
         cache = str(image.backend.config.get("cache_dir_vae") or image.backend.id).rstrip("/").split("/")
         return num_same + num_common(parts[num_same:], reversed(cache))
 
@@ -184,37 +186,28 @@ def _best_image(name: str, images: list[_Image]) -> _Image | None:
     return best[0] if is_known else None
 
 
-def _text_hashes(folder: SourceFolder, image: _Image) -> tuple[dict[str, str | None], bool]:
-    """Return the captions that an image may have, by the hash that names their embeddings, and whether it has a caption file.
+def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
+    """Return the `.txt` file of an image; its folder may have been moved."""
+    paths = (image.backend.folder + "/".join(image.parts[at:]) for at in range(len(image.parts)))
+    return next((file for path in paths if (file := os.path.splitext(path)[0] + ".txt") in folder), None)
 
-    Captions are in a `.txt` file next to the image, in its name, or in the settings. Some models hash the path of the image,
-    relative to the backend's folder, which may have been moved since; newer versions also hash the caption. A caption that is
-    not in the hash is None.
-    """
-    parts = image.path.replace("\\", "/").split("/")
-    paths = (image.backend.folder + "/".join(parts[at:]) for at in range(len(parts)))
-    files = (os.path.splitext(path)[0] + ".txt" for path in paths)
-    file = next((file for file in files if file in folder), None)
-    captions = [image.stem, image.stem.replace("_", " "), *_lines(folder, file)]
+
+def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
+    """Return the possible captions of an image by hash; None for hashes of the path alone."""
+    captions = [image.stem, image.stem.replace("_", " ")]
+    if caption_file is not None:
+        with suppress(FormatError, ValueError):  # too long, or not UTF-8, which SimpleTuner cannot read either
+            text = folder.read(caption_file, 1 << 20).decode()
+            captions += [text, *filter(None, text.split("\n"))]
     prompt = image.backend.config.get("instance_prompt")
     if isinstance(prompt, str):
         captions = [prompt, *(f"{prompt} {caption}" for caption in captions), *captions]
-    tails = ["/".join(parts[at:]) for at in range(len(parts))]
-    keys = [key for path in dict.fromkeys([image.path, *tails]) for key in (path, f"{image.backend.id}:{path}")]
+    # Some models hash the path of the image in the folder of its backend, which may have been moved since.
+    paths = dict.fromkeys([image.path, *("/".join(image.parts[at:]) for at in range(len(image.parts)))])
+    keys = [key for path in paths for key in (path, f"{image.backend.id}:{path}")]
     hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys))
     hashed |= {_md5(f"{key}\0prompt\0{caption}"): caption for key in keys for caption in captions}
-    return hashed | {_md5(caption): caption for caption in captions}, file is not None
-
-
-def _lines(folder: SourceFolder, file: str | None) -> Iterator[str]:
-    """Yield the content of a caption file, and its lines, as SimpleTuner splits them."""
-    if file is not None:
-        try:
-            text = folder.read(file, 1 << 20).decode()
-        except (FormatError, ValueError):  # too long, or not UTF-8, which SimpleTuner cannot read either
-            return
-        yield text
-        yield from (line for line in text.split("\n") if line)
+    return hashed | {_md5(caption): caption for caption in captions}
 
 
 def _md5(text: str) -> str:

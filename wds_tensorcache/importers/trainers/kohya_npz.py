@@ -40,10 +40,10 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.joined_files import ImageFile, Joined, join_files, note_resolutions
 from wds_tensorcache.importers.safe_files import list_npz, load_npz
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers.joined_files import ImageFile, Joined, join_files
 
 _NAME = re.compile(
     r"(?P<stem>.+)_(?:(?P<size>\d{4,}x\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|anima|hi)"
@@ -52,25 +52,32 @@ _NAME = re.compile(
 )
 _RESOLUTION = re.compile(r"(.+?)(_\d+x\d+)?", re.DOTALL)
 _ENTRIES = ("latents", "latents_flipped", "original_size", "crop_ltrb", "alpha_mask")
+_EXPORTED = b'{\n "caption": '
 _NUM_PROBED = 4  # files without a telling name to look into
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Return the number of files, if at least half of the `.npz` files are of this format."""
+    """Return the number of files; 0 if most `.npz` files have another format."""
     names = folder.by_suffix.get(".npz", [])
     unnamed = [name for name in names if not _NAME.fullmatch(name)]
-    if all(_is_old(_arrays(folder, name)) for name in unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]):
+    probed = unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]
+    # files of `tensorcache export` contain the texts, too, and their captions are in `.json` files
+    captions = [values for name in probed if (values := f"{name[:-4]}.json") in folder]
+    are_exported = any(folder.read(values).startswith(_EXPORTED) for values in captions)
+    arrays = [_arrays(folder, name) for name in probed]
+    entries = {_split(array)[0] for of_file in arrays for array in of_file or ()}
+    if not are_exported and entries <= {*_ENTRIES} and all(map(_is_old, arrays)):
         return len(names)
     return len(names) - len(unnamed) if 2 * len(unnamed) <= len(names) else 0
 
 
 def _is_old(arrays: list[str] | None) -> bool:
-    """Return whether a file with any name contains the arrays that sd-scripts writes for an image."""
+    """Return whether arrays include those that sd-scripts writes for an image."""
     return {"latents", "original_size", "crop_ltrb"} <= {_split(array)[0] for array in arrays or ()}
 
 
 def _arrays(folder: SourceFolder, name: str) -> list[str] | None:
-    """Return the names of the arrays; None if the file is damaged, which `load_npz` describes."""
+    """Return the names of the arrays; None if the file is damaged."""
     try:
         return list_npz(folder, name)
     except (FormatError, OSError):
@@ -95,22 +102,21 @@ def _open(folder: SourceFolder) -> Source:
         if not match and arrays is not None and not _is_old(arrays):
             bad[name] = "is not a file of sd-scripts: its name and its arrays differ"
             continue
-        ends = tuple(dict.fromkeys(end for entry, end in map(_split, arrays or ()) if entry == "latents")) or ("",)
+        ends = list(dict.fromkeys(end for entry, end in map(_split, arrays or ()) if entry == "latents")) or [""]
         schemes |= {"latents_HxW" if end else "latents" for end in ends} if arrays else set()
         stem, size, model = match.group("stem", "size", "model") if match else (name[: -len(".npz")], "", of_old)
         models.add(model)
         latents.append(ImageFile(name, stem, model, size, ends))
     provenance = {"architecture": one_or_all(models), "keys": one_or_all(schemes)} if models else {}
-    samples = join_files(folder, latents, texts, partial(_load, folder), captions=(".caption", ".txt"))
-    return Source(samples, provenance, bad, notes=note_resolutions(latents))
+    return join_files(folder, latents, texts, partial(_load, folder), provenance, bad, captions=(".caption", ".txt"))
 
 
 def _load(folder: SourceFolder, files: Joined) -> Loaded:
     sample: dict[str, Any] = {}
-    if files.latents is not None:
-        arrays = load_npz(folder, files.latents.name)
+    for file in files.latents:
+        arrays = load_npz(folder, file.name)
         if f"latents{files.resolution}" not in arrays:
-            raise FormatError("has no array 'latents', nor one such as 'latents_64x64'").at(files.latents.name)
+            raise FormatError("has no array 'latents', nor one such as 'latents_64x64'").at(file.name)
         sample = {entry: arrays[key] for entry in _ENTRIES if (key := entry + files.resolution) in arrays}
         other = {
             array: value
