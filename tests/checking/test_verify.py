@@ -131,9 +131,9 @@ def test_a_half_is_missing(tmp_path: Path) -> None:
     path = write(tmp_path, 3, footer=False, dali_index=False)
     content = path.read_bytes()
     path.write_bytes(content.replace(member(path, "001.skel.pyd"), b""))
-    assert faults(path) == [("001", "member 'skel.pyd' is missing, but 'safetensors' exists")]
+    assert faults(path) == [("001", "'safetensors': member 'skel.pyd' is missing, but 'safetensors' exists")]
     path.write_bytes(content.replace(member(write(tmp_path / "b", 3), "002.safetensors"), b""))
-    assert faults(path) == [("002", "member 'safetensors' is missing, but 'skel.pyd' exists")]
+    assert faults(path) == [("002", "'skel.pyd': member 'safetensors' is missing, but 'skel.pyd' exists")]
 
 
 def test_keys_that_occur_twice(tmp_path: Path) -> None:
