@@ -18,9 +18,6 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.commands import Result, Server
 from tests.cli.conftest import HOSTILE
-from wds_tensorcache.cli.app import app
-from wds_tensorcache.cli.app import run as run_here
-from wds_tensorcache.cli.output import plain
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).parent.parent.parent
@@ -100,8 +97,11 @@ def test_the_console_script(cache: Path, tmp_path: Path) -> None:
         (["show", "cache", KEY, "--tensor", "latnets"], "there are 'latents'"),
         (["cat", "cache", KEY, "text.state"], "there are 'text.states'"),
         (["cat", "cache", KEY, "--member", "png"], "'jpg'"),
-        (["cat", "cache", KEY], "either the NAME of a tensor or --member"),
-        (["cat", "cache", KEY, "latents", "--member", "jpg"], "either the NAME of a tensor or --member"),
+        (["cat", "cache", KEY], "either the NAME of a tensor or small value, or --member"),
+        (
+            ["cat", "cache", KEY, "latents", "--member", "jpg"],
+            "either the NAME of a tensor or small value, or --member",
+        ),
         (["import", "nowhere", "out"], "nowhere"),
     ],
 )
@@ -120,7 +120,7 @@ def test_help(run: Run) -> None:
         assert re.search(r"^  import +Write shards", shown, re.MULTILINE)
         assert re.search(r"^  show +Show", shown, re.MULTILINE)
         assert nothing == ""
-    for name in app.list_commands(None):  # type: ignore[arg-type]
+    for name in re.findall(r"^  (\w+) +[A-Z]", run("--help").out.partition("Commands:")[2], re.MULTILINE):
         found = run(name, "--help")
         assert (found.status, found.err) == (0, "")
         assert found.out.startswith(f"Usage: tensorcache {name}")
@@ -200,21 +200,18 @@ def test_a_damaged_sample(run: Run, cache: Path) -> None:
     assert run("show", cache, KEY).status == 0
 
 
-def test_a_fault_of_the_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
-) -> None:
-    """A traceback whose texts a terminal does not obey, and status 1; a KeyError without a message is not about a name."""
-    for error in (RuntimeError(HOSTILE), KeyError("name"), KeyError()):
-
-        def fail(*arguments: object, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr("wds_tensorcache.cli.looking.ls._match_entries", fail)
-        assert run_here(["ls", str(cache)]) == 1
-        said = capsys.readouterr().err
-        assert "Traceback" in said
-        assert said.endswith("this is a fault of tensorcache; please report it\n")
-        assert _is_safe(said)
+def test_a_fault_of_the_program() -> None:
+    """A traceback whose texts a terminal does not obey, and status 1."""
+    code = f"""import sys, wds_tensorcache as tc
+def fail(*arguments, **options): raise RuntimeError({HOSTILE!r})
+tc.open, sys.argv[1:] = fail, ["ls", "cache"]
+from wds_tensorcache.cli import main
+main()"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "Traceback" in found.stderr
+    assert found.stderr.endswith("this is a fault of tensorcache; please report it\n")
+    assert _is_safe(found.stderr)
 
 
 # --- terminals obey nothing
@@ -282,12 +279,6 @@ def test_names_of_files(run: Run, tmp_path: Path) -> None:
         assert "\nforged" not in found.out + found.err
 
 
-def test_plain() -> None:
-    assert plain("plain text, é 字 🙂") == "plain text, é 字 🙂"
-    assert plain("a\x1b\n\u202e\u200b\ud800\x85") == r"a\x1b\n\u202e\u200b\ud800\x85"
-    assert plain("".join(map(chr, range(0x110000)))).isprintable()
-
-
 # --- pipes, files and signals
 
 
@@ -338,10 +329,8 @@ def test_a_full_disk(server: Server, cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_closed_stdout(server: Server, cache: Path, tmp_path: Path) -> None:
-    for arguments, status in ((["ls", "cache"], 0), (["show", "cache", KEY], 0), (["cat", "cache", KEY, "zeros"], 1)):
-        found, said = _run_into(server, tmp_path, arguments, -1)
-        assert found == status, arguments
-        assert "Traceback" not in said
+    for arguments in (["ls", "cache"], ["show", "cache", KEY], ["cat", "cache", KEY, "zeros"]):
+        assert _run_into(server, tmp_path, arguments, -1) == (0, ""), arguments
 
 
 def test_interrupted(server: Server, large: Path) -> None:
@@ -458,16 +447,3 @@ def test_any_damage_is_an_error(run: Run, cache: Path) -> None:
             assert _is_safe(found.err)
             statuses.append(found.status)
     assert 1 in statuses
-
-
-@pytest.mark.parametrize("ending", ["2>&-", "2>/dev/full"])
-def test_messages_that_cannot_be_written(tmp_path: Path, ending: str) -> None:
-    """They do not get into the results, and do not change the exit status."""
-    found = subprocess.run(
-        ["bash", "-c", f'exec "$@" {ending}', "x", *MODULE, "frob"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (found.returncode, found.stdout) == (2, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,6 @@ from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.inspecting.text import tensor_text, value_text
 from wds_tensorcache.reading.cache import TensorCache
 
-_PART_NBYTES = 1 << 22
 _NUM_AT_ONCE = 1 << 20  # elements in the widest dtype at a time
 _WHOLE = "the sample"  # in place of an empty path
 
@@ -107,27 +105,13 @@ class _Stored:
         stored, begin = self.shard.skeleton(self.row)
         return stored[begin:]
 
-    def member(self, suffix: str) -> tuple[int, int] | None:
-        """Return begin and end of another member in the shard, in bytes; None if there is none."""
+    def member(self, suffix: str) -> bytes | None:
+        """Return the content of another member; None if there is none."""
         position = self.shard.find_members(np.array([self.row]), suffix).item()
-        return None if position < 0 else self.shard.member_extent(suffix, position)
-
-    def is_same(self, other: _Stored) -> bool:
-        """Return whether both are one sample of one file, as in versions of a cache, which share shards by hard links.
-
-        Objects at urls need an equal tag, too; without a tag, nothing shows that the object has not changed.
-        """
-        one, two = self.shard, other.shard
-        if self.row != other.row or one.file.identity != two.file.identity:
-            return False
-        if one.is_remote:
-            return one.path == two.path and one.file.identity[1] is not None
-        return os.path.samefile(one.path, two.path)
+        return None if position < 0 else self.shard.file.read(*self.shard.member_extent(suffix, position))
 
 
 def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:
-    if one.is_same(two):
-        return
     has_same_digest = one.digest == two.digest != 0
     if not has_same_digest or one.skeleton() != two.skeleton():
         first, second = one.cache[one.index], two.cache[two.index]
@@ -139,17 +123,14 @@ def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:
 
 
 def _compare_members(one: _Stored, two: _Stored, suffix: str) -> str | None:
-    place, other = one.member(suffix), two.member(suffix)
-    if place is None or other is None:
-        return None if place is other else f"is only in the {'first' if other is None else 'second'} cache"
-    nbytes, other_nbytes = place[1] - place[0], other[1] - other[0]
-    if nbytes != other_nbytes:
-        return f"has {nbytes:,} bytes, and {other_nbytes:,} bytes in the second cache"
-    for at in range(0, nbytes, _PART_NBYTES):
-        end = min(at + _PART_NBYTES, nbytes)
-        if one.shard.file.read(place[0] + at, place[0] + end) != two.shard.file.read(other[0] + at, other[0] + end):
-            return "has other bytes"
-    return None
+    first, second = one.member(suffix), two.member(suffix)
+    if first == second:
+        return None
+    if first is None or second is None:
+        return f"is only in the {'first' if second is None else 'second'} cache"
+    if len(first) != len(second):
+        return f"has {len(first):,} bytes, and {len(second):,} bytes in the second cache"
+    return "has other bytes"
 
 
 def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:

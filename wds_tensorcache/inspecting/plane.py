@@ -81,7 +81,8 @@ class Planes:
     @staticmethod
     def _numbers(value: Any) -> Array:
         numbers: Any = as_numbers(value)  # `find_planes` refuses dtypes without numbers
-        return np.hypot(numbers[..., 0], numbers[..., 1]) if numbers.ndim > value.ndim else numbers
+        planes: Array = np.hypot(numbers[..., 0], numbers[..., 1]) if numbers.ndim > value.ndim else numbers
+        return planes
 
 
 def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:

@@ -8,8 +8,10 @@ from itertools import islice
 from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding
+from wds_tensorcache.codec.tensor_names import component
+from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding, map_leaves
 from wds_tensorcache.inspecting.text import tensor_text, value_text
+from wds_tensorcache.reading.structure import value_at
 
 _MAX_ITEMS = 100  # of one container
 _MAX_NODES = 2000
@@ -102,3 +104,12 @@ def _type_name(value: Any) -> str:
 
 def _is_example(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def small_values(sample: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names of the small values of a lazy sample, such as `text.prompt`, and the values."""
+    paths: list[tuple[Any, ...]] = []
+    map_leaves(sample, lambda lazy: None, paths.append)
+    for path in paths:
+        steps = (component(step, 0) if type(step) in (str, int) else value_text(step, 40) for step in path)
+        yield ".".join(steps), value_at(sample, path)

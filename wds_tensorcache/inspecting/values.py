@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Histogram:
     num_above: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ValueStatistics:
     """Statistics of numbers. For a complex tensor, the real and imaginary parts are counted separately; a bool is 0 or 1.
 
@@ -218,4 +218,6 @@ def measure_with_histogram(lazy: Lazy) -> ValueStatistics | None:
     """Return statistics of one tensor as `measure`, with a histogram."""
     sample = ValueSample()
     statistics = measure(lazy, sample)
-    return statistics and replace(statistics, histogram=sample.make_histogram())
+    if statistics is not None:
+        statistics.histogram = sample.make_histogram()
+    return statistics

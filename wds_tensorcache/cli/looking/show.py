@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,7 +32,6 @@ from wds_tensorcache.inspecting.values import Histogram, ValueStatistics, as_num
 
 _NUM_MEASURED = 200  # tensors of a sample
 _NUM_DRAWN, _NUM_PLANES = 8, 16
-_FEW_NUMBERS = 8  # numbers of a tensor that are shown instead of their statistics
 _MEMBER_CHARS = 200
 _MAX_NBYTES_PRINTED = 1 << 28
 _BAR_WIDTH = 40
@@ -115,9 +112,6 @@ def _tensor_lines(
 ) -> list[Text]:
     """Return the line about a tensor, and its heat map."""
     label.append(plain(tensor_text(lazy)), "cyan").append(" (numpy)" * (lazy._reference.kind == "ndarray"), "dim")
-    few = _few_values(lazy)
-    if few:
-        return [label.append(f"  {plain(few)}")]
     if values is not None:
         label.append("  ").append_text(values_text(values))
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if is_drawn else None
@@ -132,18 +126,6 @@ def _measure(key: str, lazy: Lazy) -> ValueStatistics | None:
         return measure_with_histogram(lazy)
     except tc.TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
-
-
-def _few_values(lazy: Lazy) -> str:
-    """Return the values of a tensor with a few elements as text; `""` if it has none, or too many."""
-    if not 0 < math.prod(lazy.shape) <= _FEW_NUMBERS:
-        return ""
-    value = lazy.load()
-    if not isinstance(value, np.ndarray):
-        value = value.numpy() if value.is_complex() and value.dtype.itemsize > 4 else as_numbers(value)
-    if value is None:
-        return ""
-    return re.sub(r"\s+", " ", np.array2string(value, separator=", ", threshold=_FEW_NUMBERS)).replace("[ ", "[")
 
 
 def _preview(content: bytes) -> str:
