@@ -26,7 +26,7 @@ _COMMANDS = {
     "schema": ("looking.schema:schema_command", "Show the names, dtypes and shapes of tensors."),
     "stats": ("looking.stats:stats_command", "Show statistics: sizes, numbers, histograms."),
     "view": ("view_command:view_command", "Show a cache as a page for a browser."),
-    "cat": ("looking.cat:cat_command", "Write a tensor or a member to stdout."),
+    "cat": ("looking.cat:cat_command", "Write a tensor, value or member to stdout."),
     "verify": ("check_commands:verify", "Check every byte, index and manifest."),
     "repair": ("check_commands:repair", "Write the intact samples into a new folder."),
     "index": ("check_commands:index", "Index shards that another program made."),
