@@ -34,8 +34,8 @@ def repair(
 
     Samples without a fault are copied with their tar headers, byte for byte. Entries that belong to no sample, such as folders
     and links, may be left out. Where headers are damaged, the index at the shard's end or in its sidecar, even a stale one,
-    shows the places of samples. Such a sample is recovered, with new tar headers, if its bytes match the digests in the index,
-    the skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a
+    shows the places of samples. A sample without headers gets new ones if its bytes match the digests in the index, the
+    skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a
     shard was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that
     the archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that
     has lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have
@@ -64,8 +64,8 @@ def repair(
         FormatError: With `drop=False`, something is damaged or lost; or a shard was changed during the call.
         OSError: The disk is full, the folder around `out` is read-only, …
         ImportError: `progress` is True, and `tqdm` is not installed.
-        ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, or `out`
-            is an empty string.
+        ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, `out` is an
+            empty string, `source` is a url, or `num_threads` is less than 1.
 
     Memory: as in `verify`, but with the indexes of all shards at once.
     """

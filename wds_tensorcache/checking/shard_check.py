@@ -116,7 +116,7 @@ def _check_all(
     reach: Callable[[int], object],
     excluded: dict[int | str, tuple[str, Kind]],
 ) -> Checked:
-    """Check a shard without the offsets and keys in `excluded`, and add those that the next pass must leave out."""
+    """Check a shard without excluded samples; exclude samples from the next pass."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()
@@ -177,7 +177,7 @@ def _count_caches(file: ShardFile) -> dict[str, int]:
 
 
 def _samples(checked: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sample]:
-    """Yield the samples of a shard; record tar faults, and members that belong to no sample, in `checked`."""
+    """Yield the samples of a shard; record all other findings in `checked`."""
     sample: _Sample | None = None
     stem = ""
     for part in Salvage(file, ahead.read):
@@ -246,7 +246,7 @@ def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
 
 
 def _check(sample: _Sample, allow: Mapping[tuple[str, str], type]) -> None:
-    """Add a sample's faults, caches and other members to it, and drop the contents of its members."""
+    """Replace the members of a sample by its faults, caches and other members."""
     members, sample.members = sample.members, {}
     for suffix, member in members.items():
         half = member.half
@@ -267,7 +267,7 @@ def _check(sample: _Sample, allow: Mapping[tuple[str, str], type]) -> None:
 def _check_cache(
     sample: _Sample, half: Half, skeleton: _Member, tensors: _Member, allow: Mapping[tuple[str, str], type]
 ) -> None:
-    """Add the faults of a cache to its sample, and its index entry unless the header of its tensors is damaged."""
+    """Add the faults of a cache and its index entry to the sample."""
     begin, nbytes, text = tensors.begin, tensors.nbytes, skeleton.text
     try:
         layout, digest = parse_header(tensors.text, nbytes)

@@ -58,6 +58,7 @@ def verify(
     Raises:
         FileNotFoundError: A file does not exist, or there are no shards.
         ImportError: `progress` is True, and `tqdm` is not installed.
+        ValueError: `source` is a url, or `num_threads` is less than 1.
 
     The report shows damage, not malice: an attacker can store the right digests for a forged sample. `open` and `decode` are
     safe with any shard, and refuse the classes in `Report.needs`.
@@ -96,7 +97,7 @@ class ShardsToCheck:
     def check(
         self, num_threads: int | None, allow: Iterable[type], bar: Progress, keep: bool = False
     ) -> list[tuple[Checked, Mapping[str, Any] | None]]:
-        """Complete `report`, and show the bytes checked; with `keep`, return the findings of each shard and its fingerprint."""
+        """Complete `report`; with `keep`, return the findings and fingerprint of each shard."""
         num_threads = num_cores() if num_threads is None else num_threads
         if num_threads < 1:
             raise ValueError(f"num_threads={num_threads}, expected at least 1")
@@ -160,14 +161,14 @@ def _reason(error: FormatError | OSError) -> str:
 
 
 def _nbytes(path: str) -> int:
-    """Return the length of a file, or 0; the check of the shard reports the error."""
+    """Return the length of a file, or 0 if it cannot be read."""
     with suppress(OSError):
         return os.path.getsize(path)
     return 0
 
 
 def _without_number(path: str) -> str:
-    """Mask the numbers in a path; all shards of one writer have the same result."""
+    """Mask the numbers in a path, so that shards of one writer are equal."""
     return re.sub(r"[0-9]+", "#", path)
 
 
@@ -272,7 +273,7 @@ class _Manifest:
         return fingerprint
 
     def _check_copy(self, checked: Checked, entry: ShardEntry | None, digest: str | None) -> None:
-        """Report if a copy of another listed shard is in the place of a shard; its own samples are then lost."""
+        """Report if another listed shard has been copied over a shard."""
         original = self._by_digest.get(digest or "", checked.path)
         with suppress(OSError, FormatError):
             if original == checked.path or (entry and entry.digest == digest) or stored_digest(original) != digest:

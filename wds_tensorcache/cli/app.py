@@ -80,7 +80,7 @@ def app() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit status.
 
-    0 means success, 1 bad data, 2 wrong usage, 130 an interruption, and 141 that the program that reads stdout has ended.
+    0 means success, 1 bad data, 2 wrong usage, 130 an interruption, and 141 that the reader of stdout has ended.
     """
     if sys.stdout is None or sys.stderr is None:  # closed by the shell, as in `2>&-`
         null = open(os.devnull, "w")  # noqa: SIM115

@@ -129,7 +129,7 @@ def bench(
 
 
 def _describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
-    """Return a sentence that says what limits the loader, from rates in bytes per second by name."""
+    """Say what limits the loader, from rates in bytes per second."""
     copies, raw, batch, loader = (rates[name] for name in (_COPY, _RAW, _BATCH, _LOADER))
     text = f"the loader reaches {loader / raw:.0%} of what positioned reads of the same bytes reach"
     if loader >= _NEAR * raw:
@@ -150,7 +150,7 @@ def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
 
 
 def _read_extent(cache: tc.TensorCache, index: int) -> _Extent:
-    """Read the tensors of a sample, so that they are in the page cache, and return where they are."""
+    """Read the tensors of a sample into the page cache, and return their place."""
     shard, row = cache._store.locate(cache._at(index))
     layout, begin = shard.layout(row), shard.columns.tensors_begin.item(row)
     shard.file.read(begin, begin + layout.nbytes)
@@ -158,7 +158,7 @@ def _read_extent(cache: tc.TensorCache, index: int) -> _Extent:
 
 
 def _find_collate(cache: tc.TensorCache) -> Any:
-    """List the tensors that not all samples have in one shape and dtype; stack all others."""
+    """Return a collate that lists tensors of several shapes or dtypes, and stacks others."""
     ways = {}
     for tensor in cache.schema.values():
         is_uneven = tensor.shape is None or any(isinstance(form, tuple) for form in (tensor.dtype, *tensor.shape))

@@ -17,7 +17,7 @@ from wds_tensorcache.storage.urls import is_url, shown
 
 
 class LocalPath(click.Path):
-    """The path of an existing file or folder; a url is refused by name, or accepted as it is if `urls` is True."""
+    """The path of an existing file or folder; a url is refused unless `urls` is True."""
 
     def __init__(self, *, file_okay: bool = True, urls: bool = False) -> None:
         super().__init__(exists=True, file_okay=file_okay)
@@ -52,7 +52,7 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
 
 
 def sample_key(cache: tc.TensorCache, name: str) -> str:
-    """Return the key of a sample from its key, or from the name from which `tc.safe_key` made the key.
+    """Return the key of a sample from its key or original name.
 
     Raises:
         KeyError: There is no such sample; the message lists similar keys.

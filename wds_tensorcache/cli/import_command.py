@@ -151,7 +151,7 @@ def import_command(
 
 
 def _json(text: str) -> Any:
-    """Return the JSON in a text; the text itself if it is not JSON, or if JSON would change it, such as `1.10`."""
+    """Return the JSON in a text, or the text if JSON would change it, such as `1.10`."""
     try:
         value = json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):

@@ -96,7 +96,7 @@ def view_command(
 
 
 def _check_output(path: str) -> None:
-    """Refuse to replace a file that is not a page, for example a shard; or a folder that does not exist."""
+    """Refuse to replace a file that is not a page, such as a shard."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise click.UsageError(f"{path}: there is no folder {folder}")
@@ -126,5 +126,6 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
 
 
 def _has_display() -> bool:
-    """Return whether a browser can have a window; without one, Python might start a browser that takes over the terminal."""
+    """Return whether a browser can have a window."""
+    # without one, Python might start a browser that takes over the terminal
     return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

@@ -44,7 +44,13 @@ class Change:
 
 @dataclass(slots=True)
 class CacheDiff:
-    """The keys of samples that only one cache has, the numbers of equal and changed samples, and the changes."""
+    """The differences between two caches.
+
+    Attributes:
+        only_first, only_second: Keys of the samples that only one cache has.
+        num_equal, num_changed: Numbers of the samples that both have.
+        changes: All changes, in the order of the first cache.
+    """
 
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
@@ -87,7 +93,7 @@ def diff_caches(
 
 
 def _find_counterpart(cache: TensorCache, other: TensorCache, key: str, index: int) -> int | None:
-    """Return the index of the corresponding sample in the other cache; None if there is none."""
+    """Return the index of the sample in the other cache, or None."""
     indices = other._find_all(key)
     place = cache._find_all(key).index(index)
     return indices[place] if place < len(indices) else None
@@ -180,7 +186,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """Return the largest difference of two tensors of one shape; None if they are empty or lack arithmetic. NaN equals NaN."""
+    """Return the largest difference of two tensors; None without elements or arithmetic."""
     largest = []
     for begin in range(0, first.numel(), _NUM_AT_ONCE):
         try:
@@ -195,7 +201,8 @@ def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
 
 
 def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the numbers of a tensor in numpy's widest dtype, which has all integers of 64 bits on most machines."""
+    """Convert a tensor to numpy's widest dtype."""
+    # on most machines, it has all integers of 64 bits
     if tensor.is_complex():
         return tensor.to(torch.complex128).numpy().astype(np.clongdouble)
     return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).numpy().astype(np.longdouble)
@@ -237,7 +244,7 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Return whether two values of one type, neither dicts nor sequences, are equal bit for bit."""
+    """Return whether two values of one type are equal bit for bit."""
     if type(one) in ATOMS:
         return repr(one) == repr(two)  # which distinguishes NaN, 0.0 and -0.0
     try:

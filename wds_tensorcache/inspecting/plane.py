@@ -57,7 +57,7 @@ class Planes:
             lazy: Tensor or array of the dtype and shape for which `find_planes` returned these planes.
             count: Maximum number of planes; by default, all channels of a picture, and the first plane of a map.
 
-        Memory: no other planes are read, except those of a picture `[H, W, C]`.
+        Memory: reads no other planes, except those of a picture `[H, W, C]`.
         """
         count = min(self.count, count or (self.count if self.kind == "picture" else 1))
         shape = math.prod(lazy.shape) // (self.height * self.width), self.height, self.width
@@ -89,8 +89,8 @@ def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:
     """Return the planes of a tensor to draw; None if it has fewer than two elements, more than 67 million, or no numbers.
 
     Pictures are latents and images `[C, H, W]`, uint8 images `[H, W, C]`, the middle frame of videos `[C, T, H, W]`, and
-    masks `[H, W]`. Leading dimensions of length 1 do not count. Of moments, which are means and deviations or variances, the
-    first half of the channels is drawn. Any other tensor `[…, H, W]` is a map, and `[N]` is one row.
+    masks `[H, W]`. Leading dimensions of length 1 do not count. Moments contain means, and then deviations or variances; only
+    the means are drawn. Any other tensor `[…, H, W]` is a map, and `[N]` is one row.
     """
     if not _is_number(dtype) or not 2 <= math.prod(shape) <= _MAX_ELEMENTS:
         return None
@@ -130,7 +130,7 @@ def _is_byte(dtype: Any) -> bool:
 
 
 def shrink(planes: Array, height: int, width: int) -> Array:
-    """Return planes `[C, H, W]` of at most this size: means of rectangles, not finite where a rectangle contains NaN or Inf."""
+    """Shrink planes `[C, H, W]` to at most this size. Each result is a mean, not finite if NaN or Inf is among its numbers."""
     height, width = min(height, planes.shape[1]), min(width, planes.shape[2])
     if (height, width) == planes.shape[1:]:
         return planes

@@ -20,12 +20,12 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Tensors that several samples have: equal dtypes, shapes and bytes.
+    """Tensors that are stored several times, with equal dtypes, shapes and bytes.
 
     Attributes:
         num_tensors: Number of copies beyond the first one of each tensor.
         nbytes: Bytes that storing each tensor once would save.
-        is_partial: True if there were too many tensors to remember; then there may be more repeated ones.
+        is_partial: True if there were too many tensors to remember all. More of them may then be repeated.
         most: Tensors whose copies take the most bytes, at most 20.
     """
 

@@ -46,7 +46,7 @@ class TensorStatistics:
     """The properties of one tensor.
 
     Attributes:
-        description: Dtype, shapes, bytes and number of samples, of all samples.
+        description: Dtype, shapes, bytes and number of samples in the whole cache.
         num_examined: Number of samples whose numbers were read.
         values: Statistics of these numbers; None if no sample was examined, or if the elements are text or dates.
         num_not_finite: Number of examined samples that have a NaN or an infinity in this tensor.
@@ -191,7 +191,7 @@ class Survey:
         return values
 
     def measure(self, lazies: Mapping[str, Lazy]) -> Values:
-        """Return statistics of those tensors of a sample whose numbers are examined."""
+        """Return statistics of the examined tensors of a sample."""
         return {name: measure(lazy) for name, lazy in lazies.items() if name in self.positions}
 
     def _keep_planes(self, lazies: Mapping[str, Lazy], kept: dict[tuple[str, int, bool], list[Array]]) -> None:
@@ -203,12 +203,12 @@ class Survey:
                     fitted.append(shrink(planes.load(lazy), _FITTED_SIDE, _FITTED_SIDE))
 
     def colors_of(self, name: str, lazy: Lazy, planes: Planes, loaded: Array) -> Colors:
-        """Return the colors of a tensor: the same for all samples, or its own if no examined sample has such a tensor."""
+        """Return the colors of a tensor in all examined samples; if they lack it, colors for this tensor alone."""
         key = _color_key(name, lazy, planes)
         return self._colors.get(key) or fit_colors([loaded], key[2])
 
     def _find_usual(self) -> tuple[dict[tuple[str, str], tuple[float, float]], set[str]]:
-        """Return usual ranges by tensor and property, and the tensors that are constant in many samples."""
+        """Return usual ranges by tensor and property, and often constant tensors."""
         usual: dict[tuple[str, str], tuple[float, float]] = {}
         constant: set[str] = set()
         for name in self.positions if self.samples else ():

@@ -47,7 +47,7 @@ def describe_samples(samples: Sequence[Any], tensors: Mapping[str, Any] | None =
     """Return the structure of one or more lazy samples; no tensor is read.
 
     The tree has at most 2,000 places, 100 items of each container, and 40 levels. A container that occurs again has no
-    children. Dicts, and lists, tuples and deques that contain a tensor, are containers; all others are values.
+    children. Containers are dicts, and lists, tuples and deques with a tensor in them; everything else is a value.
 
     Args:
         samples: Samples with lazy tensors.
@@ -107,7 +107,7 @@ def _is_example(value: Any) -> bool:
 
 
 def small_values(sample: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names of the small values of a lazy sample, such as `text.prompt`, and the values."""
+    """Yield the name of each small value of a lazy sample, such as `text.prompt`, and the value."""
     paths: list[tuple[Any, ...]] = []
     map_leaves(sample, lambda lazy: None, paths.append)
     for path in paths:

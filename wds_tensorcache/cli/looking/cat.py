@@ -1,12 +1,11 @@
-"""`tensorcache cat`: one tensor or one member as a file."""
+"""`tensorcache cat`: one tensor, small value or member as a file."""
 
 from __future__ import annotations
 
 import base64
-import io
 import json
-import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -29,8 +28,6 @@ from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.inspecting.tree import small_values
 from wds_tensorcache.inspecting.values import as_numbers, read_parts
-
-_MAX_JSON = 1 << 27  # elements
 
 
 @click.command("cat")
@@ -113,16 +110,11 @@ def _write(lazy: Lazy, form: str) -> None:
             array = value.numpy()
         except TypeError as exc:
             raise click.UsageError(f"numpy has no {_dtype(lazy)}; use --as safetensors") from exc
-    header = io.BytesIO()
-    # a pipe has no position, so numpy cannot write the elements itself
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    stdout.write(header.getvalue())
-    stdout.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    # a pipe has no position, which numpy needs for an ordinary file
+    np.lib.format.write_array(SimpleNamespace(write=stdout.write), array, allow_pickle=False)
 
 
 def _as_json(key: str, lazy: Lazy) -> dict[str, Any]:
-    if math.prod(size or 1 for size in lazy.shape) > _MAX_JSON:
-        raise click.UsageError(f"{list(lazy.shape)} is too large for JSON; use --as raw")
     value = lazy.load()
     numbers = value if isinstance(value, np.ndarray) and value.dtype.kind in "USMm" else as_numbers(value)
     if numbers is None:
@@ -137,7 +129,7 @@ def _dtype(lazy: Lazy) -> str:
 
 
 def _is_text(content: bytes) -> bool:
-    """Return whether a terminal may get these bytes: printable text, perhaps with line breaks and tabs."""
+    """Return whether a terminal may get these bytes: they are printable text."""
     try:
         return content.decode().replace("\n", "").replace("\t", "").isprintable()
     except UnicodeDecodeError:
@@ -145,7 +137,7 @@ def _is_text(content: bytes) -> bool:
 
 
 def _open_stdout(is_text: bool = False) -> Any:
-    """Return the binary stdout; raise UsageError if it is a terminal and the content is not text."""
+    """Return the binary stdout; refuse a terminal unless the content is text."""
     if sys.stdout.isatty() and not is_text:
         raise click.UsageError("this is binary: redirect it to a file, as in `> FILE`")
     return sys.stdout.buffer

@@ -20,7 +20,7 @@ from wds_tensorcache.cli.cache_argument import (
     open_cache,
     sample_key,
 )
-from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, values_text
+from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, sparkline, values_text
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
@@ -28,13 +28,12 @@ from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.inspecting.plane import find_planes
 from wds_tensorcache.inspecting.text import number_text, tensor_text
 from wds_tensorcache.inspecting.tree import Node, describe_samples
-from wds_tensorcache.inspecting.values import Histogram, ValueStatistics, as_numbers, measure_with_histogram
+from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure_with_histogram
 
 _NUM_MEASURED = 200  # tensors of a sample
 _NUM_DRAWN, _NUM_PLANES = 8, 16
 _MEMBER_CHARS = 200
 _MAX_NBYTES_PRINTED = 1 << 28
-_BAR_WIDTH = 40
 
 
 @click.command("show")
@@ -158,9 +157,10 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
         counts = {"values": values.num_values, "zeros": values.num_zero, "NaN": values.num_nan, "Inf": values.num_inf}
         rows = [("min", repr(values.min)), ("max", repr(values.max))]
         rows += [("mean", number_text(values.mean)), ("std", number_text(values.std))]
-        output.table(["", ""], rows + [(name, f"{count:,}") for name, count in counts.items()])
-        if values.histogram is not None:
-            _show_histogram(output, values.histogram)
+        rows += [(name, f"{count:,}") for name, count in counts.items()]
+        if values.histogram is not None and is_unicode(output.console):
+            rows.append(("histogram", sparkline(values.histogram)))
+        output.table(["", ""], rows)
     if maps:
         _show_maps(output, lazy)
     if lazy.nbytes <= _MAX_NBYTES_PRINTED:
@@ -172,21 +172,8 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
             )
 
 
-def _show_histogram(output: Output, histogram: Histogram) -> None:
-    counts, merged = merge_bins(histogram)
-    total = histogram.num_below + int(counts.sum()) + histogram.num_above
-    bar = "█" if is_unicode(output.console) else "#"
-    rows = [("below", histogram.num_below, "")] if histogram.num_below else []
-    for at, count in enumerate(counts.tolist()):
-        begin = number_text(histogram.begin + at * merged * histogram.width)
-        rows.append((begin, count, bar * -(-count * _BAR_WIDTH // int(counts.max()))))
-    rows += [("above", histogram.num_above, "")] if histogram.num_above else []
-    cells = [(begin, f"{count / total:.1%}", bars) for begin, count, bars in rows]
-    output.table(["from", "share", ""], cells, right=["from", "share"])
-
-
 def _show_maps(output: Output, lazy: Lazy) -> None:
-    """Draw the planes of a tensor, as many next to each other as the terminal has room for."""
+    """Draw planes of a tensor, several beside each other if the terminal is wide."""
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape)
     if planes is None:
         return

@@ -48,7 +48,7 @@ class Limits:
 
 
 def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
-    """Return a sample for JSON. A sample that cannot be read has the message in `error`, and a mark."""
+    """Return a sample for JSON. If it cannot be read, it has a mark, and the message in `error`."""
     card = _new_card(survey, index) | {"tensors": [], "num_more": 0, "pictures": [], "marks": []}
     try:
         sample = survey.cache[index]
@@ -85,7 +85,7 @@ def _new_card(survey: Survey, index: int) -> dict[str, Any]:
 
 
 def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, max_nbytes: int) -> None:
-    """Add the name of a sample, its small values, and the one that is shown as its text."""
+    """Add the name, the text and the other small values of a sample."""
     key = survey.cache.keys()[index]
     original = survey.cache._name_at(index, key)
     card["name"] = "" if original in (None, key) else escape_hidden(str(original), 300)

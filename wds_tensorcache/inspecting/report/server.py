@@ -1,4 +1,4 @@
-"""The page on a local server, which reads samples of the cache when they are scrolled to."""
+"""Serve the page on this machine. Its script requests samples while the user scrolls."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _HEADERS = {
 class PageServer(ThreadingHTTPServer):
     """A server of one page and its samples, on 127.0.0.1 only.
 
-    Each request must have a random token: the page in its address, and the requests of its script in the header `X-Token`,
-    which no other page can send. The header `Host` must name this machine, because a hostile site can make its own name
+    Each request must have a random token: that of the page in its address, and those of its script in the header `X-Token`.
+    Other pages cannot send this header. The header `Host` must name this machine, because a hostile site can make its own name
     point here. No part of a request reaches the file system.
 
     Args:
@@ -71,7 +71,7 @@ class PageServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def search(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
-        """Return up to `count` samples from index `begin` on that contain all words, and the index at which to continue.
+        """Return up to `count` samples that contain all words, from index `begin` on, and the index at which to continue.
 
         Answers after 0.7 s with the matches so far, but examines at least one sample.
         """
