@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pkgutil
 import pty
+import runpy
 import select
 import signal
 import struct
@@ -88,12 +89,12 @@ class Server:
         process.start()
         return Process(process)
 
-    def run(self, *arguments: str | Path, cwd: Path, **environment: str) -> Result:
-        """Run a command whose output is read through pipes."""
-        with contextlib.ExitStack() as stack:
-            null = stack.enter_context(open(os.devnull))
-            out, err = (stack.enter_context(Output()) for _ in range(2))
-            files = null.fileno(), out.fileno, err.fileno
+    def run(self, *arguments: str | Path, cwd: Path, stdin: str = "", **environment: str) -> Result:
+        """Run a command whose input and output are files."""
+        with Output() as source, Output() as out, Output() as err:
+            os.write(source.fileno, stdin.encode())
+            os.lseek(source.fileno, 0, os.SEEK_SET)
+            files = source.fileno, out.fileno, err.fileno
             status = self.start(list(map(str, arguments)), files, cwd, environment).wait()
             return Result(status, out.read(), err.read())
 
@@ -154,8 +155,6 @@ class _Files:
 
 def _become(arguments: list[str], files: Any, cwd: str, environment: dict[str, str]) -> None:
     """Run a command in this process as the console script does, with these files, folder and environment."""
-    from wds_tensorcache.cli import main
-
     os.setsid()
     for number, file in enumerate(files):
         if file is None:
@@ -174,7 +173,7 @@ def _become(arguments: list[str], files: Any, cwd: str, environment: dict[str, s
     sys.argv = ["tensorcache", *arguments]
     status: Any = 1
     try:
-        main()
+        runpy.run_module("wds_tensorcache.cli", run_name="__main__")
     except SystemExit as exc:
         status = exc.code
     except BaseException:

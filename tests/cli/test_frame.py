@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.cli.commands import Result, Server
+from tests.cli.commands import Output, Result, Server
 from tests.cli.conftest import HOSTILE
 
 Run = Callable[..., Result]
@@ -257,6 +257,7 @@ def test_a_member_that_is_not_text_stays_off_the_terminal(
         ["cat", cache, KEY, "latents", "--as", "safetensors"],
         ["cat", cache, KEY, "--member", "jpg"],
         ["cat", hostile, "a", "--member", "txt"],
+        ["cat", hostile, "a", "prompt"],
     ):
         found = on_terminal(*arguments)
         assert found.status == 2
@@ -283,12 +284,9 @@ def test_names_of_files(run: Run, tmp_path: Path) -> None:
 
 def _run_into(server: Server, folder: Path, arguments: list[str], stdout: int) -> tuple[int, str]:
     """Run a command with this stdout; return its status, and what it says on stderr."""
-    error = os.memfd_create("error")
-    with open(os.devnull) as null, open(error, "rb+", buffering=0) as said:
-        process = server.start(arguments, (null.fileno(), stdout, error), folder)
-        status = process.wait()
-        said.seek(0)
-        return status, said.read().decode()
+    with open(os.devnull) as null, Output() as errors:
+        status = server.start(arguments, (null.fileno(), stdout, errors.fileno), folder).wait()
+        return status, errors.read().decode()
 
 
 @pytest.fixture
@@ -336,16 +334,14 @@ def test_interrupted(server: Server, large: Path) -> None:
     """SIGINT while a command waits for the reader of its output: status 130, and one line."""
     for arguments in (["ls", "0.tar"], ["ls", "0.tar", "--json"], ["cat", "0.tar", "a", "x"]):
         reading, writing = os.pipe()
-        error = os.memfd_create("error")
-        with open(os.devnull) as null:
-            process = server.start(arguments, (null.fileno(), writing, error), large)
-        os.close(writing)
-        assert select.select([reading], [], [], 60)[0]  # it writes, and nobody reads
-        process.interrupt()
-        status = process.wait()
-        os.close(reading)
-        assert (status, os.pread(error, 1000, 0)) == (130, b"interrupted\n"), arguments
-        os.close(error)
+        with open(os.devnull) as null, Output() as errors:
+            process = server.start(arguments, (null.fileno(), writing, errors.fileno), large)
+            os.close(writing)
+            assert select.select([reading], [], [], 60)[0]  # it writes, and nobody reads
+            process.interrupt()
+            status = process.wait()
+            os.close(reading)
+            assert (status, errors.read()) == (130, b"interrupted\n"), arguments
 
 
 # --- heat maps and widths

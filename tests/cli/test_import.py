@@ -11,7 +11,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
-from wds_tensorcache.importers.formats import FORMATS
 
 
 @pytest.fixture
@@ -47,8 +46,10 @@ def test_links_are_counted(folder: Path, tmp_path: Path) -> None:
 def test_formats() -> None:
     listed = run("import", "--list-formats").stdout
     found = json_of("import", "--list-formats")
-    assert [each["format"] for each in found] == [each.name for each in FORMATS]
-    assert all(each["format"] in listed for each in found)
+    names = [row["format"] for row in found]
+    assert len(names) == len(set(names)) > 15
+    assert {"kohya", "files", "musubi"} <= set(names)
+    assert all(name in listed for name in names)
 
 
 def test_wrong_usage(folder: Path, tmp_path: Path) -> None:

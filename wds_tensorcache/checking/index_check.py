@@ -24,8 +24,8 @@ _REMEDY = "`tensorcache index` writes it anew"
 _Places = Mapping[tuple[str, str], tuple[Any, ...]]  # the fields of each member, by key and suffix
 
 
-def check_indexes(checked: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
-    """Add the faults of a shard's indexes to `checked`; return the fingerprint that they contain, if any."""
+def check_indexes(checked: Checked, needs_idx: bool) -> None:
+    """Add the faults of a shard's indexes to `checked`, and what only they contain: fingerprint and origins."""
     footer = sidecar = None
     try:
         footer = _read_footer(checked)
@@ -49,13 +49,13 @@ def check_indexes(checked: Checked, needs_idx: bool) -> Mapping[str, Any] | None
     _check_idx(checked, needs_idx, lost)
     index = footer or sidecar
     if index is None:
-        return None
+        return
     # the shard itself does not contain these, so they cannot be compared; `repair` keeps them
+    checked.fingerprint = index.fingerprint
     try:
         checked.index = replace(checked.index, origins=index.origins_of(checked.index.keys))
     except FormatError as exc:
         checked.fault(None, None, f"{exc}", "index")
-    return index.fingerprint
 
 
 def _read_footer(checked: Checked) -> ShardIndex | None:

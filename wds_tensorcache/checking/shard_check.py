@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -65,6 +66,7 @@ class Checked:
     Attributes:
         report: Faults and counts.
         index: Index of the samples without a fault.
+        fingerprint: Fingerprint in an index of the shard, or else in a manifest; None if there is none.
         damaged: Keys of samples with a fault.
         doubtful: Keys of samples without a digest whose skeletons need a class that is not in `allow=`.
         ranges: Whole members to keep, with headers for those that lost theirs: all members of samples without a fault, and
@@ -79,6 +81,7 @@ class Checked:
     identity: Identity  # of the file
     report: Report
     index: ShardIndex = None  # type: ignore[assignment]  # set after the last sample is checked
+    fingerprint: Mapping[str, Any] | None = None
     damaged: set[str] = field(default_factory=set)
     doubtful: set[str] = field(default_factory=set)
     ranges: list[MemberRange] = field(default_factory=list)

@@ -112,24 +112,18 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, self.server.page, "text/html"
         if parts.path not in ("/samples", "/sample"):
             return 404, b"not found\n", "text/plain"
+        survey, last = self.server.survey, len(self.server.survey.cache)
+        index = _as_integer(fields.get("number"), 0, last - 1)
+        begin, count = _as_integer(fields.get("begin"), 0, last), _as_integer(fields.get("count"), 1, _MAX_COUNT)
         with self.server.turn:
-            answer = self._find_samples(fields) if parts.path == "/samples" else self._find_sample(fields)
-        if answer is None:
-            return 400, b"a number is missing or out of range\n", "text/plain"
+            if parts.path == "/sample" and index is not None:
+                answer = make_card(survey, index, _DETAIL)
+            elif parts.path == "/samples" and begin is not None and count is not None:
+                words = fields.get("query", "")[:_MAX_QUERY].lower().split()
+                answer = self.server.search(words, fields.get("marked") == "1", begin, count)
+            else:
+                return 400, b"a number is missing or out of range\n", "text/plain"
         return 200, as_json(answer).encode(), "application/json"
-
-    def _find_sample(self, fields: dict[str, str]) -> dict[str, Any] | None:
-        survey = self.server.survey
-        index = _as_integer(fields.get("number"), 0, len(survey.cache) - 1)
-        return None if index is None else make_card(survey, index, _DETAIL)
-
-    def _find_samples(self, fields: dict[str, str]) -> dict[str, Any] | None:
-        begin = _as_integer(fields.get("begin"), 0, len(self.server.survey.cache))
-        count = _as_integer(fields.get("count"), 1, _MAX_COUNT)
-        words = fields.get("query", "")[:_MAX_QUERY].lower().split()
-        if begin is None or count is None:
-            return None
-        return self.server.search(words, fields.get("marked") == "1", begin, count)
 
     def _answer(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
