@@ -14,7 +14,7 @@ from wds_tensorcache.checking.index_check import check_indexes
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
-from wds_tensorcache.errors import FormatError, Kind
+from wds_tensorcache.errors import FormatError, Kind, format_count
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import find_shards, shard_names
 from wds_tensorcache.shards.index_paths import dali_index_path
@@ -221,7 +221,7 @@ class _Manifest:
         elif error is not None:
             is_missing = isinstance(error, FileNotFoundError)
             problem = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
-            problem = f"{problem}; {self._where} lists it with {entry.num_samples} samples"
+            problem = f"{problem}; {self._where} lists it with {format_count(entry.num_samples, 'sample')}"
             self._fault(path, problem, "missing" if is_missing else "unreadable")
             self._report.num_missing += 1
             self._report.num_lost += entry.num_samples
@@ -256,7 +256,7 @@ class _Manifest:
         if entry.nbytes != checked.nbytes:
             differ(f"has {checked.nbytes} bytes", entry.nbytes)
         if entry.num_samples != num_samples:
-            differ(f"has {num_samples} samples", entry.num_samples)
+            differ(f"has {format_count(num_samples, 'sample')}", entry.num_samples)
         if entry.digest not in (None, digest):
             differ("has no index" if digest is None else f"has an index with the digest {digest}", entry.digest)
         if counts is not None and not are_counts(counts):
@@ -276,6 +276,6 @@ class _Manifest:
             if original == checked.path or (entry and entry.digest == digest) or stored_digest(original) != digest:
                 return
             checked.copy_of = original
-            lost = f"; the {entry.num_samples} samples that {self._where} lists are lost" if entry else ""
+            lost = f"; lost: {format_count(entry.num_samples, 'sample')} that {self._where} lists" if entry else ""
             checked.fault(None, None, f"the shard is a copy of {os.path.basename(original)}{lost}", "lost")
             checked.report.num_lost += entry.num_samples if entry else 0

@@ -56,7 +56,7 @@ def merge(sources: tuple[str, ...], out: str, prefixes: tuple[str, ...], **optio
     leaves no OUT, and the same command resumes.
     """
     if prefixes and len(prefixes) != len(sources):
-        raise click.UsageError(f"{len(prefixes)} prefixes for {len(sources)} sources, expected one for each source")
+        raise click.UsageError(f"expected one --prefix for each source, got {len(prefixes)} for {len(sources)}")
     _copy(partial(merge_caches, sources, out, prefixes=prefixes), out, "merging", **options)
 
 
