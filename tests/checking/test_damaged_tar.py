@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import wds_tensorcache as tc
+from tests.codec.second_shards import build_trailer, index_arrays
 from tests.conftest import Seeded
 from tests.same import assert_same
 from tests.shards.damage import flip, member, members, sample, write
 from tests.shards.footers import body_of, put_footer
-from tests.shards.tars import build, build_with_tarfile
-from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.tar import BLOCK
+from tests.shards.tars import BLOCK, build, build_with_tarfile
 
 BESIDE = ["footer", "index"]
 
@@ -184,9 +181,9 @@ def test_an_index_that_announces_much(tmp_path: Path) -> None:
     """One that points everywhere costs no more than the bytes that are there."""
     path = shard(tmp_path / "a", "footer", 4)
     content = path.read_bytes()
-    index = scan_shard(lambda begin, end: content[begin:end], len(content))
+    arrays, names, _ = index_arrays(content)
     path.write_bytes(content[:2048])
-    Path(f"{path}.index").write_bytes(build_footer(replace(index, end=1 << 50), 1 << 51))
+    Path(f"{path}.index").write_bytes(build_trailer(arrays, names, 1 << 50, 1 << 51))
     report = tc.verify(path)
     assert report.num_lost == 0
     assert "truncated" in {fault.kind for fault in report.faults}

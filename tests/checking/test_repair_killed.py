@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -16,8 +17,6 @@ import wds_tensorcache as tc
 from tests.children import run_in_child
 from tests.kills import compare
 from tests.shards.damage import flip, members, write
-from wds_tensorcache.shards import manifest
-from wds_tensorcache.writing import new_folder as room
 
 
 def damaged(folder: Path) -> Path:
@@ -86,18 +85,15 @@ def test_a_disk_that_is_full(tmp_path: Path, limit: int) -> None:
     assert tc.verify(out).num_samples == 11
 
 
-def test_what_was_put_there_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_appears_during_the_call(tmp_path: Path) -> None:
     source, out = damaged(tmp_path / "a"), tmp_path / "out"
-    build = manifest.Manifest.build
 
-    def build_late(self: manifest.Manifest) -> bytes:
-        out.mkdir()
+    def write_file(done: int, total: int) -> None:
+        out.mkdir(exist_ok=True)
         (out / "file").write_bytes(b"theirs")
-        return build(self)
 
-    monkeypatch.setattr(manifest.Manifest, "build", build_late)
     with pytest.raises(OSError, match="not an empty folder"):
-        tc.repair(source, out)
+        tc.repair(source, out, progress=write_file)
     assert sorted(os.listdir(tmp_path)) == ["a", "out"]
     assert os.listdir(out) == ["file"]
 
@@ -112,9 +108,10 @@ def test_strays(tmp_path: Path) -> None:
     others += [".x.y.bbbbbbbb.tmp", ".x.y.cccccccc.tmp"]
     os.mkfifo(tmp_path / others[-2])
     (tmp_path / others[-1]).symlink_to(tmp_path / others[0])
-    with room._lock_folder(str(tmp_path / strays[0])) as is_ours:  # a living repair
-        assert is_ours
-        tc.repair(source, out)
+    held = os.open(tmp_path / strays[0], os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # as a living repair does
+    tc.repair(source, out)
+    os.close(held)
     assert sorted(os.listdir(tmp_path)) == sorted(["a", "x.y", strays[0], *others])
 
 

@@ -11,26 +11,9 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
+from tests.checking.broken_disk import break_disk
 from tests.shards.damage import members, write
-from tests.shards.tars import build_with_tarfile, special
-from wds_tensorcache.shards.tar import BLOCK
-from wds_tensorcache.shards.tar_stream import TarStream
-from wds_tensorcache.storage.files import ShardFile
-
-
-def break_disk(monkeypatch: pytest.MonkeyPatch, suffix: str, first: int, last: int, after: int = 0) -> None:
-    """Let reads of bytes `[first, last)` fail, in files whose paths end in `suffix`, after `after` reads that do not."""
-    read, left = ShardFile.read, after
-
-    def bad_read(self: ShardFile, begin: int, end: int) -> bytes:
-        nonlocal left
-        if self.path.endswith(suffix) and begin < last and end > first:
-            left -= 1
-            if left < 0:
-                raise OSError(errno.EIO, "Input/output error", self.path)
-        return read(self, begin, end)
-
-    monkeypatch.setattr(ShardFile, "read", bad_read)
+from tests.shards.tars import BLOCK, build_with_tarfile, special
 
 
 def is_eio(error: BaseException) -> bool:
@@ -95,5 +78,5 @@ def test_a_compressed_stream(tmp_path: Path) -> None:
 
     content = gzip.compress(write(tmp_path, 9, footer=False).read_bytes(), 0)
     with pytest.raises(OSError, match="Input/output") as caught:
-        [read() for _, read in TarStream(Broken(content))]
+        list(tc.tarfile_to_samples()([{"url": "a.tar.gz", "stream": Broken(content)}]))
     assert is_eio(caught.value)

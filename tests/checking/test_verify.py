@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import pickle
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,10 +13,9 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
+from tests.checking.broken_disk import break_disk
 from tests.shards.damage import faults, flip, member, members, sample, write
-from tests.shards.tars import FORMATS, ZOO, build, build_with_tarfile
-from wds_tensorcache.shards.tar import BLOCK
-from wds_tensorcache.storage.files import ShardFile
+from tests.shards.tars import BLOCK, FORMATS, ZOO, build, build_with_tarfile
 
 
 @dataclasses.dataclass
@@ -131,9 +128,9 @@ def test_a_half_is_missing(tmp_path: Path) -> None:
     path = write(tmp_path, 3, footer=False, dali_index=False)
     content = path.read_bytes()
     path.write_bytes(content.replace(member(path, "001.skel.pyd"), b""))
-    assert faults(path) == [("001", "member 'skel.pyd' is missing, but 'safetensors' exists")]
+    assert faults(path) == [("001", "'safetensors': member 'skel.pyd' is missing, but 'safetensors' exists")]
     path.write_bytes(content.replace(member(write(tmp_path / "b", 3), "002.safetensors"), b""))
-    assert faults(path) == [("002", "member 'safetensors' is missing, but 'skel.pyd' exists")]
+    assert faults(path) == [("002", "'skel.pyd': member 'safetensors' is missing, but 'skel.pyd' exists")]
 
 
 def test_keys_that_occur_twice(tmp_path: Path) -> None:
@@ -228,29 +225,12 @@ def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytes
     """With an index, all other samples are found."""
     path = write(tmp_path / "a", 100, dali_index=False, manifest=False)
     bad, _ = members(path)["052.safetensors"]
-    read, read_into = ShardFile.read, ShardFile.read_into
-
-    def fail(first: int, last: int) -> None:
-        if first < bad + 150 and last > bad + 130:
-            raise OSError(errno.EIO, "Input/output error")
-
-    def bad_read(self: ShardFile, first: int, last: int) -> bytes:
-        if self.path == str(path):
-            fail(first, last)
-        return read(self, first, last)
-
-    def bad_read_into(self: ShardFile, buffers: Any, first: int) -> None:
-        if self.path == str(path):
-            fail(first, first + sum(map(len, buffers)))
-        read_into(self, buffers, first)
-
-    monkeypatch.setattr(ShardFile, "read", bad_read)
-    monkeypatch.setattr(ShardFile, "read_into", bad_read_into)
+    break_disk(monkeypatch, str(path), bad + 130, bad + 150)
     report = tc.repair(path, tmp_path / "out")
     assert {fault.kind for fault in report.faults} == {"unreadable"}
     assert {fault.key for fault in report.faults} == {"052"}
     assert list(tc.open(tmp_path / "out").keys()) == [f"{i:03d}" for i in range(100) if i != 52]
-    monkeypatch.setattr(ShardFile, "read", lambda self, first, last: fail(0, self.nbytes))
+    break_disk(monkeypatch, str(path), 0, path.stat().st_size)
     assert [what[:29] for _, what in faults(path)] == ["cannot be read: [Errno 5] Inp", "the index at its end: [Errno "]
 
 

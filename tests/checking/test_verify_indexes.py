@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import wds_tensorcache as tc
 from tests.codec.second_shards import build_trailer, index_arrays
 from tests.shards.damage import faults, flip, members, write
-from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.load_index import load_index
-from wds_tensorcache.storage.files import ShardFile
+from tests.shards.footers import body_of, end_of, forge, put_footer, rename
 
 WRONG = "disagrees with the shard"
 
@@ -24,17 +21,24 @@ WRONG = "disagrees with the shard"
 def test_an_index_at_the_end(tmp_path: Path) -> None:
     path = write(tmp_path / "a", 3, dali_index=False)
     other = write(tmp_path / "b", 3, dali_index=False, caches=("text",))
-    index, whole = load_index(ShardFile(str(other))), path.read_bytes()
-    own = load_index(ShardFile(str(path)))
-    archive, cache = whole[: own.end + 1024], own.caches[""]
-    path.write_bytes(archive + build_footer(dataclasses.replace(index, end=own.end)))
+    whole, end, other_end = path.read_bytes(), end_of(path), end_of(other)
+    put_footer(path, body_of(other), end)
     assert faults(path) == [(None, "the index at its end: the index has a member that extends beyond the archive")]
-    digests = dataclasses.replace(cache, digest=cache.digest + 1)
-    for wrong in ({}, {"": digests}):
-        path.write_bytes(archive + build_footer(dataclasses.replace(own, caches=wrong)))
+
+    def drop_caches(arrays: dict[str, Any]) -> None:
+        rename(caches=[])(arrays)
+        for name in [name for name in arrays if name.startswith("cache.")]:
+            del arrays[name]
+
+    def change_digests(arrays: dict[str, Any]) -> None:
+        arrays["cache.0.digest"] = arrays["cache.0.digest"] + 1
+
+    for wrong in (drop_caches, change_digests):
+        path.write_bytes(whole)
+        forge(path, wrong)
         ((key, what),) = faults(path)
         assert (key, what.partition(";")[0]) == ("000", f"the index at its end {WRONG} about 3 samples")
-    path.write_bytes(archive + other.read_bytes()[index.end + 1024 :])
+    path.write_bytes(whole[: end + 1024] + other.read_bytes()[other_end + 1024 :])
     assert faults(path) == [
         (None, "the bytes after the end-of-archive marker are not an index, or are a damaged or stale index")
     ]
@@ -47,10 +51,9 @@ def test_an_index_beside_the_shard(tmp_path: Path) -> None:
     sidecar = Path(f"{path}.index")
     flip(sidecar, 200)
     assert faults(path) == [(None, "000000.tar.index is damaged or stale; `tensorcache index` writes it anew")]
-    index = scan_shard(ShardFile(str(path)).read, path.stat().st_size)
-    keys = dataclasses.replace(index.keys, text=index.keys.text.copy())
-    keys.text[4] += 5
-    sidecar.write_bytes(build_footer(dataclasses.replace(index, keys=keys), path.stat().st_size))
+    arrays, names, end = index_arrays(path.read_bytes())
+    arrays["keys.text"] = list(bytes(arrays["keys.text"]).replace(b"001", b"051"))
+    sidecar.write_bytes(build_trailer(arrays, names, end, path.stat().st_size))
     assert [key for key, _ in faults(path)] == ["051", "001"]  # the first is lost, if the index is right
 
 
@@ -175,7 +178,7 @@ def test_a_shard_that_a_copy_of_another_has_replaced(tmp_path: Path) -> None:
     shutil.copy(folder / "000001.tar", path)
     report = tc.repair(folder, tmp_path / "out")
     assert (report.num_lost, report.num_repeated, report.num_samples_written) == (2, 2, 4)
-    assert "the shard is a copy of 000001.tar; the 2 samples that manifest.json lists are lost" in str(report)
+    assert "the shard is a copy of 000001.tar; lost: 2 samples that manifest.json lists" in str(report)
     assert list(tc.open(tmp_path / "out").keys()) == ["002", "003", "004", "005"]
     assert tc.verify(folder).faults == report.faults
     flip(folder / "000001.tar", members(folder / "000001.tar")["002.skel.pyd"][1] - 1)
@@ -237,8 +240,7 @@ def test_samples_that_are_lost_are_counted(tmp_path: Path) -> None:
 
 def test_the_end_of_the_archive_is_two_blocks(tmp_path: Path) -> None:
     path = write(tmp_path, 2, footer=False, dali_index=False, manifest=False)
-    end = load_index(ShardFile(str(path))).end
-    flip(path, end + 700)
+    flip(path, index_arrays(path.read_bytes())[2] + 700)
     assert faults(path) == [(None, "the end-of-archive marker is damaged")]
 
 
@@ -271,14 +273,13 @@ def test_a_shard_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pyte
     path = write(tmp_path, 2, footer=False, dali_index=False, manifest=False)
     with path.open("ab") as file:
         file.write(bytes(3 << 20))
-    read = ShardFile.read
+    preadv = os.preadv
 
-    def truncate_and_read(self: ShardFile, begin: int, end: int) -> bytes:
-        if begin >= 1 << 20:
-            os.truncate(path, 1 << 20)
-        return read(self, begin, end)
+    def truncate_and_read(fd: int, buffers: Any, begin: int) -> int:
+        os.truncate(path, 1 << 20)
+        return preadv(fd, buffers, begin)
 
-    monkeypatch.setattr(ShardFile, "read", truncate_and_read)
+    monkeypatch.setattr(os, "preadv", truncate_and_read)
     (fault,) = tc.verify(path, num_threads=1).faults
     assert fault.what.endswith("the shard was changed while it was checked")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cli.commands import Output, the_server
+from tests.cli.commands import the_server
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,8 @@ def run(*arguments: object, status: int = 0, stdin: str | None = None) -> Comple
 
 def run_any(*arguments: object, stdin: str | None = None) -> Completed:
     """Run `tensorcache`, which may end with any status, but not with a traceback."""
-    with Output() as given, Output() as out, Output() as err:
-        os.write(given.fileno, (stdin or "").encode())
-        os.lseek(given.fileno, 0, os.SEEK_SET)
-        files = given.fileno, out.fileno, err.fileno
-        found = the_server().start(list(map(str, arguments)), files, Path.cwd()).wait()
-        completed = Completed(found, out.read().decode(), err.read().decode())
+    result = the_server().run(*map(str, arguments), cwd=Path.cwd(), stdin=stdin or "")
+    completed = Completed(result.status, result.out, result.err)
     assert "Traceback" not in completed.stderr
     return completed
 

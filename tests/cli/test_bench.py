@@ -1,9 +1,8 @@
-"""bench: rates with their ceilings, checked reads, a chart, and one sentence."""
+"""bench: four rates, and one sentence."""
 
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,21 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
-from wds_tensorcache.cli.bench_command import BATCH, COPY, LOADER, RAW, describe_limit
 
 QUICK = ("--seconds", 0)  # one batch a run
+NAMES = ["copies in memory", "raw reads", "read_batch", "Loader"]
 
 
 def sample(i: int) -> dict[str, Any]:
     """Tensors of several lengths, one that some samples lack, an array, and containers."""
-    made: dict[str, Any] = {
+    sample: dict[str, Any] = {
         "latent": torch.randn(4, 8, 8).bfloat16(),
         "text": [torch.randn(3 + i % 3, 5), {"mask": torch.arange(4) < i}],
         "array": np.arange(i % 2 + 1),
         "caption": f"photo {i}",
         "scalar": torch.tensor(i),
     }
-    return made | ({"rare": torch.ones(2)} if i % 4 == 0 else {})
+    return sample | ({"rare": torch.ones(2)} if i % 4 == 0 else {})
 
 
 @pytest.fixture
@@ -41,27 +40,26 @@ def cache(tmp_path: Path) -> Path:
 def test_rates(cache: Path) -> None:
     report = json_of("bench", cache, *QUICK, "--batch-size", 4, "--threads", 3)
     with tc.open(cache) as opened:
-        nbytes = sum(each.nbytes for each in opened.schema.values())
+        nbytes = sum(tensor.nbytes for tensor in opened.schema.values())
     assert (report["num_samples"], report["num_used"], report["batch_size"]) == (25, 25, 4)
     assert report["nbytes_used"] == nbytes
-    names = [(rate["name"], rate["num_threads"]) for rate in report["rates"]]
-    assert names == [(COPY, 1), (RAW, 3), (BATCH, 3), (LOADER, 3)]
+    assert [(rate["name"], rate["num_threads"]) for rate in report["rates"]] == list(
+        zip(NAMES, [1, 3, 3, 3], strict=True)
+    )
     for rate in report["rates"]:
         assert len(rate["rounds"]) == 3
         assert sorted(rate["rounds"])[1] == rate["nbytes_per_s"] > 0
         assert rate["samples_per_s"] > 0
-    assert report["limit"].startswith("The limit here is ")
-
-
-def test_what_people_read(cache: Path) -> None:
     said = run("bench", cache, *QUICK, "--threads", 1)
     lines = said.stdout.splitlines()
     assert lines[0].startswith("25 of 25 samples, ")
-    for name in (COPY, RAW, BATCH, LOADER):
+    for name in NAMES:
         (line,) = [line for line in lines if line.startswith(name)]
         assert re.fullmatch(rf"{name} +1 +[0-9.e-]+ +[0-9,]+ +█+", line)
-    assert lines[-1].startswith("The limit here is ")
-    assert lines[-1].endswith(".")
+    for sentence in (report["limit"], lines[-1]):
+        assert re.fullmatch(
+            r"The limit here is (reading itself|the work for each sample|putting samples).*\.", sentence
+        )
     assert said.stderr == ""
 
 
@@ -73,70 +71,17 @@ def test_a_part_of_a_large_cache(cache: Path) -> None:
     assert json_of("bench", cache, *QUICK, "--threads", 1, "--max-nbytes", 1)["num_used"] == 1
 
 
-def test_samples_that_cannot_form_batches(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+def test_refusals(cache: Path, tmp_path: Path) -> None:
+    """Samples that cannot form batches, no tensors, several caches, and wrong options."""
+    with tc.ShardWriter(tmp_path / "mixed", fsync=False) as sink:
         for i in range(4):
             sink.write(f"k{i}", {"x": torch.ones(4, dtype=torch.int64 if i % 3 == 0 else torch.float32)})
-    assert "tensor 'x'" in run("bench", tmp_path / "cache", *QUICK, status=1).stderr
-
-
-def test_one_of_several_caches(tmp_path: Path) -> None:
+    assert "tensor 'x'" in run("bench", tmp_path / "mixed", *QUICK, status=1).stderr
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        for i in range(3):
-            sink.write(f"{i}", {"x": torch.ones(10)}, **{"text.tensorcache": {"y": torch.ones(99)}})
-    run("bench", tmp_path / "0.tar", *QUICK, status=2)
-    assert json_of("bench", tmp_path / "0.tar", *QUICK, "--cache", "text")["nbytes_used"] == 3 * 99 * 4
-
-
-def test_damage_is_found(cache: Path) -> None:
-    """All bytes are compared with the digests, so no rate is that of wrong bytes."""
-    shard = cache / "000001.tar"
-    with tc.open(cache) as opened:
-        wanted = opened["k012"]["latent"].load().view(torch.uint8).numpy().tobytes()
-    raw = bytearray(shard.read_bytes())
-    raw[raw.index(wanted) + 77] ^= 1
-    shard.write_bytes(raw)
-    said = run("bench", cache, *QUICK, status=1)
-    assert said.stdout == ""
-    assert "000001.tar: sample 'k012'" in said.stderr
-
-
-def test_a_cache_without_tensors(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"text": "no tensor"})
-    assert "no samples with tensors" in run("bench", tmp_path / "0.tar", *QUICK, status=2).stderr
-
-
-def test_wrong_usage(cache: Path, tmp_path: Path) -> None:
+        sink.write("a", {"text": "no tensor"}, **{"text.tensorcache": {"y": torch.ones(99)}})
+    assert "'text'" in run("bench", tmp_path / "0.tar", *QUICK, status=2).stderr
+    assert "no samples with tensors" in run("bench", tmp_path / "0.tar", *QUICK, "--cache", "", status=2).stderr
+    assert json_of("bench", tmp_path / "0.tar", *QUICK, "--cache", "text")["nbytes_used"] == 99 * 4
     run("bench", tmp_path / "nowhere", status=2)
-    for option in (("--batch-size", 0), ("--seconds", -1), ("--threads", 0), ("--plot", "x.txt"), ("--plot", "x")):
+    for option in (("--batch-size", 0), ("--seconds", -1), ("--threads", 0)):
         run("bench", cache, *option, status=2)
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is not None, reason="matplotlib is installed")
-def test_no_matplotlib(cache: Path, tmp_path: Path) -> None:
-    """The command that installs it, before anything is measured."""
-    said = run("bench", cache, "--seconds", 100, "--plot", tmp_path / "x.png", status=2)
-    assert "pip install matplotlib" in said.stderr
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
-@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_plot(cache: Path, tmp_path: Path, suffix: str, begin: bytes) -> None:
-    run("bench", cache, *QUICK, "--plot", tmp_path / f"x.{suffix}")
-    assert (tmp_path / f"x.{suffix}").read_bytes().startswith(begin)
-
-
-@pytest.mark.parametrize(
-    ("raw", "batch", "loader", "nbytes", "words"),
-    [
-        (5e9, 5e9, 4e9, 1_000_000, ["reading itself", "reaches 80%", "reach 50%"]),
-        (5e9, 5e9, 4e9, 1_000, ["reading itself"]),
-        (1e9, 1e8, 1e8, 1_000, ["the work for each sample, 10.0 us for 1,000 bytes"]),
-        (5e9, 1e9, 1e9, 1_000_000, ["putting samples together", "20%"]),
-    ],
-)
-def test_limits(raw: float, batch: float, loader: float, nbytes: int, words: list[str]) -> None:
-    text = describe_limit({COPY: 10e9, RAW: raw, BATCH: batch, LOADER: loader}, nbytes)
-    assert all(word in text for word in words), text
-    assert text.endswith(".")

@@ -202,6 +202,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
         run(command, tmp_path / "in", tmp_path / "out", "--max-samples", 0, status=2)
         assert "is not empty" in run(command, tmp_path / "in", tmp_path / "in", status=2).stderr
         assert "is a file" in run(command, tmp_path / "in", tmp_path / "file", status=2).stderr
+        assert "is a file" in run("drop", tmp_path / "file", tmp_path / "out", "k", status=2).stderr
         said = run(command, tmp_path / HOSTILE, tmp_path / "out", status=2).stderr
         assert said.strip("\n").isprintable()
     with pytest.raises(ValueError, match="0 caches"):
@@ -233,13 +234,6 @@ def running(tmp_path: Path, count: int, *arguments: object) -> Iterator[tuple[Pr
 def source(tmp_path: Path) -> Path:
     """A cache whose copy takes a while: 60 shards, with a sync of each."""
     return write(tmp_path / "in", range(60), max_samples=13)
-
-
-def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "shard.tar").write_bytes(b"")
-    said = run("drop", tmp_path / "shard.tar", tmp_path / "out", status=2).stderr
-    assert "shard.tar is a file, expected a folder" in said
-    assert os.listdir(tmp_path) == ["shard.tar"]
 
 
 def test_drop_counts_samples_not_keys(tmp_path: Path) -> None:

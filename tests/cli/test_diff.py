@@ -15,7 +15,6 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.cli.conftest import HOSTILE
-from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
 
 
 def sample(i: int) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def test_tensors_of_other_programs(tmp_path: Path) -> None:
         tensors = safetensors.torch.save({"x": torch.full((5,), value)})
         skeleton, _ = tc.encode_sample({"x": torch.full((5,), value)})
         with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
-            for suffix, content in (("skel.pyd", b"\x80\x05" + skeleton[PREAMBLE_NBYTES:]), ("safetensors", tensors)):
+            for suffix, content in (("skel.pyd", b"\x80\x05" + skeleton[5 + skeleton[3] :]), ("safetensors", tensors)):
                 member = tarfile.TarInfo(f"k.{suffix}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))

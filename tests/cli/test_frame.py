@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import os
-import random
 import re
 import select
 import subprocess
@@ -16,11 +15,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.cli.commands import Result, Server
+from tests.cli.commands import Output, Result, Server
 from tests.cli.conftest import HOSTILE
-from wds_tensorcache.cli.app import app
-from wds_tensorcache.cli.app import run as run_here
-from wds_tensorcache.cli.output import plain
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).parent.parent.parent
@@ -100,8 +96,11 @@ def test_the_console_script(cache: Path, tmp_path: Path) -> None:
         (["show", "cache", KEY, "--tensor", "latnets"], "there are 'latents'"),
         (["cat", "cache", KEY, "text.state"], "there are 'text.states'"),
         (["cat", "cache", KEY, "--member", "png"], "'jpg'"),
-        (["cat", "cache", KEY], "either the NAME of a tensor or --member"),
-        (["cat", "cache", KEY, "latents", "--member", "jpg"], "either the NAME of a tensor or --member"),
+        (["cat", "cache", KEY], "either the NAME of a tensor or small value, or --member"),
+        (
+            ["cat", "cache", KEY, "latents", "--member", "jpg"],
+            "either the NAME of a tensor or small value, or --member",
+        ),
         (["import", "nowhere", "out"], "nowhere"),
     ],
 )
@@ -120,7 +119,7 @@ def test_help(run: Run) -> None:
         assert re.search(r"^  import +Write shards", shown, re.MULTILINE)
         assert re.search(r"^  show +Show", shown, re.MULTILINE)
         assert nothing == ""
-    for name in app.list_commands(None):  # type: ignore[arg-type]
+    for name in re.findall(r"^  (\w+) +[A-Z]", run("--help").out.partition("Commands:")[2], re.MULTILINE):
         found = run(name, "--help")
         assert (found.status, found.err) == (0, "")
         assert found.out.startswith(f"Usage: tensorcache {name}")
@@ -200,21 +199,18 @@ def test_a_damaged_sample(run: Run, cache: Path) -> None:
     assert run("show", cache, KEY).status == 0
 
 
-def test_a_fault_of_the_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
-) -> None:
-    """A traceback whose texts a terminal does not obey, and status 1; a KeyError without a message is not about a name."""
-    for error in (RuntimeError(HOSTILE), KeyError("name"), KeyError()):
-
-        def fail(*arguments: object, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr("wds_tensorcache.cli.looking.ls._match_entries", fail)
-        assert run_here(["ls", str(cache)]) == 1
-        said = capsys.readouterr().err
-        assert "Traceback" in said
-        assert said.endswith("this is a fault of tensorcache; please report it\n")
-        assert _is_safe(said)
+def test_a_fault_of_the_program() -> None:
+    """A traceback whose texts a terminal does not obey, and status 1."""
+    code = f"""import sys, wds_tensorcache as tc
+def fail(*arguments, **options): raise RuntimeError({HOSTILE!r})
+tc.open, sys.argv[1:] = fail, ["ls", "cache"]
+from wds_tensorcache.cli import main
+main()"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "Traceback" in found.stderr
+    assert found.stderr.endswith("this is a fault of tensorcache; please report it\n")
+    assert _is_safe(found.stderr)
 
 
 # --- terminals obey nothing
@@ -261,6 +257,7 @@ def test_a_member_that_is_not_text_stays_off_the_terminal(
         ["cat", cache, KEY, "latents", "--as", "safetensors"],
         ["cat", cache, KEY, "--member", "jpg"],
         ["cat", hostile, "a", "--member", "txt"],
+        ["cat", hostile, "a", "prompt"],
     ):
         found = on_terminal(*arguments)
         assert found.status == 2
@@ -282,23 +279,14 @@ def test_names_of_files(run: Run, tmp_path: Path) -> None:
         assert "\nforged" not in found.out + found.err
 
 
-def test_plain() -> None:
-    assert plain("plain text, é 字 🙂") == "plain text, é 字 🙂"
-    assert plain("a\x1b\n\u202e\u200b\ud800\x85") == r"a\x1b\n\u202e\u200b\ud800\x85"
-    assert plain("".join(map(chr, range(0x110000)))).isprintable()
-
-
 # --- pipes, files and signals
 
 
 def _run_into(server: Server, folder: Path, arguments: list[str], stdout: int) -> tuple[int, str]:
     """Run a command with this stdout; return its status, and what it says on stderr."""
-    error = os.memfd_create("error")
-    with open(os.devnull) as null, open(error, "rb+", buffering=0) as said:
-        process = server.start(arguments, (null.fileno(), stdout, error), folder)
-        status = process.wait()
-        said.seek(0)
-        return status, said.read().decode()
+    with open(os.devnull) as null, Output() as errors:
+        status = server.start(arguments, (null.fileno(), stdout, errors.fileno), folder).wait()
+        return status, errors.read().decode()
 
 
 @pytest.fixture
@@ -338,26 +326,22 @@ def test_a_full_disk(server: Server, cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_closed_stdout(server: Server, cache: Path, tmp_path: Path) -> None:
-    for arguments, status in ((["ls", "cache"], 0), (["show", "cache", KEY], 0), (["cat", "cache", KEY, "zeros"], 1)):
-        found, said = _run_into(server, tmp_path, arguments, -1)
-        assert found == status, arguments
-        assert "Traceback" not in said
+    for arguments in (["ls", "cache"], ["show", "cache", KEY], ["cat", "cache", KEY, "zeros"]):
+        assert _run_into(server, tmp_path, arguments, -1) == (0, ""), arguments
 
 
 def test_interrupted(server: Server, large: Path) -> None:
     """SIGINT while a command waits for the reader of its output: status 130, and one line."""
     for arguments in (["ls", "0.tar"], ["ls", "0.tar", "--json"], ["cat", "0.tar", "a", "x"]):
         reading, writing = os.pipe()
-        error = os.memfd_create("error")
-        with open(os.devnull) as null:
-            process = server.start(arguments, (null.fileno(), writing, error), large)
-        os.close(writing)
-        assert select.select([reading], [], [], 60)[0]  # it writes, and nobody reads
-        process.interrupt()
-        status = process.wait()
-        os.close(reading)
-        assert (status, os.pread(error, 1000, 0)) == (130, b"interrupted\n"), arguments
-        os.close(error)
+        with open(os.devnull) as null, Output() as errors:
+            process = server.start(arguments, (null.fileno(), writing, errors.fileno), large)
+            os.close(writing)
+            assert select.select([reading], [], [], 60)[0]  # it writes, and nobody reads
+            process.interrupt()
+            status = process.wait()
+            os.close(reading)
+            assert (status, errors.read()) == (130, b"interrupted\n"), arguments
 
 
 # --- heat maps and widths
@@ -437,37 +421,3 @@ def test_completion(run: Run, cache: Path) -> None:
     assert "plain,--samples" in complete("stats", "--")
     assert complete("stats", "ca") == ["file,ca"]
     assert "_TENSORCACHE_COMPLETE=zsh_complete" in run(_TENSORCACHE_COMPLETE="zsh_source").out
-
-
-def test_any_damage_is_an_error(run: Run, cache: Path) -> None:
-    """Whatever bytes of a shard change: a result, or one line about the shard."""
-    shard, chance = cache / "0.tar", random.Random(5)
-    content = shard.read_bytes()
-    statuses = []
-    for _ in range(12):
-        damaged = bytearray(content)
-        for _ in range(chance.randrange(1, 200)):
-            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
-        shard.write_bytes(damaged[: chance.choice([len(damaged), len(damaged), chance.randrange(len(damaged))])])
-        (cache / "manifest.json").unlink(missing_ok=True)
-        for command, *options in [("ls", "--long"), ("schema",), ("stats",), ("show", "photos/001%20a")]:
-            found = run(command, cache, *options)
-            assert found.status in (0, 1, 2)
-            assert found.err.count("\n") == (found.status != 0), found.err
-            assert _is_safe(found.out)
-            assert _is_safe(found.err)
-            statuses.append(found.status)
-    assert 1 in statuses
-
-
-@pytest.mark.parametrize("ending", ["2>&-", "2>/dev/full"])
-def test_messages_that_cannot_be_written(tmp_path: Path, ending: str) -> None:
-    """They do not get into the results, and do not change the exit status."""
-    found = subprocess.run(
-        ["bash", "-c", f'exec "$@" {ending}', "x", *MODULE, "frob"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (found.returncode, found.stdout) == (2, "")

@@ -11,7 +11,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
-from wds_tensorcache.importers.formats import FORMATS
 
 
 @pytest.fixture
@@ -41,14 +40,16 @@ def test_links_are_counted(folder: Path, tmp_path: Path) -> None:
     (folder / "c.npy").unlink()
     (folder / "d.npy").symlink_to("/etc/passwd")
     said = run("import", folder, tmp_path / "out", "--on-error", "skip", status=1).stdout
-    assert said.splitlines()[-1] == "2 samples read, 2 written, 0 skipped; 1 bad files were left out"
+    assert said.splitlines()[-1] == "2 samples read, 2 written, 0 skipped; 1 bad file left out"
 
 
 def test_formats() -> None:
     listed = run("import", "--list-formats").stdout
     found = json_of("import", "--list-formats")
-    assert [each["format"] for each in found] == [each.name for each in FORMATS]
-    assert all(each["format"] in listed for each in found)
+    names = [row["format"] for row in found]
+    assert len(names) == len(set(names)) > 15
+    assert {"kohya", "files", "musubi"} <= set(names)
+    assert all(name in listed for name in names)
 
 
 def test_wrong_usage(folder: Path, tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_what_samples_lack(tmp_path: Path) -> None:
         if number != 4:
             (tmp_path / "in" / f"{number}.txt").write_text("a photo")
     said = run("import", tmp_path / "in", tmp_path / "out")
-    missing = ["1 of 5 samples have no '.txt', for example 4", "3 of 5 samples have no 'y', for example 2"]
+    missing = ["without '.txt': 1 of 5 samples, for example 4", "without 'y': 3 of 5 samples, for example 2"]
     assert said.stderr.splitlines() == missing
     assert json_of("import", tmp_path / "in", tmp_path / "again")["lacking"] == {".txt": [1, "4"], "y": [3, "2"]}
 
@@ -135,8 +136,8 @@ def test_a_folder_that_changes(folder: Path, tmp_path: Path) -> None:
     np.save(folder / "a.npy", np.zeros(3))
     (folder / "b.pt").unlink()
     lines = run("import", folder, tmp_path / "out", "--resume").stderr.splitlines()
-    assert lines[0] == "the files of 1 samples have changed since their shards were written, for example a"
-    assert lines[1] == f"1 samples in the shards are no longer in {folder}"
+    assert lines[0] == "files that have changed since their shards were written: 1 sample, for example a"
+    assert lines[1] == f"no longer in {folder}: 1 sample of the shards"
     assert "new folder" in lines[2]
     found = json_of("import", folder, tmp_path / "out", "--resume")
     assert (found["changed"], found["num_gone"]) == (["a"], 1)

@@ -60,8 +60,8 @@ def test_show(run: Run, cache: Path) -> None:
     shown = {line.strip("│├└─ "): line for line in lines[1:]}
     assert "latents  bf16[2, 16, 16]  min -4  mean 0  max 4  0 NaN" in shown
     assert "states  f32[4, 40]  min 3.5  mean 3.5  max 3.5  0 NaN" in shown
-    assert "mask  bool[6]  [True, True, True, True, False, False]" in shown
-    assert "crop  i64[4] (numpy)  [0, 1, 2, 3]" in shown
+    assert "mask  bool[6]  min 0  mean 0.6667  max 1  0 NaN" in shown
+    assert "crop  i64[4] (numpy)  min 0  mean 1.5  max 3  0 NaN" in shown
     assert "size  (64, 48)" in shown
     assert "prompt  'photo 3'" in shown
     assert shown["states  f32[4, 40]  min 3.5  mean 3.5  max 3.5  0 NaN"].startswith("│")
@@ -133,6 +133,9 @@ def test_cat(run: Run, cache: Path) -> None:
     assert raw == sample["latents"].view(torch.uint8).numpy().tobytes()
     assert run("cat", cache, KEY, "--member", "jpg").stdout == b"\xff\xd8\xff" + bytes(20)
     assert json.loads(run("cat", cache, KEY, "--member", ".JSON").stdout) == {"label": 3}
+    assert run("cat", cache, KEY, "prompt").out == "photo 3"
+    assert run("cat", cache, KEY, "size").json == [64, 48]
+    assert run("cat", cache, KEY, "size", "--json").json == {"key": KEY, "name": "size", "value": [64, 48]}
     as_json = run("cat", cache, KEY, "latents", "--json").json
     assert torch.equal(torch.tensor(as_json["values"]).bfloat16(), sample["latents"])
     assert base64.b64decode(run("cat", cache, KEY, "--member", "jpg", "--json").json["base64"])[:2] == b"\xff\xd8"

@@ -6,28 +6,21 @@ import http.client
 import json
 import os
 import re
-import signal
 import socket
 import struct
-import subprocess
-import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import wds_tensorcache as tc
 from tests.cli.browser import Browser
+from tests.cli.command import json_of, run
+from tests.cli.commands import Output, the_server
 from tests.inspecting.caches import EVIL, write_hostile, write_photos
-from wds_tensorcache.cli.app import run
-from wds_tensorcache.inspecting.report.data import overview
-from wds_tensorcache.inspecting.report.server import PageServer
-from wds_tensorcache.inspecting.survey import Survey
-
-_COMMAND = [sys.executable, "-m", "wds_tensorcache.cli", "view"]
 
 
 @pytest.fixture(scope="module")
@@ -61,28 +54,43 @@ def page(browser: Browser) -> Iterator[Browser]:
     assert not [url for url in browser.requests if not url.startswith(("file:///", "data:", "http://127.0.0.1:"))]
 
 
+class PageServer(NamedTuple):
+    """A running `tensorcache view --serve`."""
+
+    url: str
+    port: int
+    token: str
+
+
 @contextmanager
 def _served(folder: Path) -> Iterator[PageServer]:
+    """Run a server that has examined half of the samples, and end it with Ctrl-C."""
     with tc.open(folder) as cache:
-        survey = Survey(cache, range(0, len(cache), 2), for_page=True)
-        with PageServer(survey, overview(survey, folder.name)) as page_server:
-            thread = threading.Thread(target=page_server.serve_forever, kwargs={"poll_interval": 0.05})
-            thread.start()
-            try:
-                yield page_server
-            finally:
-                page_server.shutdown()
-                thread.join()
+        arguments = ["view", str(folder), "--serve", "--no-open", "--json", "--samples", str(-(-len(cache) // 2))]
+    with Output() as output, Output() as errors, open(os.devnull) as null:
+        process = the_server().start(arguments, (null.fileno(), output.fileno, errors.fileno), Path.cwd())
+        deadline = time.monotonic() + 60
+        while not output.read().endswith(b"\n") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        url = json.loads(output.read())["url"]
+        address = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{32})", url)
+        assert address
+        yield PageServer(url, int(address[1]), address[2])
+        process.interrupt()
+        assert process.wait() == 0
+        messages = errors.read().decode()
+    assert "Traceback" not in messages
+    assert "GET" not in messages
 
 
 @pytest.fixture(scope="module")
 def page_server(photos: Path) -> Iterator[PageServer]:
-    with _served(photos) as found:
-        yield found
+    with _served(photos) as server:
+        yield server
 
 
 def _ask(page_server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection(*page_server.server_address[:2], timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", page_server.port, timeout=30)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -94,27 +102,19 @@ def _ask(page_server: PageServer, path: str, method: str = "GET", **headers: str
 # --- the command -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_console_script_writes_a_page(photos: Path, tmp_path: Path) -> None:
+def test_a_page_is_replaced_but_no_other_file(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    command = [*_COMMAND, str(photos), "-o", str(out), "--samples", "20", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json_of("view", photos, "-o", out, "--samples", 20)
     assert (found["num_samples"], found["num_shown"], found["nbytes"]) == (150, 20, out.stat().st_size)
     assert (found["output"], found["errors"]) == (str(out), {})
     assert out.read_bytes().startswith(b"<!doctype html>")
     assert os.listdir(tmp_path) == ["report.html"]
-
-
-def test_a_page_is_replaced_but_no_other_file(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "report.html"
-    assert run(["view", str(photos), "-o", str(out), "--samples", "2"]) == 0
-    assert run(["view", str(photos), "-o", str(out), "--samples", "3"]) == 0
-    assert "3 of 150 samples" in capsys.readouterr().out
+    lines = run("view", photos, "-o", out).stdout.splitlines()
+    assert "150 of 150 samples" in lines[0]
+    assert lines[1].startswith("marked: 2 samples with NaN, infinities, unusual numbers, or damage: photo-00007, ")
     shard = next(photos.glob("*.tar"))
     content = shard.read_bytes()
-    assert run(["view", str(photos), "-o", str(shard)]) == 2
-    assert "not a page" in capsys.readouterr().err
+    assert "not a page" in run("view", photos, "-o", shard, status=2).stderr
     assert shard.read_bytes() == content
 
 
@@ -135,36 +135,16 @@ def test_a_page_is_replaced_but_no_other_file(photos: Path, tmp_path: Path, caps
 )
 def test_wrong_usage(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["view", *(str(photos) if argument == "CACHE" else argument for argument in arguments)]) == 2
+    run("view", *(photos if argument == "CACHE" else argument for argument in arguments), status=2)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs signals")
-def test_control_c_ends_the_server(photos: Path) -> None:
-    command = [*_COMMAND, str(photos), "--serve", "--no-open", "--samples", "4", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = json.loads(process.stdout.readline())["url"]
-        address = re.fullmatch(r"http://(127\.0\.0\.1):(\d+)/\?token=[\w-]{32}", url)
-        assert address
-        connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=30)
-        connection.request("GET", url[url.index("/?") :])
-        assert connection.getresponse().status == 200
-        connection.close()
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert "Traceback" not in errors
-    assert "GET" not in errors
 
 
 # --- the server ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_server_listens_on_this_machine_alone(page_server: PageServer) -> None:
-    assert page_server.server_address[0] == "127.0.0.1"
     with pytest.raises(OSError, match="refused|unreachable|timed out"):
-        socket.create_connection(("127.0.0.2", page_server.server_address[1]), timeout=2)
+        socket.create_connection(("127.0.0.2", page_server.port), timeout=2)
 
 
 _GIVEN = {"X-Token": "TOKEN"}
@@ -211,10 +191,10 @@ def test_requests(page_server: PageServer, status: int, requests: list[tuple[str
 
 @pytest.mark.parametrize("method", ["POST", "DELETE", "HEAD", "OPTIONS", "FOO", "__init__"])
 def test_only_get_is_answered(page_server: PageServer, method: str) -> None:
-    assert _ask(page_server, f"/?token={page_server.token}", method)[0] == 405
+    assert _ask(page_server, f"/?token={page_server.token}", method)[0] == 501
 
 
-def test_broken_requests_leave_the_server_alive(page_server: PageServer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_requests_leave_the_server_alive(page_server: PageServer) -> None:
     for raw in (
         b"\r\n\r\n",
         b"GET\r\n\r\n",
@@ -222,16 +202,15 @@ def test_broken_requests_leave_the_server_alive(page_server: PageServer, capfd: 
         b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
         b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ):
-        with socket.create_connection(page_server.server_address[:2], timeout=30) as one:
+        with socket.create_connection(("127.0.0.1", page_server.port), timeout=30) as one:
             one.sendall(raw)
             one.shutdown(socket.SHUT_WR)
             while one.recv(4096):
                 pass
-    with socket.create_connection(page_server.server_address[:2], timeout=30) as one:  # and does not wait for the page
+    with socket.create_connection(("127.0.0.1", page_server.port), timeout=30) as one:  # and does not wait for the page
         one.sendall(f"GET /?token={page_server.token} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert _ask(page_server, f"/?token={page_server.token}")[0] == 200
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_answers_have_safe_headers(page_server: PageServer) -> None:
@@ -276,7 +255,7 @@ def test_samples_come_in_pages(page_server: PageServer) -> None:
 @pytest.fixture(scope="module")
 def photos_page(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("pages") / "photos.html"
-    assert run(["view", str(photos), "-o", str(out)]) == 0
+    run("view", photos, "-o", out)
     return out.as_uri()
 
 
@@ -396,7 +375,7 @@ def test_hostile_content_does_nothing(page: Browser, hostile: Path, tmp_path: Pa
             page.open("about:blank")
     else:
         out = tmp_path / "report.html"
-        assert run(["view", str(hostile), "-o", str(out)]) == 0
+        run("view", hostile, "-o", out)
         look(out.as_uri())
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.cli.app import run
+from tests.cli.command import run
 
 EVIL = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'`&{{report}}{{script}}"
@@ -80,9 +80,9 @@ def embedded(page: bytes) -> Any:
     return json.loads(text[text.index(">", begin) + 1 : text.index("</script", begin)])
 
 
-def view(folder: Path, status: int = 0) -> tuple[dict[str, Any], bytes]:
-    """Run `tensorcache view`, and return the data in its page, and the page."""
+def view(folder: Path, status: int = 0) -> tuple[dict[str, Any], bytes, str]:
+    """Run `tensorcache view`, and return the data in its page, the page, and the messages on stderr."""
     out = folder / "report.html"
-    assert run(["view", str(folder), "-o", str(out)]) == status
+    messages = run("view", folder, "-o", out, status=status).stderr
     page = out.read_bytes()
-    return embedded(page), page
+    return embedded(page), page, messages

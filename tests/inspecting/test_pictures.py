@@ -14,8 +14,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.inspecting.caches import view
-from wds_tensorcache.inspecting.plane import NOT_FINITE, fit_colors, shrink
-from wds_tensorcache.inspecting.report.png import encode_png, fit_png, paint
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -31,23 +29,12 @@ def _draw(folder: Path, *samples: dict[str, Any]) -> list[dict[str, tuple[Any, d
     with tc.ShardWriter(folder / "0.tar", fsync=False) as sink:
         for i, sample in enumerate(samples):
             sink.write(f"{i}", sample)
-    report, _ = view(folder)
+    report, _, _ = view(folder)
     names = [tensor["name"] for tensor in report["tensors"]]
     return [
         {names[one["tensor"]]: (_decode(base64.b64decode(one["png"])), one) for one in card["pictures"]}
         for card in report["samples"]
     ]
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7, 3), (9, 1), (17, 5, 3), (300, 300), (64, 48, 3)], ids=str)
-def test_png_has_the_same_pixels(shape: tuple[int, ...]) -> None:
-    picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    assert np.array_equal(_decode(encode_png(picture)), picture)
-    smooth = np.broadcast_to(np.arange(shape[1], dtype=np.uint8).reshape(1, -1, *[1] * (len(shape) - 2)), shape)
-    assert np.array_equal(_decode(encode_png(smooth)), smooth)
-    few = _decode(encode_png(picture, 32))
-    assert len(np.unique(few)) <= 32
-    assert np.abs(few.astype(int) - picture).max() <= 5
 
 
 _U8 = np.dtype(np.uint8)
@@ -109,43 +96,46 @@ def test_images_keep_their_pixels(tmp_path: Path) -> None:
     assert np.array_equal(drawn["video"][0], pixels)
 
 
-def test_the_first_component_is_brightness() -> None:
+def test_the_first_component_is_brightness(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     light = random.random((40, 40)) ** 4
     weights = random.normal(size=16)
     latent = (weights[:, None, None] * light + 0.01 * random.normal(size=(16, 40, 40))).astype(np.float32)
-    for planes in (latent, -latent):  # the colors do not depend on the sign
-        gray = paint(planes, fit_colors([planes]), "picture").astype(float).mean(-1)
-        assert np.corrcoef(gray.ravel(), light.ravel())[0, 1] > 0.9
+    (pictures,) = _draw(tmp_path, {"latent": latent, "opposite": -latent})  # the colors do not depend on the sign
+    for pixels, _ in pictures.values():
+        assert np.corrcoef(pixels.astype(float).mean(-1).ravel(), light.ravel())[0, 1] > 0.9
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("kind", ["picture", "map"])
-def test_numbers_that_are_not_finite_are_red(channels: int, kind: str) -> None:
-    planes = np.random.default_rng(0).normal(size=(channels, 8, 8)).astype(np.float32)
-    planes[0, 2, 3], planes[-1, 4, 5] = np.nan, -np.inf
-    is_bad = (paint(planes, fit_colors([planes]), kind) == NOT_FINITE).all(-1)
-    assert np.argwhere(is_bad).tolist() == [[2, 3], [4, 5]]
-    for value in (np.nan, np.inf, 0.0, 1e30):
-        full = np.full((channels, 8, 8), value, np.float32)
-        picture = paint(full, fit_colors([full]), kind)
-        assert (picture.ndim == 3 and bool((picture == NOT_FINITE).all())) == (not np.isfinite(value))
+@pytest.mark.parametrize("shape", [(8, 8), (1, 8, 8), (2, 8, 8), (3, 8, 8), (4, 8, 8), (16, 8, 8)], ids=str)
+def test_numbers_that_are_not_finite_are_red(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    planes = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    planes.reshape(-1, 8, 8)[0, 2, 3], planes.reshape(-1, 8, 8)[-1, 4, 5] = np.nan, -np.inf
+    values = {"nan": np.nan, "inf": np.inf, "zero": 0.0, "huge": 1e30}
+    (drawn,) = _draw(tmp_path / "one", {"some": planes})
+    assert np.argwhere((drawn["some"][0] == (255, 0, 90)).all(-1)).tolist() == [[2, 3], [4, 5]]
+    for name, value in values.items():
+        (drawn,) = _draw(tmp_path / name, {"full": np.full(shape, value, np.float32)})
+        pixels = drawn["full"][0]
+        assert (pixels.ndim == 3 and bool((pixels == (255, 0, 90)).all())) == (not np.isfinite(value))
 
 
-@pytest.mark.parametrize("max_nbytes", [900, 4000, 20_000])
-def test_pictures_fit(max_nbytes: int) -> None:
-    noise = np.random.default_rng(0).normal(size=(16, 96, 64)).astype(np.float32)
-    png, width, height = fit_png(noise, fit_colors([noise]), "picture", 256, max_nbytes)
-    assert len(png) <= max_nbytes
-    assert _decode(png).shape == (height, width, 3)
-    assert abs(height / width - 1.5) < 0.2
-    if max_nbytes == 20_000:
-        assert (width, height) == (64, 96)
+def test_shrinking_takes_means(tmp_path: Path) -> None:
+    ramp = np.broadcast_to(np.arange(256, dtype=np.uint8).repeat(4)[:, None], (1024, 1024)).copy()
+    ramp[::2], ramp[1::2] = ramp[::2] - (ramp[::2] > 0), ramp[1::2] + (ramp[1::2] > 0) * (ramp[1::2] < 255)
+    (drawn,) = _draw(tmp_path, {"image": ramp})
+    pixels, record = drawn["image"]
+    assert (record["width"], record["height"]) == (256, 256)
+    assert np.abs(pixels.astype(int) - np.arange(256)[:, None]).max() <= 4  # of 64 levels
 
 
-def test_shrinking_takes_means() -> None:
-    planes = np.arange(2 * 8 * 8, dtype=np.float32).reshape(2, 8, 8)
-    assert np.array_equal(shrink(planes, 4, 4), planes.reshape(2, 4, 2, 4, 2).mean((2, 4)))
-    assert shrink(planes, 10, 10) is planes
-    planes[0, 0, 0] = np.nan
-    assert np.isnan(shrink(planes, 4, 4)).sum() == 1
+def test_one_plane_is_read_without_the_others(tmp_path: Path) -> None:
+    """Each plane of a video, of maps and of a picture is the one that its place says."""
+    video = torch.arange(4 * 3 * 8 * 8).reshape(4, 3, 8, 8).float()
+    maps = torch.zeros(600, 8, 8)
+    maps[1:] = float("nan")
+    video[:, [0, 2]] = float("nan")
+    means = torch.cat([torch.rand(4, 8, 8), torch.full((4, 8, 8), float("nan"))])
+    (drawn,) = _draw(tmp_path, {"video": video, "maps": maps, "moments": means})
+    assert len(drawn) == 3
+    for pixels, _ in drawn.values():
+        assert not (pixels == (255, 0, 90)).all(-1).any()

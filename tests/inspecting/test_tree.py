@@ -14,9 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
-from wds_tensorcache.codec.dtypes import TORCH_TRUE
-from wds_tensorcache.inspecting.text import dtype_text
-from wds_tensorcache.inspecting.tree import describe_samples
+from tests.inspecting.caches import view
 
 
 @pytest.fixture
@@ -104,21 +102,22 @@ def test_deep_and_cyclic_samples_end(tree_of: Any) -> None:
     assert tree_of(values)["text"] == "[1, [1, [1, [1, […]]]]]"
 
 
-def test_samples_that_differ() -> None:
-    one, two = (
-        tc.decode_sample(*tc.encode_sample(sample))
-        for sample in ({"a": [torch.zeros(2)] * 2, "b": {"c": torch.zeros(1)}, "d": None}, {"b": None, 5: "x", "d": 7})
-    )
-    a, b, d, five = describe_samples([one, two]).children
-    assert (a.name, a.num_samples, len(a.children), a.types) == ("a", 1, 2, ("list",))
-    assert (b.text, b.num_samples, b.children[0].num_samples) == ("dict or None of 1", 2, 1)
-    assert (d.types, d.text) == (("None", "int"), "7")
-    assert (five.name, five.text, five.types) == ("5", "'x'", ("str",))
+def test_samples_that_differ(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("a", {"a": [torch.zeros(2)] * 2, "b": {"c": torch.zeros(1)}, "d": None})
+        sink.write("b", {"b": None, 5: "x", "d": 7})
+    a, b, d, five = view(tmp_path)[0]["structure"]["children"]
+    assert (a["name"], a["num_samples"], len(a["children"]), a["types"]) == ("a", 1, 2, ["list"])
+    assert (b["text"], b["num_samples"], b["children"][0]["num_samples"]) == ("dict or None of 1", 2, 1)
+    assert (d["types"], d["text"]) == (["None", "int"], "7")
+    assert (five["name"], five["text"], five["types"]) == ("5", "'x'", ["str"])
 
 
-def test_short_names_of_dtypes() -> None:
-    assert len(set(map(dtype_text, TORCH_TRUE))) == len(TORCH_TRUE)
+def test_short_names_of_dtypes(tree_of: Any) -> None:
     names = {"bfloat16": "bf16", "float32": "f32", "int64": "i64", "uint8": "u8", "bool": "bool", "complex64": "c64"}
     names |= {"float8_e4m3fn": "f8_e4m3fn"}
-    assert {name: dtype_text(getattr(torch, name)) for name in names} == names
-    assert [dtype_text(np.dtype(name)) for name in ("f2", "<U5", "M8[D]", "u4")] == ["f16", "<U5", "<M8[D]", "u32"]
+    sample: dict[str, Any] = {name: torch.zeros(2).to(getattr(torch, name)) for name in names}
+    arrays = {"f2": "f16", "<U5": "<U5", "M8[D]": "<M8[D]", "u4": "u32"}
+    sample |= {name: np.zeros(2, name) for name in arrays}
+    texts = {node["name"]: node["text"] for node in tree_of(sample)["children"]}
+    assert texts == {name: f"{text}[2]" for name, text in (names | arrays).items()}

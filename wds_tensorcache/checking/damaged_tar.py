@@ -1,4 +1,4 @@
-"""Find the members of a damaged tar: after damage, at the places in an index that the bytes confirm, or at the next header."""
+"""Find the members of a damaged tar by confirmed places in an index, or by the next intact header."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Salvage:
     """The contents of a damaged tar, in order: its members, unreadable ranges (`Break`) and `End`.
 
     After damage, reading resumes at the next member of an index whose place is confirmed. Without one, it resumes at the next
-    block with a valid checksum and the name of a sample's member. Hazard: without an index, the files inside a tar that is
-    itself a member are taken for members if the header of that tar is lost.
+    block with a valid checksum and the name of a sample's member. Hazard: a member may itself be a tar. Without an index, its
+    files are taken for members if its header is lost.
 
     Stock readers stop at the first block of zeros. Zeros are damage if an index says that the archive ends later, or if only
     one block is zero. Members after two or more blocks of zeros, such as those of an appended tar, belong to no archive.
@@ -157,7 +157,7 @@ class Salvage:
         return self._read(min(begin, self._nbytes), min(begin + BLOCK, self._nbytes))
 
     def _end_of(self, at: int) -> int:
-        """Return the end of the member whose headers begin at an offset, or the offset of the first damaged header."""
+        """Return the end of the member with headers at an offset, or its first damaged header."""
         while is_header(header := self._read_block(at)):
             nbytes = 0 if header[_TYPE_BEGIN] in _EMPTY else max(0, parse_number(header[124:136]))
             at += BLOCK + nbytes + padding(nbytes)
@@ -166,7 +166,7 @@ class Salvage:
         return at
 
     def _may_name(self, failed: int, begin: int) -> bool:
-        """Return whether a header that was damaged at `failed` may have named the member whose header is at `begin`."""
+        """Return whether a damaged header may have named the member whose header is at `begin`."""
         header = self._read_block(failed)
         content = self._read(failed + BLOCK, min(begin, failed + _MAX_RECORDS_NBYTES)).rstrip(b"\0")
         is_naming = header[_MAGIC] == b"ustar" and header[_TYPE_BEGIN] in _NAMING

@@ -24,8 +24,8 @@ _REMEDY = "`tensorcache index` writes it anew"
 _Places = Mapping[tuple[str, str], tuple[Any, ...]]  # the fields of each member, by key and suffix
 
 
-def check_indexes(checked: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
-    """Add the faults of a shard's indexes to `checked`; return the fingerprint that they contain, if any."""
+def check_indexes(checked: Checked, needs_idx: bool) -> None:
+    """Add the faults of a shard's indexes to `checked`, and what only they contain: fingerprint and origins."""
     footer = sidecar = None
     try:
         footer = _read_footer(checked)
@@ -49,13 +49,13 @@ def check_indexes(checked: Checked, needs_idx: bool) -> Mapping[str, Any] | None
     _check_idx(checked, needs_idx, lost)
     index = footer or sidecar
     if index is None:
-        return None
+        return
     # the shard itself does not contain these, so they cannot be compared; `repair` keeps them
+    checked.fingerprint = index.fingerprint
     try:
         checked.index = replace(checked.index, origins=index.origins_of(checked.index.keys))
     except FormatError as exc:
         checked.fault(None, None, f"{exc}", "index")
-    return index.fingerprint
 
 
 def _read_footer(checked: Checked) -> ShardIndex | None:
@@ -80,7 +80,7 @@ def _read_footer(checked: Checked) -> ShardIndex | None:
 
 
 def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
-    """Return the offset of the first byte in `[begin, end)` that is not zero; None if there is none."""
+    """Return the offset of the first byte that is not zero, or None."""
     for at in range(begin, end, _CHUNK_NBYTES):
         chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
         if chunk.strip(b"\0"):
@@ -89,8 +89,9 @@ def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
-    """Yield key and suffix of each member, and its fields: offset, length, and for tensors layout, digest and names."""
-    # the last two fields are the further names of the tensors, and the texts of the references to them; None if unknown
+    """Yield the key, suffix and fields of each member."""
+    # Fields: offset, length, and for tensors layout and digest. The last two are the further names of the tensors, and the
+    # texts of the references to them; None if unknown.
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.numbers, table.begins, table.sizes)
     for row, kind, at, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):
@@ -111,7 +112,7 @@ def _compare(
     lost: set[str],
     is_in_order: bool = False,
 ) -> None:
-    """Add a fault for each sample or member that only an index has, and one for all other differences."""
+    """Add a fault for each lost sample or member, and one for other differences."""
     keys = {key for key, _ in present_places}
     if keys and not any(key in keys for key, _ in listed_places):
         checked.fault(None, None, f"{where} belongs to a different shard, or is wrong; {_REMEDY}", "index")

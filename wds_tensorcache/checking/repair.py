@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from typing import Any
 
@@ -34,8 +34,8 @@ def repair(
 
     Samples without a fault are copied with their tar headers, byte for byte. Entries that belong to no sample, such as folders
     and links, may be left out. Where headers are damaged, the index at the shard's end or in its sidecar, even a stale one,
-    shows the places of samples. Such a sample is recovered, with new tar headers, if its bytes match the digests in the index,
-    the skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a
+    shows the places of samples. A sample without headers gets new ones if its bytes match the digests in the index, the
+    skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a
     shard was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that
     the archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that
     has lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have
@@ -64,8 +64,8 @@ def repair(
         FormatError: With `drop=False`, something is damaged or lost; or a shard was changed during the call.
         OSError: The disk is full, the folder around `out` is read-only, …
         ImportError: `progress` is True, and `tqdm` is not installed.
-        ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, or `out`
-            is an empty string.
+        ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, `out` is an
+            empty string, `source` is a url, or `num_threads` is less than 1.
 
     Memory: as in `verify`, but with the indexes of all shards at once.
     """
@@ -73,19 +73,15 @@ def repair(
     report = RepairReport()
     shards = ShardsToCheck(source, report)
     with closing(Progress(progress, 2 * shards.nbytes, desc="repair", unit="B", unit_scale=True)) as bar:
-        checked_shards = shards.check(num_threads, allow, bar, keep=True)
-        _check_names([checked.path for checked, _ in checked_shards])
-        if not drop and (
-            report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in checked_shards)
-        ):
+        parts = shards.check(num_threads, allow, bar, keep=True)
+        _check_names([part.path for part in parts])
+        if not drop and (report.num_lost or report.num_missing or any(map(_has_lost, parts))):
             problem = f"{len(report.faults)} faults, and drop=False (--strict) allows no loss, so nothing was written"
             raise FormatError(f"{problem}; the first fault: {report.faults[0]}")
         # Hazard: a shard and its copy would repeat keys. The one with the most samples is kept.
-        by_size = sorted(
-            (checked for checked, _ in checked_shards), key=lambda part: (len(part.index.keys), not part.copy_of)
-        )
+        by_size = sorted(parts, key=lambda part: (len(part.index.keys), not part.copy_of))
         best = set({part.copy_of or part.path: part.path for part in by_size}.values())
-        kept = [part for part in checked_shards if part[0].path in best and (part[0].ranges or not _has_lost(part[0]))]
+        kept = [part for part in parts if part.path in best and (part.ranges or not _has_lost(part))]
         if kept:
             with new_folder(out) as folder:
                 _write(kept, folder, report, lambda nbytes: bar.show(shards.nbytes + nbytes))
@@ -93,8 +89,8 @@ def repair(
     return report
 
 
-def _has_lost(checked: Checked) -> bool:
-    return checked.report.num_damaged > 0 or checked.is_broken
+def _has_lost(part: Checked) -> bool:
+    return part.report.num_damaged > 0 or part.is_broken
 
 
 def _check_names(paths: list[str]) -> None:
@@ -112,26 +108,22 @@ def _check_names(paths: list[str]) -> None:
         by_name[idx] = path
 
 
-def _write(
-    checked_shards: list[tuple[Checked, Mapping[str, Any] | None]],
-    folder: str,
-    report: RepairReport,
-    show: Callable[[int], object],
-) -> None:
+def _write(parts: list[Checked], folder: str, report: RepairReport, show: Callable[[int], object]) -> None:
     manifest, files, done = Manifest(), Files(), 0
-    for checked, fingerprint in checked_shards:
-        if files.get(checked.path).identity != checked.identity:
-            raise FormatError(f"{checked.path}: the shard was changed during the repair; try again")
-        path = os.path.join(folder, os.path.basename(checked.path))
-        index = write_shard(
-            path, checked.ranges, files, fingerprint, map(checked.index.origin, range(len(checked.index.keys)))
+    for part in parts:
+        if files.get(part.path).identity != part.identity:
+            raise FormatError(f"{part.path}: the shard was changed during the repair; try again")
+        path, origins = (
+            os.path.join(folder, os.path.basename(part.path)),
+            map(part.index.origin, range(len(part.index.keys))),
         )
+        index = write_shard(path, part.ranges, files, part.fingerprint, origins)
         with suppress(InvalidKeyError):  # DALI's index cannot contain some names
             write_dali_index(folder_of(folder), os.path.basename(path), index)
         manifest.add(entry_of(path, index), index)
         report.num_shards_written += 1
         report.num_samples_written += len(index.keys)
         report.nbytes_written += os.path.getsize(path)
-        done += checked.nbytes
+        done += part.nbytes
         show(done)
     manifest.write(os.path.join(folder, MANIFEST))  # in the order of the sample indices

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -24,24 +24,22 @@ from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.shards.names import Half, find_half, half_of, split_member
 from wds_tensorcache.shards.tar import rebuild_header
 from wds_tensorcache.storage.files import Identity, ShardFile
-from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
+from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.writing.copy_shards import MemberRange, append_range
 
 _NOWHERE = MemorySource(b"")
-_MAX_WAITING = 32  # samples
-_LOST = -1  # in place of the offset of the sample to keep
 _HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter
 
 
 @dataclass(slots=True)
 class _Member:
-    """A member of a sample, read once; it keeps the bytes that are checked when all members of the sample are read."""
+    """A member of a sample, after every byte of it was read."""
 
     begin: int
     nbytes: int
     half: Half | None  # the half of a cache that the suffix names, if any
     text: bytes = b""  # the skeleton, or the header of the tensors
-    digest: Digest | None = None  # of all bytes; for tensors, only of the bytes after their stored digest
+    digest: int = 0  # of tensors: of the bytes after their stored digest
     error: Exception | None = None
 
 
@@ -54,9 +52,11 @@ class _Sample:
     members: dict[str, _Member] = field(default_factory=dict)
     ranges: list[MemberRange] = field(default_factory=list)
     faults: list[tuple[int, str, Kind]] = field(default_factory=list)
-    rebuilt: list[tuple[int, str]] = field(default_factory=list)  # members whose headers were lost
+    caches: list[CacheEntry] = field(default_factory=list)
+    others: list[tuple[str, int, int]] = field(default_factory=list)  # suffix, offset and length of other members
+    has_rebuilt: bool = False  # True if a member has lost its header
     is_unverified: bool = False
-    needs: list[str] = field(default_factory=list)  # names of classes that are not in `allow=`
+    needs: str | None = None  # the name of a class that is not in `allow=`
 
 
 @dataclass(slots=True)
@@ -66,6 +66,7 @@ class Checked:
     Attributes:
         report: Faults and counts.
         index: Index of the samples without a fault.
+        fingerprint: Fingerprint in an index of the shard, or else in a manifest; None if there is none.
         damaged: Keys of samples with a fault.
         doubtful: Keys of samples without a digest whose skeletons need a class that is not in `allow=`.
         ranges: Whole members to keep, with headers for those that lost theirs: all members of samples without a fault, and
@@ -80,6 +81,7 @@ class Checked:
     identity: Identity  # of the file
     report: Report
     index: ShardIndex = None  # type: ignore[assignment]  # set after the last sample is checked
+    fingerprint: Mapping[str, Any] | None = None
     damaged: set[str] = field(default_factory=set)
     doubtful: set[str] = field(default_factory=set)
     ranges: list[MemberRange] = field(default_factory=list)
@@ -93,10 +95,7 @@ class Checked:
 
 
 def check_shard(
-    path: str,
-    allow: Mapping[tuple[str, str], type],
-    readers: Readers,
-    reach: Callable[[int], object] = lambda offset: None,
+    path: str, allow: Mapping[tuple[str, str], type], readers: Readers, reach: Callable[[int], object]
 ) -> Checked:
     """Check a shard in one pass over its bytes. After each sample, call `reach` with the offset of its end.
 
@@ -106,68 +105,61 @@ def check_shard(
     Raises:
         OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.
     """
-    file = ShardFile(path)
-    better: dict[str, int] = {}
-    checked = _check_all(file, allow, readers, better, reach)
-    return _check_all(file, allow, readers, better, reach) if better else checked
+    # a map is of no use to a single pass: its page faults take longer than the copies of `pread`
+    file = ShardFile(path, may_map=False)
+    excluded: dict[int | str, tuple[str, Kind]] = {}
+    checked = _check_all(file, allow, readers, reach, excluded)
+    return _check_all(file, allow, readers, reach, excluded) if excluded else checked
 
 
 def _check_all(
     file: ShardFile,
     allow: Mapping[tuple[str, str], type],
     readers: Readers,
-    better: dict[str, int],
     reach: Callable[[int], object],
+    excluded: dict[int | str, tuple[str, Kind]],
 ) -> Checked:
-    """Check a shard in one pass. Keep the samples at the offsets in `better`, by key, and add better ones to it."""
+    """Check a shard without excluded samples; exclude samples from the next pass."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()
-    ranks: dict[str, tuple[int, bool]] = {}  # of the samples without a fault, by key
-    wanted = dict(better)
+    kept: dict[str, tuple[int, bool, int]] = {}  # number of caches, whether no header was lost, and offset, by key
     with ReadAhead(file, readers) as ahead:
-        for sample in _complete(_samples(checked, file, ahead), ahead):
-            key = sample.key
+        for sample in _samples(checked, file, ahead):
+            key, first = sample.key, sample.first
             reach(sample.ranges[-1].end)
-            caches, others = _check(sample, allow)
-            rank = len(caches), not sample.rebuilt
             report.num_samples += 1
-            if key in ranks:
-                if not sample.faults and rank > ranks[key]:
-                    better[key], ranks[key] = sample.first, rank
-                sample.faults.append((sample.first, "an earlier sample has the same key", "duplicate"))
-            elif wanted.get(key) == _LOST:
-                problem = "members of a cache are lost: the index of the shard lists more caches"
-                sample.faults.append((sample.first, problem, "lost"))
-            elif wanted.get(key, sample.first) != sample.first:
-                sample.faults.append(
-                    (sample.first, "another sample has the same key, and more intact caches", "duplicate")
-                )
+            _check(sample, allow)
+            rank = len(sample.caches), not sample.has_rebuilt
+            exclusion = excluded.get(first, excluded.get(key))
+            if exclusion is not None:
+                sample.faults.append((first, *exclusion))
+            elif key in kept:
+                if not sample.faults and rank > kept[key][:2]:
+                    excluded[kept[key][2]] = "another sample has the same key, and more intact caches", "duplicate"
+                    kept[key] = *rank, first
+                sample.faults.append((first, "an earlier sample has the same key", "duplicate"))
             for fault in sample.faults:
                 checked.fault(key, *fault)
-            for offset, suffix in sample.rebuilt:
-                problem = (
-                    f"the tar header of member {suffix!r} is lost; index and digests show that its bytes are intact"
-                )
-                checked.fault(key, offset, problem, "header")
             if sample.faults:
                 report.num_damaged += 1
                 checked.damaged.add(key)
                 continue
-            ranks[key] = rank
+            kept[key] = *rank, first
             report.num_unverified += sample.is_unverified
-            report.num_unread += bool(sample.needs)
-            report.needs.update(sample.needs)
-            if sample.needs and sample.is_unverified:
-                checked.doubtful.add(key)
-            builder.add(key, caches, others)
+            if sample.needs is not None:
+                report.num_unread += 1
+                report.needs.add(sample.needs)
+                checked.doubtful.update([key] * sample.is_unverified)
+            builder.add(key, sample.caches, sample.others)
             for span in sample.ranges:
                 append_range(checked.ranges, span.path, span.begin, span.end, span.header)
     if report.faults:
         # Hazard: a partial sample would count as finished when the cache is built again.
         listed = _count_caches(file)
-        better |= {key: _LOST for key, (count, _) in ranks.items() if count < listed.get(key, 0)}
-    checked.damaged -= ranks.keys()  # another sample with such a key has no fault
+        problem = "members of a cache are lost: the index of the shard lists more caches"
+        excluded |= {key: (problem, "lost") for key, (count, *_) in kept.items() if count < listed.get(key, 0)}
+    checked.damaged -= kept.keys()  # another sample with such a key has no fault
     parts, checked.ranges = sorted(checked.ranges), []
     for span in parts:
         append_range(checked.ranges, span.path, span.begin, span.end, span.header)
@@ -187,29 +179,16 @@ def _count_caches(file: ShardFile) -> dict[str, int]:
     return dict(zip(index.keys, counts.tolist(), strict=True))
 
 
-def _complete(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample]:
-    """Yield samples as soon as all their bytes are hashed."""
-    waiting: deque[_Sample] = deque()
-    for sample in samples:
-        waiting.append(sample)
-        if len(waiting) == _MAX_WAITING:
-            ahead.hash()
-        while waiting and waiting[0].ranges[-1].end <= ahead.done:
-            yield waiting.popleft()
-    ahead.finish()
-    yield from waiting
-
-
 def _samples(checked: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_Sample]:
-    """Yield the samples of a shard; record tar faults, and members that belong to no sample, in `checked`."""
+    """Yield the samples of a shard; record all other findings in `checked`."""
     sample: _Sample | None = None
+    stem = ""
     for part in Salvage(file, ahead.read):
         if not isinstance(part, Member):
             _note_damage(checked, part)
             continue
         name, first, begin, nbytes, end, is_rebuilt = part
         header = rebuild_header(name, nbytes) if is_rebuilt else b""
-        stem = "" if sample is None else f"{sample.key}."
         if sample is not None and name.startswith(stem) and "/" not in name[len(stem) :]:
             suffix = name[len(stem) :].lower()
         else:
@@ -219,12 +198,14 @@ def _samples(checked: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_S
                 continue
             if sample is not None:
                 yield sample
-            sample, suffix = _Sample(split[0], first), split[1].lower()
+            sample, suffix, stem = _Sample(split[0], first), split[1].lower(), f"{split[0]}."
         member = _read(ahead, suffix, begin, nbytes)
         if sample.members.setdefault(suffix, member) is not member:
             sample.faults.append((first, f"member {name!r:.100} occurs twice", "duplicate"))
         if is_rebuilt:
-            sample.rebuilt.append((begin, suffix))
+            sample.has_rebuilt = True
+            problem = f"the tar header of member {suffix!r} is lost; index and digests show that its bytes are intact"
+            checked.fault(sample.key, begin, problem, "header")
         append_range(sample.ranges, file.path, first, end, header)
     if sample is not None:
         yield sample
@@ -267,85 +248,58 @@ def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
     return member
 
 
-def _check(
-    sample: _Sample, allow: Mapping[tuple[str, str], type]
-) -> tuple[list[CacheEntry], list[tuple[str, int, int]]]:
-    """Return a sample's caches and other members for the index; add faults to `sample`."""
-    caches: list[CacheEntry] = []
-    others: list[tuple[str, int, int]] = []
-    members = sample.members
+def _check(sample: _Sample, allow: Mapping[tuple[str, str], type]) -> None:
+    """Replace the members of a sample by its faults, caches and other members."""
+    members, sample.members = sample.members, {}
     for suffix, member in members.items():
-        begin, digest = member.begin, member.digest
+        half = member.half
         try:
-            error = member.error or (digest and digest.error)
-            if error:
-                raise error
-            half = member.half
+            if member.error is not None:
+                raise member.error
             if half is not None and half.other not in members:
-                try:
-                    half = find_half(suffix, members, partial(is_bound, member.text[:64]), hint="")
-                except FormatError as exc:
-                    sample.faults.append((begin, exc.reason, exc.kind))
-                    continue
+                half = find_half(suffix, members, partial(is_bound, member.text[:64]), hint="")
             if half is None:
-                others.append((suffix, begin, member.nbytes))
-            elif half.is_skeleton:
-                tensors = members[half.other]
-                if tensors.digest is not None and tensors.digest.error is None:
-                    entry = _check_cache(sample, half, member, tensors, tensors.digest.value, allow)
-                    caches += () if entry is None else (entry,)
+                sample.others.append((suffix, member.begin, member.nbytes))
+            elif half.is_skeleton and members[half.other].error is None:
+                _check_cache(sample, half, member, members[half.other], allow)
         except (TensorCacheError, OSError) as exc:
             kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
-            sample.faults.append((begin, f"{suffix!r}: {exc}", kind))
-    return caches, others
+            sample.faults.append((member.begin, f"{suffix!r}: {exc}", kind))
 
 
 def _check_cache(
-    sample: _Sample,
-    half: Half,
-    skeleton: _Member,
-    tensors: _Member,
-    tensors_digest: int,
-    allow: Mapping[tuple[str, str], type],
-) -> CacheEntry | None:
-    """Return the index entry of a cache, or None if the header of its tensors is damaged; add faults to `sample`."""
+    sample: _Sample, half: Half, skeleton: _Member, tensors: _Member, allow: Mapping[tuple[str, str], type]
+) -> None:
+    """Add the faults of a cache and its index entry to the sample."""
     begin, nbytes, text = tensors.begin, tensors.nbytes, skeleton.text
     try:
         layout, digest = parse_header(tensors.text, nbytes)
     except FormatError as exc:
         sample.faults.append((begin, f"{half.other!r}: {exc}", exc.kind))
-        return None
+        return
     entry = CacheEntry(half.name, skeleton.begin, skeleton.nbytes, begin, layout, digest, None)
+    sample.caches.append(entry)
     body, body_digest = check_binding(text, nbytes, digest)
-    declared = parse_preamble(text)[2] if digest is None else digest
     if digest is None or body_digest is None:
         sample.is_unverified = True
-    if digest is not None and tensors_digest != digest:
-        sample.faults.append(
-            (begin, "the safetensors member is damaged: its digest does not match its bytes", "damaged")
-        )
-    elif digest is None and tensors_digest == declared:
-        sample.faults.append((begin, "the safetensors member is damaged where it declares its digest", "damaged"))
+    if digest is not None and tensors.digest != digest:
+        problem = "the safetensors member is damaged: its digest does not match its bytes"
+        sample.faults.append((begin, problem, "damaged"))
+    elif digest is None and tensors.digest == parse_preamble(text)[2]:
+        problem = "the safetensors member is damaged where it declares its digest"
+        sample.faults.append((begin, problem, "damaged"))
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
         problem = "the skeleton is damaged: its digest does not match its bytes"
         sample.faults.append((skeleton.begin, problem, "damaged"))
-    else:
-        _decode(sample, text, body, entry, allow)
-    return entry
-
-
-def _decode(sample: _Sample, text: bytes, body: int, entry: CacheEntry, allow: Mapping[tuple[str, str], type]) -> None:
-    """Decode a skeleton, and set its references to tensors and their further names in the index entry."""
-    try:
-        entry.references, entry.further = list_references(text, body, entry.layout)
         return
-    except UnsafeSkeletonError as exc:
-        if exc.needs is None:
-            raise
-    # every index lacks the references of a sample that needs `allow=`
     try:
-        decode_body(text, body, entry.layout, _NOWHERE, True, allow)
+        entry.references, entry.further = list_references(text, body, layout)
     except UnsafeSkeletonError as exc:
         if exc.needs is None:
             raise
-        sample.needs.append(exc.needs)
+        try:  # every index lacks the references of a sample that needs `allow=`
+            decode_body(text, body, layout, _NOWHERE, True, allow)
+        except UnsafeSkeletonError as needy:
+            if needy.needs is None:
+                raise
+            sample.needs = needy.needs

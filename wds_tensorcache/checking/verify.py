@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from wds_tensorcache.checking.index_check import check_indexes
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
-from wds_tensorcache.errors import FormatError, Kind
+from wds_tensorcache.errors import FormatError, Kind, format_count
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import find_shards, shard_names
 from wds_tensorcache.shards.index_paths import dali_index_path
@@ -58,6 +58,7 @@ def verify(
     Raises:
         FileNotFoundError: A file does not exist, or there are no shards.
         ImportError: `progress` is True, and `tqdm` is not installed.
+        ValueError: `source` is a url, or `num_threads` is less than 1.
 
     The report shows damage, not malice: an attacker can store the right digests for a forged sample. `open` and `decode` are
     safe with any shard, and refuse the classes in `Report.needs`.
@@ -93,10 +94,8 @@ class ShardsToCheck:
         self._manifests.append(_Manifest(path, self.report))
         return [FoundShard(shard) for shard in self._manifests[-1].paths]
 
-    def check(
-        self, num_threads: int | None, allow: Iterable[type], bar: Progress, keep: bool = False
-    ) -> list[tuple[Checked, Mapping[str, Any] | None]]:
-        """Complete `report`, and show the bytes checked; with `keep`, return the findings of each shard and its fingerprint."""
+    def check(self, num_threads: int | None, allow: Iterable[type], bar: Progress, keep: bool = False) -> list[Checked]:
+        """Complete `report`, and show the bytes checked; with `keep`, return the findings in each shard."""
         num_threads = num_cores() if num_threads is None else num_threads
         if num_threads < 1:
             raise ValueError(f"num_threads={num_threads}, expected at least 1")
@@ -111,16 +110,17 @@ class ShardsToCheck:
         def show() -> None:
             bar.show(sum(reached.values()))
 
-        def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
+        def check(path: str) -> Checked | Fault:
             try:
                 checked = check_shard(path, table, readers, partial(reach, path))
             except (FormatError, OSError) as exc:
                 kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
                 return Fault(path, None, None, f"cannot be opened: {_reason(exc)}", kind)
-            return checked, check_indexes(checked, _without_number(path) in with_idx)
+            check_indexes(checked, _without_number(path) in with_idx)
+            return checked
 
         show()
-        kept, keys = [], []
+        kept, keys = list[Checked](), []
         # if there are fewer shards than threads, the other threads read ahead
         walkers = max(1, min(num_threads, len(paths)))  # no path is left if the manifest lists only missing shards
         # without a thread that walks over shards, this thread does it; otherwise it only waits, and shows the progress
@@ -130,21 +130,20 @@ class ShardsToCheck:
         ):
             readers = Readers(reading, max(1, num_threads // walkers - 1))
             try:
-                for path, result in zip(paths, run_in_order(paths, check, walking, walkers, show), strict=True):
+                for path, checked in zip(paths, run_in_order(paths, check, walking, walkers, show), strict=True):
                     reach(path, sizes[path])
                     show()
-                    if isinstance(result, Fault):
-                        self.report.faults.append(result)
+                    if isinstance(checked, Fault):
+                        self.report.faults.append(checked)
                         self.report.num_missing += 1
                         self.report.num_lost += sum(manifest.num_samples(path) for manifest in self._manifests)
                         continue
-                    checked, fingerprint = result
                     for manifest in self._manifests:
-                        fingerprint = manifest.check(checked, fingerprint)
+                        manifest.check(checked)
                     self.report.add(checked.report)
                     keys.append((checked.index.keys, None))
                     if keep:
-                        kept.append((checked, fingerprint))
+                        kept.append(checked)
             finally:
                 readers.is_stopped = True  # so that an interrupt does not wait for the rest of large shards
         self.report.num_repeated = len(KeyTable(keys).shared())
@@ -160,14 +159,14 @@ def _reason(error: FormatError | OSError) -> str:
 
 
 def _nbytes(path: str) -> int:
-    """Return the length of a file, or 0; the check of the shard reports the error."""
+    """Return the length of a file, or 0 if it cannot be read."""
     with suppress(OSError):
         return os.path.getsize(path)
     return 0
 
 
 def _without_number(path: str) -> str:
-    """Mask the numbers in a path; all shards of one writer have the same result."""
+    """Mask the numbers in a path, so that shards of one writer are equal."""
     return re.sub(r"[0-9]+", "#", path)
 
 
@@ -222,7 +221,7 @@ class _Manifest:
         elif error is not None:
             is_missing = isinstance(error, FileNotFoundError)
             problem = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
-            problem = f"{problem}; {self._where} lists it with {entry.num_samples} samples"
+            problem = f"{problem}; {self._where} lists it with {format_count(entry.num_samples, 'sample')}"
             self._fault(path, problem, "missing" if is_missing else "unreadable")
             self._report.num_missing += 1
             self._report.num_lost += entry.num_samples
@@ -237,17 +236,17 @@ class _Manifest:
         entry = self._entries.get(os.path.abspath(path))
         return 0 if entry is None else entry.num_samples
 
-    def check(self, checked: Checked, fingerprint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Report differences between manifest and shard; return the shard's fingerprint, or else the manifest's."""
+    def check(self, checked: Checked) -> None:
+        """Report differences between manifest and shard. If the shard has no fingerprint, set the manifest's."""
         entry = self._entries.get(os.path.abspath(checked.path))
         if checked.path not in self.paths:
-            return fingerprint
+            return
         digest = None
         with suppress(OSError, FormatError):  # then its faults are in the report
             digest = stored_digest(checked.path)
         self._check_copy(checked, entry, digest)
         if entry is None or checked.copy_of is not None:
-            return fingerprint
+            return
 
         def differ(fact: str, listed_value: object) -> None:
             checked.fault(None, None, f"the shard {fact}, but {self._where} says {listed_value}", "index")
@@ -257,27 +256,26 @@ class _Manifest:
         if entry.nbytes != checked.nbytes:
             differ(f"has {checked.nbytes} bytes", entry.nbytes)
         if entry.num_samples != num_samples:
-            differ(f"has {num_samples} samples", entry.num_samples)
+            differ(f"has {format_count(num_samples, 'sample')}", entry.num_samples)
         if entry.digest not in (None, digest):
             differ("has no index" if digest is None else f"has an index with the digest {digest}", entry.digest)
         if counts is not None and not are_counts(counts):
             differ("has numbers of samples by cache", f"{counts!r:.200}")
         elif counts is not None and counts != caches and len(checked.index.keys) == entry.num_samples:
             differ(f"has {caches} samples in its caches", f"{counts!r:.200}")
-        is_known = isinstance(listed, dict) or listed is None
+        fingerprint, is_known = checked.fingerprint, isinstance(listed, dict) or listed is None
         if is_known and (fingerprint is None or (listed is None and not self._is_ours)):
-            return fingerprint or listed
-        if json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # `==` takes 1 for 1.0
+            checked.fingerprint = fingerprint or listed
+        elif json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # `==` takes 1 for 1.0
             differ(f"was made with {fingerprint!r:.200}", f"{listed!r:.200}")
-        return fingerprint
 
     def _check_copy(self, checked: Checked, entry: ShardEntry | None, digest: str | None) -> None:
-        """Report if a copy of another listed shard is in the place of a shard; its own samples are then lost."""
+        """Report if another listed shard has been copied over a shard."""
         original = self._by_digest.get(digest or "", checked.path)
         with suppress(OSError, FormatError):
             if original == checked.path or (entry and entry.digest == digest) or stored_digest(original) != digest:
                 return
             checked.copy_of = original
-            lost = f"; the {entry.num_samples} samples that {self._where} lists are lost" if entry else ""
+            lost = f"; lost: {format_count(entry.num_samples, 'sample')} that {self._where} lists" if entry else ""
             checked.fault(None, None, f"the shard is a copy of {os.path.basename(original)}{lost}", "lost")
             checked.report.num_lost += entry.num_samples if entry else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -27,7 +26,7 @@ _COMMANDS = {
     "schema": ("looking.schema:schema_command", "Show the names, dtypes and shapes of tensors."),
     "stats": ("looking.stats:stats_command", "Show statistics: sizes, numbers, histograms."),
     "view": ("view_command:view_command", "Show a cache as a page for a browser."),
-    "cat": ("looking.cat:cat_command", "Write a tensor or a member to stdout."),
+    "cat": ("looking.cat:cat_command", "Write a tensor, value or member to stdout."),
     "verify": ("check_commands:verify", "Check every byte, index and manifest."),
     "repair": ("check_commands:repair", "Write the intact samples into a new folder."),
     "index": ("check_commands:index", "Index shards that another program made."),
@@ -81,17 +80,17 @@ def app() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit status.
 
-    0 means success, 1 bad data, 2 wrong usage, 130 an interruption, and 141 that the program that reads stdout has ended.
+    0 means success, 1 bad data, 2 wrong usage, 130 an interruption, and 141 that the reader of stdout has ended.
     """
+    if sys.stdout is None or sys.stderr is None:  # closed by the shell, as in `2>&-`
+        null = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout, sys.stderr = sys.stdout or null, sys.stderr or null
     for stream in (sys.stdout, sys.stderr):
-        # a terminal may lack characters; a program without a stdout has none to set up
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack characters
     warnings.showwarning = lambda message, *_: _say(f"tensorcache: {plain(message)}")
     try:
         status = _run(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
         status = _CLOSED_PIPE
@@ -100,8 +99,8 @@ def run(arguments: Sequence[str]) -> int:
         status = _INTERRUPTED
     except OSError as exc:  # a full disk
         status = _fail(exc, 1)
-    if sys.stdout is not None:  # otherwise the interpreter would fail again when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # otherwise the interpreter would fail again when it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 
@@ -141,9 +140,8 @@ def _status_of(exc: Exception) -> int | None:
     """Return the exit status for an error; None for a fault of the program."""
     if isinstance(exc, TensorCacheError):
         return 1
-    if isinstance(
-        exc, (ImportError, FileExistsError, ValueError)
-    ):  # a missing extra, an OUT that exists, a wrong argument
+    # a missing extra, an OUT that exists, a wrong argument
+    if isinstance(exc, (ImportError, FileExistsError, ValueError)):
         return 2
     if isinstance(exc, (OSError, EOFError)):
         # without an errno: `find_shards` raises it for a path or pattern without shards
@@ -158,11 +156,4 @@ def _fail(problem: object, status: int) -> int:
 
 
 def _say(text: str) -> None:
-    """Print a message on stderr. If stderr is closed or full, only the exit status shows the error."""
-    if sys.stderr is not None:  # `print` would use stdout
-        try:
-            print(text, file=sys.stderr, flush=True)
-        except BrokenPipeError:
-            raise
-        except (OSError, ValueError):
-            return
+    print(text, file=sys.stderr, flush=True)

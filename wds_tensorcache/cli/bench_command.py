@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import glob
-import io
-import os
 import statistics
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
-from importlib.util import find_spec
 from itertools import cycle
 from time import perf_counter
 from typing import Any
@@ -18,20 +14,16 @@ import click
 import numpy as np
 
 import wds_tensorcache as tc
-from wds_tensorcache.cli.cache_argument import cache_argument, cache_option
+from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, threads_option
 from wds_tensorcache.cli.looking.marks import is_unicode
 from wds_tensorcache.cli.output import Output, json_option
-from wds_tensorcache.codec.binding import tensors_digest
-from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import DICTS, flatten
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.reading.positions import spread
-from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.system import memory_nbytes, num_cores
 from wds_tensorcache.storage.threads import Threads
 
-COPY, RAW, BATCH, LOADER = "copies in memory", "raw reads", "read_batch", "Loader"
+_COPY, _RAW, _BATCH, _LOADER = "copies in memory", "raw reads", "read_batch", "Loader"
 _ROUNDS = 3
 _SOURCE_NBYTES = 1 << 26  # more than a processor's caches hold
 _MIN_COPY_NBYTES = 1 << 14  # shorter copies would measure the calls
@@ -39,18 +31,8 @@ _MAX_SAMPLES = 1 << 18  # to read; each takes some hundred bytes of memory
 _SMALL_NBYTES = 1 << 16  # a smaller sample takes more time for its own work than for its bytes
 _NEAR = 0.7  # of a ceiling
 _WIDTH = 30  # of the longest bar
-_PLOTS = (".png", ".svg", ".pdf")
 Array = np.ndarray[Any, Any]
-# yields the bytes of each step, and a function that raises an error if the step has wrong bytes
-_Steps = Generator[tuple[int, Callable[[], object]], None, None]
-
-
-def _check_plot(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
-    if path is not None and os.path.splitext(path)[1].lower() not in _PLOTS:
-        raise click.BadParameter(f"{path!r}, expected a name that ends in {', '.join(_PLOTS)}")
-    if path is not None and find_spec("matplotlib") is None:
-        raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
-    return path
+_Extent = tuple[str, int, int]  # path of a shard, and begin and end of the tensors of a sample
 
 
 @click.command()
@@ -70,10 +52,7 @@ def _check_plot(context: click.Context, option: click.Parameter, path: str | Non
     show_default=True,
     help="Bytes of the samples to read, at most a quarter of the memory.",
 )
-@click.option("--threads", type=click.IntRange(1, 1024), help="Number of threads; by default the number of cores.")
-@click.option(
-    "--plot", metavar="FILE", callback=_check_plot, help="Also draw the rates into this .png, .svg or .pdf file."
-)
+@threads_option
 @cache_option
 @json_option
 def bench(
@@ -82,62 +61,61 @@ def bench(
     seconds: float,
     max_nbytes: int,
     threads: int | None,
-    plot: str | None,
     cache_name: str | None,
     as_json: bool,
 ) -> None:
     """Measure how fast this machine reads CACHE in random order, and say what limits it.
 
     There are four rates from the page cache: read_batch, the loader, and as their limits copies of as many bytes in memory
-    and positioned reads of the same bytes. The last batch of each run of the first two is checked.
+    and positioned reads of the same bytes.
     """
     output, threads = Output(as_json), threads or num_cores()
     find_shards(path, local_for="measured")  # the raw reads are those of files in the page cache
     with tc.open(path, cache=cache_name, num_threads=threads) as whole, output.progress("measuring") as show:
         used = whole[_choose(whole, min(max_nbytes, (memory_nbytes() or 1 << 62) // 4))]
-        extents = [_check_sample(used, index) for index in range(len(used))]
+        extents = [_read_extent(used, index) for index in range(len(used))]
         sizes = np.array([end - begin for _, begin, end in extents])
         order = np.random.default_rng(0).permutation(len(used)).tolist()
         batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
         collate, mean = _find_collate(used), float(sizes.mean())
         with Threads(threads, "tensorcache-bench") as pool:
-            ways: dict[str, Callable[[], _Steps]] = {
-                COPY: lambda: _copy(max(_MIN_COPY_NBYTES, min(_SOURCE_NBYTES, int(mean * batch_size)))),
-                RAW: lambda: _read_raw(used, extents, batches, pool, threads),
-                BATCH: lambda: _read_batches(used, sizes, batches, collate),
-                LOADER: lambda: _load_batches(used, sizes, batch_size, collate, threads),
+            ways: dict[str, Callable[[], Iterator[int]]] = {
+                _COPY: lambda: _copy(max(_MIN_COPY_NBYTES, min(_SOURCE_NBYTES, int(mean * batch_size)))),
+                _RAW: lambda: _read_raw(used, extents, batches, pool, threads),
+                _BATCH: lambda: _read_batches(used, sizes, batches, collate),
+                _LOADER: lambda: _load_batches(used, sizes, batch_size, collate, threads),
             }
             rounds: dict[str, list[float]] = {name: [] for name in ways}
             for done in range(_ROUNDS * len(ways)):  # they take turns
                 name = list(ways)[done % len(ways)]
-                rounds[name].append(_measure(ways[name], seconds))
+                rounds[name].append(_measure(ways[name](), seconds))
                 show(done + 1, _ROUNDS * len(ways))
     rates = {name: statistics.median(values) for name, values in rounds.items()}
     records: list[dict[str, Any]] = [
         {
             "name": name,
-            "num_threads": 1 if name == COPY else threads,
+            "num_threads": 1 if name == _COPY else threads,
             "nbytes_per_s": rate,
             "samples_per_s": rate / mean,
             "rounds": rounds[name],
         }
         for name, rate in rates.items()
     ]
-    report = {
-        "num_samples": len(whole),
-        "num_used": len(used),
-        "nbytes_used": int(sizes.sum()),
-        "batch_size": min(batch_size, len(used)),
-        "num_cores": num_cores(),
-        "rates": records,
-        "limit": describe_limit(rates, int(mean)),
-    }
-    if plot is not None:
-        write_atomically(plot, [_plot(rates, os.path.splitext(plot)[1][1:].lower())])
-    output.result(report)
+    limit = _describe_limit(rates, int(mean))
+    output.result(
+        {
+            "num_samples": len(whole),
+            "num_used": len(used),
+            "nbytes_used": int(sizes.sum()),
+            "batch_size": min(batch_size, len(used)),
+            "num_cores": num_cores(),
+            "rates": records,
+            "limit": limit,
+        }
+    )
     output.line(
         f"{len(used):,} of {format_count(len(whole), 'sample')}, {sizes.sum():,} bytes of tensors, "
-        f"batches of {report['batch_size']:,}, {format_count(num_cores(), 'core')}"
+        f"batches of {min(batch_size, len(used)):,}, {format_count(num_cores(), 'core')}"
     )
     output.line()
     mark, width = "█" if is_unicode(output.console) else "#", _WIDTH / max(rates.values())
@@ -147,12 +125,12 @@ def bench(
     ]
     output.table(("", "threads", "GB/s", "samples/s", ""), rows, right=("threads", "GB/s", "samples/s"))
     output.line()
-    output.line(report["limit"])
+    output.line(limit)
 
 
-def describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
-    """Return a sentence that says what limits the loader, from rates in bytes per second by name."""
-    copies, raw, batch, loader = (rates[name] for name in (COPY, RAW, BATCH, LOADER))
+def _describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
+    """Say what limits the loader, from rates in bytes per second."""
+    copies, raw, batch, loader = (rates[name] for name in (_COPY, _RAW, _BATCH, _LOADER))
     text = f"the loader reaches {loader / raw:.0%} of what positioned reads of the same bytes reach"
     if loader >= _NEAR * raw:
         return f"The limit here is reading itself: {text}, and these reach {raw / copies:.0%} of the rate of a copy in memory."
@@ -160,19 +138,6 @@ def describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
         work = f"{1e6 * sample_nbytes / loader:.1f} us for {sample_nbytes:,} bytes"
         return f"The limit here is the work for each sample, {work}, and not the bytes: {text}."
     return f"The limit here is putting samples together in batches: {text}, and read_batch alone {batch / raw:.0%}."
-
-
-def _plot(rates: dict[str, float], format: str) -> bytes:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    axes = figure.subplots()
-    values = [rate / 1e9 for rate in rates.values()][::-1]
-    axes.bar_label(axes.barh(list(rates)[::-1], values), [f"{value:.2f}" for value in values], padding=3)
-    axes.set_xlabel("GB/s of tensors, from the page cache; samples in random order")
-    stream = io.BytesIO()
-    figure.savefig(stream, format=format, dpi=150)
-    return stream.getvalue()
 
 
 def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
@@ -184,19 +149,16 @@ def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
     return np.array(spread(len(cache), min(count, _MAX_SAMPLES)), np.int64)
 
 
-def _check_sample(cache: tc.TensorCache, index: int) -> tuple[str, int, int]:
-    """Compare a sample with its digest, and return the shard, begin and end of its tensors."""
+def _read_extent(cache: tc.TensorCache, index: int) -> _Extent:
+    """Read the tensors of a sample into the page cache, and return their place."""
     shard, row = cache._store.locate(cache._at(index))
     layout, begin = shard.layout(row), shard.columns.tensors_begin.item(row)
-    digest = shard.columns.digest.item(row)
-    if tensors_digest(shard.file.read(begin, begin + layout.nbytes)) != digest and digest:
-        error = tc.FormatError("the safetensors member is damaged: its digest does not match its bytes", kind="damaged")
-        raise error.at(f"{shard.path}: sample {shard.key(row)!r}")
+    shard.file.read(begin, begin + layout.nbytes)
     return shard.path, begin + layout.data_begin, begin + layout.nbytes
 
 
 def _find_collate(cache: tc.TensorCache) -> Any:
-    """List the tensors that not all samples have in one shape and dtype; stack all others."""
+    """Return a collate that lists tensors of several shapes or dtypes, and stacks others."""
     ways = {}
     for tensor in cache.schema.values():
         is_uneven = tensor.shape is None or any(isinstance(form, tuple) for form in (tensor.dtype, *tensor.shape))
@@ -205,35 +167,29 @@ def _find_collate(cache: tc.TensorCache) -> Any:
     return ways or "stack"
 
 
-def _measure(begin: Callable[[], _Steps], seconds: float) -> float:
-    """Return bytes per second of the steps in this time, after checking the last step."""
-    total = 0
-    with closing(begin()) as steps:
-        began = perf_counter()
-        for nbytes, check in steps:
+def _measure(steps: Iterator[int], seconds: float) -> float:
+    """Return bytes per second of steps, from the bytes of each."""
+    total, elapsed, began = 0, 0.0, perf_counter()
+    with closing(steps):  # type: ignore[type-var]  # a generator
+        for nbytes in steps:
             total += nbytes
             elapsed = perf_counter() - began
             if elapsed >= seconds:
-                check()
                 break
     return total / elapsed
 
 
-def _copy(nbytes: int) -> _Steps:
+def _copy(nbytes: int) -> Iterator[int]:
     # like the page cache, the source is larger than the processor's caches; like a batch, the target is used again
     source, target = np.ones(_SOURCE_NBYTES, np.uint8), np.zeros(nbytes, np.uint8)
-
-    def steps() -> _Steps:
-        for begin in cycle(range(0, _SOURCE_NBYTES - nbytes + 1, nbytes)):
-            np.copyto(target, source[begin : begin + nbytes])
-            yield nbytes, target.all
-
-    return steps()
+    for begin in cycle(range(0, _SOURCE_NBYTES - nbytes + 1, nbytes)):
+        np.copyto(target, source[begin : begin + nbytes])
+        yield nbytes
 
 
 def _read_raw(
-    cache: tc.TensorCache, extents: list[tuple[str, int, int]], batches: list[list[int]], pool: Threads, threads: int
-) -> _Steps:
+    cache: tc.TensorCache, extents: list[_Extent], batches: list[list[int]], pool: Threads, threads: int
+) -> Iterator[int]:
     files = cache._store.files
     longest = max(sum(extents[index][2] - extents[index][1] for index in batch) for batch in batches)
     buffers = [memoryview(bytearray(longest)) for _ in range(threads)]
@@ -246,40 +202,20 @@ def _read_raw(
         return at
 
     for at in cycle(range(0, len(batches), threads)):
-        yield sum(pool.map(read, batches[at : at + threads], buffers)), lambda: None
+        yield sum(pool.map(read, batches[at : at + threads], buffers))
 
 
-def _read_batches(cache: tc.TensorCache, sizes: Array, batches: list[list[int]], collate: Any) -> _Steps:
+def _read_batches(cache: tc.TensorCache, sizes: Array, batches: list[list[int]], collate: Any) -> Iterator[int]:
     for indices in cycle(batches):
-        batch = cache.read_batch(indices, collate=collate)
-        yield int(sizes[indices].sum()), partial(_check_batch, cache, indices, batch)
+        cache.read_batch(indices, collate=collate)
+        yield int(sizes[indices].sum())
 
 
-def _load_batches(cache: tc.TensorCache, sizes: Array, batch_size: int, collate: Any, threads: int) -> _Steps:
+def _load_batches(cache: tc.TensorCache, sizes: Array, batch_size: int, collate: Any, threads: int) -> Iterator[int]:
     options: dict[str, Any] = {"num_threads": threads, "prefetch_batches": threads + 1}
     with closing(
         tc.Loader(cache, batch_size, collate=collate, shuffle=True, rank=0, world_size=1, **options)
     ) as loader:
         while True:
-            for batch, info in loader.with_info():
-                yield int(sizes[info.indices].sum()), partial(_check_batch, cache, info.indices.tolist(), batch)
-
-
-def _check_batch(cache: tc.TensorCache, indices: list[int], batch: Any) -> None:
-    """Raise FormatError unless a batch has the tensors of samples that are read one by one, bit for bit."""
-    for row, index in enumerate(indices):
-        for lazy, value in _pairs(cache[index], batch, row):
-            if tc.encode_sample(value) != tc.encode_sample(lazy.load()):
-                error = tc.FormatError(
-                    f"tensor {lazy.name!r} in a batch differs from that in its sample", kind="damaged"
-                )
-                raise error.at(f"sample {cache.keys()[index]!r}")
-
-
-def _pairs(sample: Any, batch: Any, row: int) -> Iterator[tuple[Lazy, Any]]:
-    """Yield each tensor of a sample, and its row of the tensor or list in the same place of a batch."""
-    if isinstance(sample, Lazy):
-        yield sample, batch[row]
-    elif flatten(sample):
-        for key in sample if type(sample) in DICTS else range(len(sample)):
-            yield from _pairs(sample[key], batch[key], row)
+            for _, info in loader.with_info():
+                yield int(sizes[info.indices].sum())

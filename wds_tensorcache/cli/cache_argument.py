@@ -17,20 +17,14 @@ from wds_tensorcache.storage.urls import is_url, shown
 
 
 class LocalPath(click.Path):
-    """The path of an existing file or folder; a url is refused by name, or accepted as it is if `urls` is True."""
+    """The path of an existing file or folder; a url is refused unless `urls` is True."""
 
-    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True, urls: bool = False) -> None:
-        super().__init__(exists=True, file_okay=file_okay, dir_okay=dir_okay)
-        self._file_okay = file_okay
+    def __init__(self, *, file_okay: bool = True, urls: bool = False) -> None:
+        super().__init__(exists=True, file_okay=file_okay)
         self._urls = urls
 
-    def convert(
-        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | bytes | os.PathLike[str]:
-        text = os.fsdecode(value)
-        if not is_url(text):
-            if not self._file_okay and os.path.isfile(text):
-                self.fail(f"{text} is a file, expected a folder; pass the folder that contains it", param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not is_url(text := os.fsdecode(value)):
             return super().convert(value, param, ctx)
         if not self._urls:
             self.fail(f"{shown(text)} is a url, expected a local path; copy the files to a disk first", param, ctx)
@@ -58,7 +52,7 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
 
 
 def sample_key(cache: tc.TensorCache, name: str) -> str:
-    """Return the key of a sample from its key, or from the name from which `tc.safe_key` made the key.
+    """Return the key of a sample from its key or original name.
 
     Raises:
         KeyError: There is no such sample; the message lists similar keys.
@@ -85,4 +79,7 @@ cache_option = click.option(
     "cache_name",
     metavar="NAME",
     help="Name of the cache, if the samples have several; '' for the unnamed one.",
+)
+threads_option = click.option(
+    "--threads", type=click.IntRange(1, 1024), help="Number of threads; by default the number of cores."
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,8 +20,6 @@ from wds_tensorcache.writing.merge import merge as merge_caches
 from wds_tensorcache.writing.merge import reshard as reshard_cache
 from wds_tensorcache.writing.versions import OldCache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
-
-_MAX_KEYS_NBYTES = 1 << 27
 
 
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +56,7 @@ def merge(sources: tuple[str, ...], out: str, prefixes: tuple[str, ...], **optio
     leaves no OUT, and the same command resumes.
     """
     if prefixes and len(prefixes) != len(sources):
-        raise click.UsageError(f"{len(prefixes)} prefixes for {len(sources)} sources, expected one for each source")
+        raise click.UsageError(f"expected one --prefix for each source, got {len(prefixes)} for {len(sources)}")
     _copy(partial(merge_caches, sources, out, prefixes=prefixes), out, "merging", **options)
 
 
@@ -97,18 +93,19 @@ def _copy(
 @click.option(
     "--keys-from",
     metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+    type=click.File(encoding="utf-8-sig"),
     help="File with one key in each line; - for stdin.",
 )
 @json_option
-def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as_json: bool) -> None:
+def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Iterable[str] | None, as_json: bool) -> None:
     """Write the new folder OUT with the samples of the folder SOURCE, but without KEYS.
 
     A key may also be the original name of a sample, such as 'photo (1)'. Shards that lose no sample are linked, not copied.
     """
     if not keys and keys_from is None:
         raise click.UsageError("expected keys, or --keys-from")
-    wanted = [*keys, *(() if keys_from is None else _read_keys(keys_from))]
+    lines = (line.rstrip("\r\n") for line in keys_from or ())
+    wanted = [*keys, *filter(None, lines)]
     shards = OldCache(source).shards
     # an unknown key stays, so that the error names similar ones
     dropped = [key if key in shards or safe_key(key) not in shards else safe_key(key) for key in wanted]
@@ -117,19 +114,3 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as
     output = Output(as_json)
     output.line(f"{os.fspath(out)}: without {format_count(num_dropped, 'sample')}")
     output.result({"out": os.fspath(out), "dropped": sorted(set(dropped))})
-
-
-def _read_keys(path: str) -> list[str]:
-    """Return the lines of a file, or of stdin for `-`, without empty ones."""
-    if path == "-" and sys.stdin is None:
-        raise click.UsageError("--keys-from -: stdin is closed")
-    with nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
-        content = file.read(_MAX_KEYS_NBYTES + 1)
-    if len(content) > _MAX_KEYS_NBYTES:  # a device may be endless
-        raise click.UsageError(f"--keys-from {path}: expected at most {_MAX_KEYS_NBYTES:,} bytes")
-    try:
-        lines = content.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as exc:
-        number = content.count(b"\n", 0, exc.start) + 1
-        raise click.UsageError(f"--keys-from {path}: line {number:,} is not UTF-8: {exc.reason}") from exc
-    return [key for line in lines if (key := line.rstrip("\r"))]

@@ -10,14 +10,10 @@ import click
 
 import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Report
-from wds_tensorcache.cli.cache_argument import LocalPath
+from wds_tensorcache.cli.cache_argument import LocalPath, threads_option
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.writing.index_shard import index_folder, index_shard
-
-_threads_option = click.option(
-    "--threads", type=click.IntRange(1, 1024), help="Number of threads; by default the number of cores."
-)
 
 
 @click.command()
@@ -64,7 +60,7 @@ def _print_folder(output: Output, result: dict[str, Any]) -> None:
 
 @click.command()
 @click.argument("source", type=click.Path())
-@_threads_option
+@threads_option
 @json_option
 def verify(source: str, threads: int | None, as_json: bool) -> int:
     """Check every byte, index and manifest of SOURCE: a folder, a shard, a manifest or a pattern.
@@ -81,7 +77,7 @@ def verify(source: str, threads: int | None, as_json: bool) -> int:
 @click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
 @click.option("--strict", is_flag=True, help="Write nothing if a sample is damaged or lost.")
-@_threads_option
+@threads_option
 @json_option
 def repair(source: str, out: str, strict: bool, threads: int | None, as_json: bool) -> int:
     """Write the intact samples of SOURCE into the new folder OUT, with new indexes.

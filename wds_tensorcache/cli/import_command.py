@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from wds_tensorcache.cli.output import Output, json_option, plain
-from wds_tensorcache.errors import FormatError, StaleCacheError
+from wds_tensorcache.errors import FormatError, StaleCacheError, format_count
 from wds_tensorcache.importers.formats import FORMATS
 from wds_tensorcache.importers.import_cache import import_cache
 from wds_tensorcache.writing.new_folder import check_local
@@ -126,18 +126,18 @@ def import_command(
             "cache.original_name(key) returns the name"
         )
     for name, (count, first) in report.lacking.items():
-        output.note(f"{count:,} of {report.num_written:,} samples have no {name!r}, for example {first}")
+        output.note(f"without {name!r}: {count:,} of {report.num_written:,} samples, for example {first}")
     if report.changed:
-        count, first = len(report.changed), report.changed[0]
-        output.note(f"the files of {count:,} samples have changed since their shards were written, for example {first}")
+        samples, first = format_count(len(report.changed), "sample"), report.changed[0]
+        output.note(f"files that have changed since their shards were written: {samples}, for example {first}")
     if report.num_gone:
-        output.note(f"{report.num_gone:,} samples in the shards are no longer in {', '.join(source)}")
+        output.note(f"no longer in {', '.join(source)}: {format_count(report.num_gone, 'sample')} of the shards")
     if report.changed or report.num_gone:
         output.note("import into a new folder to have the files as they are now")
     if report.unused:
         counts = Counter(os.path.splitext(name)[1].lower() or "no suffix" for name in report.unused)
         listed = ", ".join(f"{count:,} of {plain(suffix)}" for suffix, count in counts.most_common(8))
-        output.text(f"{len(report.unused):,} files were not used: {listed}")
+        output.text(f"not used: {format_count(len(report.unused), 'file')}: {listed}")
     if report.nbytes_narrowable:
         share = report.nbytes_narrowable / report.nbytes
         output.text(f"--narrow would save about {share:.0%} of {report.nbytes:,} bytes, and lose no bit of any number")
@@ -151,7 +151,7 @@ def import_command(
 
 
 def _json(text: str) -> Any:
-    """Return the JSON in a text; the text itself if it is not JSON, or if JSON would change it, such as `1.10`."""
+    """Return the JSON in a text, or the text if JSON would change it, such as `1.10`."""
     try:
         value = json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):

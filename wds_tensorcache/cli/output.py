@@ -6,19 +6,17 @@ import dataclasses
 import json
 import math
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-_PAUSE_S = 0.05  # between two changes of a progress bar
 _WIDEST = 100_000  # of a table in a file, in columns
 
 
@@ -84,16 +82,16 @@ class Output:
     def result(self, value: Any) -> None:
         """Print the result as JSON, if that was requested; see `to_json`."""
         if self.as_json:
-            _write(json.dumps(to_json(value), indent=2, allow_nan=False) + "\n")
+            sys.stdout.write(json.dumps(to_json(value), indent=2, allow_nan=False) + "\n")
 
     def results(self, values: Iterable[Any]) -> None:
         """Print a JSON array item by item, if that was requested. Memory: one item."""
         if self.as_json:
             mark = "["
             for value in values:
-                _write(f"{mark}\n{json.dumps(to_json(value), allow_nan=False)}")
+                sys.stdout.write(f"{mark}\n{json.dumps(to_json(value), allow_nan=False)}")
                 mark = ","
-            _write("[]\n" if mark == "[" else "\n]\n")
+            sys.stdout.write("[]\n" if mark == "[" else "\n]\n")
 
     def line(self, text: object = "", style: str = "") -> None:
         """Print one line of text, unless JSON was requested. A line break in the text is an escape."""
@@ -101,7 +99,7 @@ class Output:
             if style:
                 self.console.print(Text(plain(text), style), soft_wrap=True)
             else:  # much faster
-                _write(f"{plain(text)}\n")
+                sys.stdout.write(f"{plain(text)}\n")
 
     def text(self, text: object, style: str = "") -> None:
         """Print lines of text, unless JSON was requested.
@@ -117,24 +115,20 @@ class Output:
         A cell is a `Text`, whose parts must be `plain`, or any object. If a terminal is too narrow for four columns or more,
         each cell has its own line. In a file, no cell is wrapped.
         """
-        if self.as_json:
-            return
         cells = [[cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row] for row in rows]
         table = Table(box=None, pad_edge=False, show_header=any(columns))
         for column in columns:
             table.add_column(column, justify="right" if column in right else "left", overflow="fold")
         for row in cells:
             table.add_row(*row)
-        if self.console.measure(table, options=self._unlimited()).maximum <= self.console.width or len(columns) < 4:
+        unlimited = self.console.options.update(width=_WIDEST)
+        if len(columns) < 4 or self.console.measure(table, options=unlimited).maximum <= self.console.width:
             self.show(table)
             return
-        for row in cells:  # the terminal is too narrow for a line
+        for row in cells:
             self.show(row[0])
             for column, cell in zip(columns[1:], row[1:], strict=True):
                 self.show(Text.assemble(f"  {column} ", cell))
-
-    def _unlimited(self) -> ConsoleOptions:
-        return self.console.options.update(width=_WIDEST)
 
     def show(self, renderable: RenderableType) -> None:
         """Print an object of `rich`, unless JSON was requested; its texts must be `plain`.
@@ -148,7 +142,7 @@ class Output:
             return
         with self.console.capture() as captured:
             self.console.print(renderable)
-        _write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def note(self, text: object) -> None:
         """Print a message on stderr."""
@@ -164,13 +158,7 @@ class Output:
         bar = Progress(*columns, console=self._errors, transient=True)
         task = bar.add_task(title, total=None)
 
-        shown_at = 0.0
-
         def show(done: int, total: int | None) -> None:
-            nonlocal shown_at
-            if done != total and time.monotonic() - shown_at < _PAUSE_S:
-                return  # drawing takes longer than importing a sample
-            shown_at = time.monotonic()
             bar.start()  # its thread; a process with threads does not fork workers, which start before the first call
             bar.update(task, completed=done, total=total)
 
@@ -185,11 +173,6 @@ def _console(stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = _WIDEST
     return console
-
-
-def _write(text: str) -> None:
-    if sys.stdout is not None:
-        sys.stdout.write(text)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -11,6 +11,7 @@ import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.report.data import file_limits, make_cards, overview
 from wds_tensorcache.inspecting.report.page import build_page
 from wds_tensorcache.inspecting.report.server import PageServer
@@ -76,7 +77,8 @@ def view_command(
     shown.text(f"{output}: {len(indices):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
     if marked:
         names = ", ".join(marked[:_NUM_NAMED]) + ", …" * (len(marked) > _NUM_NAMED)
-        shown.text(f"{len(marked):,} of these samples are marked: NaN, infinities, unusual numbers, or damage: {names}")
+        count = format_count(len(marked), "sample")
+        shown.text(f"marked: {count} with NaN, infinities, unusual numbers, or damage: {names}")
     shown.result(
         {
             "output": os.path.abspath(output),
@@ -94,7 +96,7 @@ def view_command(
 
 
 def _check_output(path: str) -> None:
-    """Refuse to replace a file that is not a page, for example a shard; or a folder that does not exist."""
+    """Refuse to replace a file that is not a page, such as a shard."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise click.UsageError(f"{path}: there is no folder {folder}")
@@ -110,10 +112,9 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
     """Answer requests until Ctrl-C."""
     with server:
         if shown.as_json:
-            sys.stdout.write(json.dumps({"url": server.url}) + "\n")
-        shown.text(server.url)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+            print(json.dumps({"url": server.url}))  # one line, since the command goes on
+        shown.line(server.url)
+        sys.stdout.flush()
         shown.note("Ctrl-C ends the server. The address contains a password: pass it to no other person.")
         if not no_open and _has_display():
             webbrowser.open(server.url)
@@ -125,5 +126,6 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
 
 
 def _has_display() -> bool:
-    """Return whether a browser can have a window; without one, Python might start a browser that takes over the terminal."""
+    """Return whether a browser can have a window."""
+    # without one, Python might start a browser that takes over the terminal
     return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from wds_tensorcache.errors import format_count
+
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
@@ -77,7 +79,7 @@ class ImportReport:
 
     def __str__(self) -> str:
         present = f", {self.num_present:,} were there" if self.num_present else ""
-        bad = f"; {self.num_bad_files:,} bad files were left out" if self.num_bad_files else ""
+        bad = f"; {format_count(self.num_bad_files, 'bad file')} left out" if self.num_bad_files else ""
         return (
             f"{self.num_read:,} samples read, {self.num_written:,} written, {self.num_skipped:,} skipped{present}{bad}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,6 @@ from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.inspecting.text import tensor_text, value_text
 from wds_tensorcache.reading.cache import TensorCache
 
-_PART_NBYTES = 1 << 22
 _NUM_AT_ONCE = 1 << 20  # elements in the widest dtype at a time
 _WHOLE = "the sample"  # in place of an empty path
 
@@ -46,7 +44,13 @@ class Change:
 
 @dataclass(slots=True)
 class CacheDiff:
-    """The keys of samples that only one cache has, the numbers of equal and changed samples, and the changes."""
+    """The differences between two caches.
+
+    Attributes:
+        only_first, only_second: Keys of the samples that only one cache has.
+        num_equal, num_changed: Numbers of the samples that both have.
+        changes: All changes, in the order of the first cache.
+    """
 
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
@@ -89,7 +93,7 @@ def diff_caches(
 
 
 def _find_counterpart(cache: TensorCache, other: TensorCache, key: str, index: int) -> int | None:
-    """Return the index of the corresponding sample in the other cache; None if there is none."""
+    """Return the index of the sample in the other cache, or None."""
     indices = other._find_all(key)
     place = cache._find_all(key).index(index)
     return indices[place] if place < len(indices) else None
@@ -107,27 +111,13 @@ class _Stored:
         stored, begin = self.shard.skeleton(self.row)
         return stored[begin:]
 
-    def member(self, suffix: str) -> tuple[int, int] | None:
-        """Return begin and end of another member in the shard, in bytes; None if there is none."""
+    def member(self, suffix: str) -> bytes | None:
+        """Return the content of another member; None if there is none."""
         position = self.shard.find_members(np.array([self.row]), suffix).item()
-        return None if position < 0 else self.shard.member_extent(suffix, position)
-
-    def is_same(self, other: _Stored) -> bool:
-        """Return whether both are one sample of one file, as in versions of a cache, which share shards by hard links.
-
-        Objects at urls need an equal tag, too; without a tag, nothing shows that the object has not changed.
-        """
-        one, two = self.shard, other.shard
-        if self.row != other.row or one.file.identity != two.file.identity:
-            return False
-        if one.is_remote:
-            return one.path == two.path and one.file.identity[1] is not None
-        return os.path.samefile(one.path, two.path)
+        return None if position < 0 else self.shard.file.read(*self.shard.member_extent(suffix, position))
 
 
 def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:
-    if one.is_same(two):
-        return
     has_same_digest = one.digest == two.digest != 0
     if not has_same_digest or one.skeleton() != two.skeleton():
         first, second = one.cache[one.index], two.cache[two.index]
@@ -139,17 +129,14 @@ def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:
 
 
 def _compare_members(one: _Stored, two: _Stored, suffix: str) -> str | None:
-    place, other = one.member(suffix), two.member(suffix)
-    if place is None or other is None:
-        return None if place is other else f"is only in the {'first' if other is None else 'second'} cache"
-    nbytes, other_nbytes = place[1] - place[0], other[1] - other[0]
-    if nbytes != other_nbytes:
-        return f"has {nbytes:,} bytes, and {other_nbytes:,} bytes in the second cache"
-    for at in range(0, nbytes, _PART_NBYTES):
-        end = min(at + _PART_NBYTES, nbytes)
-        if one.shard.file.read(place[0] + at, place[0] + end) != two.shard.file.read(other[0] + at, other[0] + end):
-            return "has other bytes"
-    return None
+    first, second = one.member(suffix), two.member(suffix)
+    if first == second:
+        return None
+    if first is None or second is None:
+        return f"is only in the {'first' if second is None else 'second'} cache"
+    if len(first) != len(second):
+        return f"has {len(first):,} bytes, and {len(second):,} bytes in the second cache"
+    return "has other bytes"
 
 
 def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:
@@ -199,7 +186,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """Return the largest difference of two tensors of one shape; None if they are empty or lack arithmetic. NaN equals NaN."""
+    """Return the largest difference of two tensors; None without elements or arithmetic."""
     largest = []
     for begin in range(0, first.numel(), _NUM_AT_ONCE):
         try:
@@ -214,7 +201,8 @@ def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
 
 
 def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the numbers of a tensor in numpy's widest dtype, which has all integers of 64 bits on most machines."""
+    """Convert a tensor to numpy's widest dtype."""
+    # on most machines, it has all integers of 64 bits
     if tensor.is_complex():
         return tensor.to(torch.complex128).numpy().astype(np.clongdouble)
     return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).numpy().astype(np.longdouble)
@@ -256,7 +244,7 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Return whether two values of one type, neither dicts nor sequences, are equal bit for bit."""
+    """Return whether two values of one type are equal bit for bit."""
     if type(one) in ATOMS:
         return repr(one) == repr(two)  # which distinguishes NaN, 0.0 and -0.0
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,28 +46,31 @@ class Planes:
     height: int
     width: int
     note: str
-    _dims: tuple[int, ...]
-    _frame: int | None = None
+    _first: int = 0  # the first of all planes `[H, W]` of the tensor that is drawn
+    _step: int = 1  # distance to the next one that is drawn
     _is_channels_last: bool = False
 
     def load(self, lazy: Lazy, count: int | None = None) -> Array:
-        """Read a tensor, and return planes of it; float32 `[C, H, W]`. Complex numbers become their absolute values.
+        """Read planes of a tensor; float32 `[C, H, W]`. Complex numbers become their absolute values.
 
         Args:
             lazy: Tensor or array of the dtype and shape for which `find_planes` returned these planes.
             count: Maximum number of planes; by default, all channels of a picture, and the first plane of a map.
+
+        Memory: reads no other planes, except those of a picture `[H, W, C]`.
         """
-        numbers = as_numbers(lazy.load())
-        if numbers is None:
-            raise TypeError(f"elements of dtype {lazy.dtype} are not numbers")
-        if numbers.ndim > len(lazy.shape):
-            numbers = np.hypot(numbers[..., 0], numbers[..., 1])
-        numbers = numbers.reshape(self._dims)
+        count = min(self.count, count or (self.count if self.kind == "picture" else 1))
+        shape = math.prod(lazy.shape) // (self.height * self.width), self.height, self.width
         if self._is_channels_last:
-            numbers = np.moveaxis(numbers, -1, 0)
-        if self._frame is not None:
-            numbers = numbers[:, self._frame]
-        numbers = numbers[: min(self.count, count or (self.count if self.kind == "picture" else 1))]
+            shape = *shape[1:], shape[0]
+        flat = type(lazy)(replace(lazy._reference, shape=shape), lazy._source)
+        if self._is_channels_last:
+            numbers = np.moveaxis(self._numbers(flat.load()), 2, 0)[:count]
+        elif self._step == 1:
+            numbers = self._numbers(flat[self._first : self._first + count])
+        else:
+            last = self._first + count * self._step
+            numbers = np.stack([self._numbers(flat[at]) for at in range(self._first, last, self._step)])
         with np.errstate(over="ignore"):
             planes = numbers.astype(np.float32)
         # numbers beyond float32 are not infinities
@@ -75,13 +78,19 @@ class Planes:
         planes[too_large] = np.copysign(_HUGE, planes[too_large])
         return planes
 
+    @staticmethod
+    def _numbers(value: Any) -> Array:
+        numbers: Any = as_numbers(value)  # `find_planes` refuses dtypes without numbers
+        planes: Array = np.hypot(numbers[..., 0], numbers[..., 1]) if numbers.ndim > value.ndim else numbers
+        return planes
+
 
 def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:
     """Return the planes of a tensor to draw; None if it has fewer than two elements, more than 67 million, or no numbers.
 
     Pictures are latents and images `[C, H, W]`, uint8 images `[H, W, C]`, the middle frame of videos `[C, T, H, W]`, and
-    masks `[H, W]`. Leading dimensions of length 1 do not count. Of moments, which are means and deviations or variances, the
-    first half of the channels is drawn. Any other tensor `[…, H, W]` is a map, and `[N]` is one row.
+    masks `[H, W]`. Leading dimensions of length 1 do not count. Moments contain means, and then deviations or variances; only
+    the means are drawn. Any other tensor `[…, H, W]` is a map, and `[N]` is one row.
     """
     if not _is_number(dtype) or not 2 <= math.prod(shape) <= _MAX_ELEMENTS:
         return None
@@ -92,15 +101,15 @@ def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:
     if len(dims) == 2:
         is_small = min(dims) >= 4 and max(dims) <= 4 * min(dims)
         is_picture = is_small and (_MASK.search(name) or _is_byte(dtype))
-        return Planes("picture" if is_picture else "map", 1, height, width, "", (1, *dims))
+        return Planes("picture" if is_picture else "map", 1, height, width, "")
     is_last = len(dims) == 3 and dims[2] in (1, 3, 4) and dims[0] > 4 and "uint8" in str(dtype)
     channels, height, width = (dims[2], *dims[:2]) if is_last else (dims[0], height, width)
     if len(dims) > 4 or min(height, width) < 4 or max(height, width) > 5 * min(height, width) or channels > 512:
         count, (height, width) = math.prod(dims[:-2]), dims[-2:]
-        return Planes("map", count, height, width, f"the first of {count:,} planes", (count, height, width))
-    notes, frame = [], None
+        return Planes("map", count, height, width, f"the first of {count:,} planes")
+    notes, frame, num_frames = [], 0, 1
     if len(dims) == 4:
-        frame = dims[1] // 2
+        num_frames, frame = dims[1], dims[1] // 2
         notes += [f"frame {frame + 1} of {dims[1]}"] if dims[1] > 1 else []
     if not is_last and channels % 2 == 0 and (channels == 8 or _MOMENTS.search(name)):
         notes.append(f"first {channels // 2} of {channels} channels: the means")
@@ -109,7 +118,7 @@ def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:
         channels = 3
     if channels not in (1, 3):
         notes.append(f"{channels} channels as colors")
-    return Planes("picture", channels, height, width, ", ".join(notes), dims, frame, is_last)
+    return Planes("picture", channels, height, width, ", ".join(notes), frame, num_frames, is_last)
 
 
 def _is_number(dtype: Any) -> bool:
@@ -121,7 +130,7 @@ def _is_byte(dtype: Any) -> bool:
 
 
 def shrink(planes: Array, height: int, width: int) -> Array:
-    """Return planes `[C, H, W]` of at most this size: means of rectangles, not finite where a rectangle contains NaN or Inf."""
+    """Shrink planes `[C, H, W]` to at most this size. Each result is a mean, not finite if NaN or Inf is among its numbers."""
     height, width = min(height, planes.shape[1]), min(width, planes.shape[2])
     if (height, width) == planes.shape[1:]:
         return planes

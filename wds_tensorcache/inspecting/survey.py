@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -40,12 +41,12 @@ _FAR = 10.0  # distances from the median, in robust standard deviations, that ar
 _RARE = 0.05  # share of samples in which a constant tensor is unusual
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorStatistics:
     """The properties of one tensor.
 
     Attributes:
-        description: Dtype, shapes, bytes and number of samples, of all samples.
+        description: Dtype, shapes, bytes and number of samples in the whole cache.
         num_examined: Number of samples whose numbers were read.
         values: Statistics of these numbers; None if no sample was examined, or if the elements are text or dates.
         num_not_finite: Number of examined samples that have a NaN or an infinity in this tensor.
@@ -53,10 +54,20 @@ class TensorStatistics:
     """
 
     description: TensorDescription
-    num_examined: int
-    values: ValueStatistics | None
-    num_not_finite: int
-    not_finite: tuple[str, ...]
+    num_examined: int = 0
+    values: ValueStatistics | None = None
+    num_not_finite: int = 0
+    not_finite: list[str] = field(default_factory=list)
+
+    def add(self, values: ValueStatistics | None, key: str) -> None:
+        """Add the tensor of one sample."""
+        self.num_examined += 1
+        if values is None:
+            return
+        self.values = values if self.values is None else merge_statistics(self.values, values)
+        if not values.is_finite:
+            self.num_not_finite += 1
+            self.not_finite += [key] * (len(self.not_finite) < _NUM_KEYS)
 
     def record(self) -> dict[str, Any]:
         """Return all properties for JSON."""
@@ -92,31 +103,6 @@ class Mark(NamedTuple):
 
     short: str
     text: str
-
-
-@dataclass(slots=True)
-class _Total:
-    """The numbers of one tensor so far."""
-
-    statistics: ValueStatistics | None = None
-    sample: ValueSample = field(default_factory=ValueSample)
-    num_samples: int = 0
-    num_not_finite: int = 0
-    not_finite: list[str] = field(default_factory=list)
-
-    def add(self, values: ValueStatistics | None, key: str) -> None:
-        self.num_samples += 1
-        if values is None:
-            return
-        self.statistics = values if self.statistics is None else merge_statistics(self.statistics, values)
-        if not values.is_finite:
-            self.num_not_finite += 1
-            if len(self.not_finite) < _NUM_KEYS:
-                self.not_finite.append(key)
-
-    def values(self) -> ValueStatistics | None:
-        """Return the statistics, with a histogram."""
-        return self.statistics and replace(self.statistics, histogram=self.sample.make_histogram())
 
 
 class Survey:
@@ -159,18 +145,16 @@ class Survey:
         self.description = _describe_intact(cache, indices) if for_page else cache.describe()
         names = islice(self.description.tensors, _MAX_PAGE_TENSORS if for_page else _MAX_TENSORS)
         self.positions = {name: at for at, name in enumerate(names)}
-        self._totals = {name: _Total() for name in self.positions}
-        self._repeats = RepeatCounter()
-        sizes = _Total()
+        self.tensors = {name: TensorStatistics(tensor) for name, tensor in self.description.tensors.items()}
+        numbers = {name: ValueSample() for name in self.positions}
+        repeats, sizes = RepeatCounter(), array("q")
         planes: dict[tuple[str, int, bool], list[Array]] = {}
         for done, (index, lazies, error) in enumerate(read_samples(cache, indices), 1):
             try:
                 if error is not None:
                     raise error
-                nbytes = np.array([sum(lazy.nbytes for lazy in lazies.values())])
-                values = self._examine(lazies, cache.keys()[index])
-                sizes.sample.add(nbytes)
-                sizes.add(compute_statistics(nbytes), "")
+                values = self._examine(lazies, cache.keys()[index], numbers, repeats)
+                sizes.append(sum(lazy.nbytes for lazy in lazies.values()))
                 if for_page:
                     self.samples[index] = values
                     self._keep_planes(lazies, planes)
@@ -179,36 +163,35 @@ class Survey:
                     raise
                 self.errors[index] = escape_hidden(str(exc), 500)
             progress(done, len(indices))
-        self.sample_nbytes = sizes.values() or ValueStatistics()
-        self.repeats = self._repeats.result()
-        self.tensors = {name: self._statistics_of(tensor) for name, tensor in self.description.tensors.items()}
-        del self._totals, self._repeats
+        self.sample_nbytes, size_sample = compute_statistics(np.array(sizes)), ValueSample()
+        size_sample.add(np.array(sizes))
+        self.sample_nbytes.histogram = size_sample.make_histogram()
+        for name, sample in numbers.items():
+            if (statistics := self.tensors[name].values) is not None:
+                statistics.histogram = sample.make_histogram()
+        self.repeats = repeats.result()
         self._colors = {key: fit_colors(kept, key[2]) for key, kept in planes.items()}
         self._usual, self._constant = self._find_usual()
 
-    def _examine(self, lazies: Mapping[str, Lazy], key: str) -> Values:
+    def _examine(
+        self, lazies: Mapping[str, Lazy], key: str, numbers: Mapping[str, ValueSample], repeats: RepeatCounter
+    ) -> Values:
         values: dict[str, ValueStatistics | None] = {}
         for name, lazy in lazies.items():
             if name not in self.positions:
                 continue
-            total = self._totals[name]
             # tensors are equal if their dtypes, shapes and bytes are
             digest = xxhash.xxh3_64(f"{lazy._reference.kind} {lazy.dtype} {tuple(lazy.shape)}".encode())
             try:
-                values[name] = measure(lazy, total.sample, digest)
+                values[name] = measure(lazy, numbers[name], digest)
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}") from exc
-            total.add(values[name], key)
-            self._repeats.add(digest.intdigest(), name, key, lazy.nbytes)
+            self.tensors[name].add(values[name], key)
+            repeats.add(digest.intdigest(), name, key, lazy.nbytes)
         return values
 
-    def _statistics_of(self, tensor: TensorDescription) -> TensorStatistics:
-        total = self._totals.get(tensor.name) or _Total()
-        not_finite = tuple(total.not_finite)
-        return TensorStatistics(tensor, total.num_samples, total.values(), total.num_not_finite, not_finite)
-
     def measure(self, lazies: Mapping[str, Lazy]) -> Values:
-        """Return statistics of those tensors of a sample whose numbers are examined."""
+        """Return statistics of the examined tensors of a sample."""
         return {name: measure(lazy) for name, lazy in lazies.items() if name in self.positions}
 
     def _keep_planes(self, lazies: Mapping[str, Lazy], kept: dict[tuple[str, int, bool], list[Array]]) -> None:
@@ -220,12 +203,12 @@ class Survey:
                     fitted.append(shrink(planes.load(lazy), _FITTED_SIDE, _FITTED_SIDE))
 
     def colors_of(self, name: str, lazy: Lazy, planes: Planes, loaded: Array) -> Colors:
-        """Return the colors of a tensor: the same for all samples, or its own if no examined sample has such a tensor."""
+        """Return the colors of a tensor in all examined samples; if they lack it, colors for this tensor alone."""
         key = _color_key(name, lazy, planes)
         return self._colors.get(key) or fit_colors([loaded], key[2])
 
     def _find_usual(self) -> tuple[dict[tuple[str, str], tuple[float, float]], set[str]]:
-        """Return usual ranges by tensor and property, and the tensors that are constant in many samples."""
+        """Return usual ranges by tensor and property, and often constant tensors."""
         usual: dict[tuple[str, str], tuple[float, float]] = {}
         constant: set[str] = set()
         for name in self.positions if self.samples else ():

@@ -8,8 +8,10 @@ from itertools import islice
 from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding
+from wds_tensorcache.codec.tensor_names import component
+from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding, map_leaves
 from wds_tensorcache.inspecting.text import tensor_text, value_text
+from wds_tensorcache.reading.structure import value_at
 
 _MAX_ITEMS = 100  # of one container
 _MAX_NODES = 2000
@@ -45,7 +47,7 @@ def describe_samples(samples: Sequence[Any], tensors: Mapping[str, Any] | None =
     """Return the structure of one or more lazy samples; no tensor is read.
 
     The tree has at most 2,000 places, 100 items of each container, and 40 levels. A container that occurs again has no
-    children. Dicts, and lists, tuples and deques that contain a tensor, are containers; all others are values.
+    children. Containers are dicts, and lists, tuples and deques with a tensor in them; everything else is a value.
 
     Args:
         samples: Samples with lazy tensors.
@@ -102,3 +104,12 @@ def _type_name(value: Any) -> str:
 
 def _is_example(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def small_values(sample: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each small value of a lazy sample, such as `text.prompt`, and the value."""
+    paths: list[tuple[Any, ...]] = []
+    map_leaves(sample, lambda lazy: None, paths.append)
+    for path in paths:
+        steps = (component(step, 0) if type(step) in (str, int) else value_text(step, 40) for step in path)
+        yield ".".join(steps), value_at(sample, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Histogram:
     num_above: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ValueStatistics:
     """Statistics of numbers. For a complex tensor, the real and imaginary parts are counted separately; a bool is 0 or 1.
 
@@ -90,7 +90,7 @@ def compute_statistics(values: Array) -> ValueStatistics:
 
 
 def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatistics:
-    """Return the statistics of the values of both, without a histogram."""
+    """Return the statistics of two sets of values together, without a histogram."""
     nan_inf_zero = one.num_nan + two.num_nan, one.num_inf + two.num_inf, one.num_zero + two.num_zero
     counts = (one.num_values + two.num_values, *nan_inf_zero)
     if not one.num_finite or not two.num_finite:
@@ -106,7 +106,7 @@ def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatist
 
 
 class ValueSample:
-    """A random sample of bounded size of all values that were added; the same for the same values."""
+    """A random sample of the values that were added, of bounded size. Equal values give equal samples."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
@@ -218,4 +218,6 @@ def measure_with_histogram(lazy: Lazy) -> ValueStatistics | None:
     """Return statistics of one tensor as `measure`, with a histogram."""
     sample = ValueSample()
     statistics = measure(lazy, sample)
-    return statistics and replace(statistics, histogram=sample.make_histogram())
+    if statistics is not None:
+        statistics.histogram = sample.make_histogram()
+    return statistics

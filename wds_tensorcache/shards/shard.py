@@ -140,9 +140,9 @@ class Shard:
             manifest = self.files.manifest_of(self.path)
             check_listed(self.path, self._entry, manifest, num_samples=len(index.keys), digest=index.digest)
         # setattr, because using `__dict__` would slow down every later access to an attribute
-        loaded = {"index": index, "columns": columns}
-        loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
+        loaded = {"columns": columns, "_template_numbers": np.zeros(len(columns), np.uint8)}
         loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
+        loaded["index"] = index  # the last one: other threads look for it
         for name, value in loaded.items():
             setattr(self, name, value)
 

@@ -1,11 +1,11 @@
-"""`tensorcache cat`: one tensor or one member as a file."""
+"""`tensorcache cat`: one tensor, small value or member as a file."""
 
 from __future__ import annotations
 
 import base64
-import io
-import math
+import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -23,12 +23,11 @@ from wds_tensorcache.cli.cache_argument import (
     open_cache,
     sample_key,
 )
-from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.cli.output import Output, json_option, to_json
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.inspecting.tree import small_values
 from wds_tensorcache.inspecting.values import as_numbers, read_parts
-
-_MAX_JSON = 1 << 27  # elements
 
 
 @click.command("cat")
@@ -43,19 +42,20 @@ _MAX_JSON = 1 << 27  # elements
     show_default=True,
     help="Format of the file; raw is the bytes of the elements, in C order, little-endian.",
 )
-@click.option("--member", metavar="SUFFIX", help="Write the member KEY.SUFFIX, such as jpg, instead of a tensor.")
+@click.option("--member", metavar="SUFFIX", help="Write the member KEY.SUFFIX, such as jpg, instead of a value.")
 @cache_option
 @json_option
 def cat_command(
     path: str, key: str, name: str | None, form: str, member: str | None, cache_name: str | None, as_json: bool
 ) -> None:
-    """Write the tensor NAME of the sample KEY in CACHE to stdout, as in `cat CACHE KEY NAME > x.npy`.
+    """Write the tensor or small value NAME of the sample KEY in CACHE to stdout, as in `cat CACHE KEY NAME > x.npy`.
 
-    numpy has no bfloat16 and float8; write these with --as safetensors. Nothing binary is written to a terminal. With --json,
-    values are numbers in nested arrays, and a member is base64.
+    numpy has no bfloat16 and float8; write these with --as safetensors. Strings and bytes are written as they are, other small
+    values as JSON. Nothing binary is written to a terminal. With --json, tensors are numbers in nested arrays, and a member is
+    base64.
     """
     if (name is None) == (member is None):
-        raise click.UsageError("expected either the NAME of a tensor or --member")
+        raise click.UsageError("expected either the NAME of a tensor or small value, or --member")
     output = Output(as_json)
     with open_cache(path, cache_name) as cache:
         key = sample_key(cache, key)
@@ -65,7 +65,14 @@ def cat_command(
             if not as_json:
                 _open_stdout(_is_text(content)).write(content)
             return
-        lazy = find_tensor(cache[key], key, str(name))
+        sample = cache[key]
+        values = dict(small_values(sample))
+        if name in values:
+            output.result({"key": key, "name": name, "value": values[name]})
+            if not as_json:
+                _write_value(values[name])
+            return
+        lazy = find_tensor(sample, key, str(name))
         try:
             if as_json:
                 output.result(_as_json(key, lazy))
@@ -73,6 +80,13 @@ def cat_command(
                 _write(lazy, form)
         except tc.TensorCacheError as exc:
             raise exc.at(f"sample {key!r}") from exc
+
+
+def _write_value(value: Any) -> None:
+    content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    if not isinstance(value, (str, bytes, bytearray)):
+        content = json.dumps(to_json(value)).encode()
+    _open_stdout(_is_text(content)).write(content)
 
 
 def _write(lazy: Lazy, form: str) -> None:
@@ -96,16 +110,11 @@ def _write(lazy: Lazy, form: str) -> None:
             array = value.numpy()
         except TypeError as exc:
             raise click.UsageError(f"numpy has no {_dtype(lazy)}; use --as safetensors") from exc
-    header = io.BytesIO()
-    # a pipe has no position, so numpy cannot write the elements itself
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    stdout.write(header.getvalue())
-    stdout.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    # a pipe has no position, which numpy needs for an ordinary file
+    np.lib.format.write_array(SimpleNamespace(write=stdout.write), array, allow_pickle=False)
 
 
 def _as_json(key: str, lazy: Lazy) -> dict[str, Any]:
-    if math.prod(size or 1 for size in lazy.shape) > _MAX_JSON:
-        raise click.UsageError(f"{list(lazy.shape)} is too large for JSON; use --as raw")
     value = lazy.load()
     numbers = value if isinstance(value, np.ndarray) and value.dtype.kind in "USMm" else as_numbers(value)
     if numbers is None:
@@ -120,7 +129,7 @@ def _dtype(lazy: Lazy) -> str:
 
 
 def _is_text(content: bytes) -> bool:
-    """Return whether a terminal may get these bytes: printable text, perhaps with line breaks and tabs."""
+    """Return whether a terminal may get these bytes: they are printable text."""
     try:
         return content.decode().replace("\n", "").replace("\t", "").isprintable()
     except UnicodeDecodeError:
@@ -128,9 +137,7 @@ def _is_text(content: bytes) -> bool:
 
 
 def _open_stdout(is_text: bool = False) -> Any:
-    """Return the binary stdout; raise UsageError if it is a terminal and the content is not text."""
-    if sys.stdout is None:
-        raise OSError("stdout is closed")
+    """Return the binary stdout; refuse a terminal unless the content is text."""
     if sys.stdout.isatty() and not is_text:
         raise click.UsageError("this is binary: redirect it to a file, as in `> FILE`")
     return sys.stdout.buffer

@@ -32,16 +32,10 @@ def sparkline(histogram: Histogram | None) -> str:
     """Return a histogram as `▁▃▇█▅▁`, at most 16 characters. A bin that is not empty has at least the lowest bar."""
     if histogram is None:
         return ""
-    counts = merge_bins(histogram)[0]
+    counts = np.array(histogram.counts)
+    counts = np.add.reduceat(counts, np.arange(0, len(counts), -(-len(counts) // 16)))
     bars = np.ceil(counts * (len(_BARS) - 1) / counts.max()).astype(int)
     return "".join(_BARS[bar] for bar in bars)
-
-
-def merge_bins(histogram: Histogram) -> tuple[Any, int]:
-    """Return the counts of at most 16 bins, and the number of the histogram's bins in each."""
-    counts = np.array(histogram.counts)
-    merged = -(-len(counts) // 16)
-    return np.add.reduceat(counts, np.arange(0, len(counts), merged)), merged
 
 
 def is_unicode(console: Console) -> bool:
@@ -52,8 +46,8 @@ def is_unicode(console: Console) -> bool:
 def heat_map(plane: Any, console: Console, width: int, height: int) -> list[Text]:
     """Return at most `height` lines of `width` characters that show a plane of a tensor, float32 `[1, H, W]`.
 
-    With colors, each line shows two rows of the plane. Proportions are kept, unless one side of the plane is more than four
-    times as long as the other.
+    With colors, each line shows two rows of the plane. Proportions are kept if the longer side of the plane is at most four
+    times the other.
     """
     rows, columns = plane.shape[1:]
     if rows <= 4 * columns and columns <= 4 * rows:  # a character is about twice as high as it is wide

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +20,7 @@ from wds_tensorcache.cli.cache_argument import (
     open_cache,
     sample_key,
 )
-from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, values_text
+from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, sparkline, values_text
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
@@ -30,14 +28,12 @@ from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.inspecting.plane import find_planes
 from wds_tensorcache.inspecting.text import number_text, tensor_text
 from wds_tensorcache.inspecting.tree import Node, describe_samples
-from wds_tensorcache.inspecting.values import Histogram, ValueStatistics, as_numbers, measure_with_histogram
+from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure_with_histogram
 
 _NUM_MEASURED = 200  # tensors of a sample
 _NUM_DRAWN, _NUM_PLANES = 8, 16
-_FEW_NUMBERS = 8  # numbers of a tensor that are shown instead of their statistics
 _MEMBER_CHARS = 200
 _MAX_NBYTES_PRINTED = 1 << 28
-_BAR_WIDTH = 40
 
 
 @click.command("show")
@@ -115,9 +111,6 @@ def _tensor_lines(
 ) -> list[Text]:
     """Return the line about a tensor, and its heat map."""
     label.append(plain(tensor_text(lazy)), "cyan").append(" (numpy)" * (lazy._reference.kind == "ndarray"), "dim")
-    few = _few_values(lazy)
-    if few:
-        return [label.append(f"  {plain(few)}")]
     if values is not None:
         label.append("  ").append_text(values_text(values))
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if is_drawn else None
@@ -132,18 +125,6 @@ def _measure(key: str, lazy: Lazy) -> ValueStatistics | None:
         return measure_with_histogram(lazy)
     except tc.TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
-
-
-def _few_values(lazy: Lazy) -> str:
-    """Return the values of a tensor with a few elements as text; `""` if it has none, or too many."""
-    if not 0 < math.prod(lazy.shape) <= _FEW_NUMBERS:
-        return ""
-    value = lazy.load()
-    if not isinstance(value, np.ndarray):
-        value = value.numpy() if value.is_complex() and value.dtype.itemsize > 4 else as_numbers(value)
-    if value is None:
-        return ""
-    return re.sub(r"\s+", " ", np.array2string(value, separator=", ", threshold=_FEW_NUMBERS)).replace("[ ", "[")
 
 
 def _preview(content: bytes) -> str:
@@ -176,9 +157,10 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
         counts = {"values": values.num_values, "zeros": values.num_zero, "NaN": values.num_nan, "Inf": values.num_inf}
         rows = [("min", repr(values.min)), ("max", repr(values.max))]
         rows += [("mean", number_text(values.mean)), ("std", number_text(values.std))]
-        output.table(["", ""], rows + [(name, f"{count:,}") for name, count in counts.items()])
-        if values.histogram is not None:
-            _show_histogram(output, values.histogram)
+        rows += [(name, f"{count:,}") for name, count in counts.items()]
+        if values.histogram is not None and is_unicode(output.console):
+            rows.append(("histogram", sparkline(values.histogram)))
+        output.table(["", ""], rows)
     if maps:
         _show_maps(output, lazy)
     if lazy.nbytes <= _MAX_NBYTES_PRINTED:
@@ -190,21 +172,8 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
             )
 
 
-def _show_histogram(output: Output, histogram: Histogram) -> None:
-    counts, merged = merge_bins(histogram)
-    total = histogram.num_below + int(counts.sum()) + histogram.num_above
-    bar = "█" if is_unicode(output.console) else "#"
-    rows = [("below", histogram.num_below, "")] if histogram.num_below else []
-    for at, count in enumerate(counts.tolist()):
-        begin = number_text(histogram.begin + at * merged * histogram.width)
-        rows.append((begin, count, bar * -(-count * _BAR_WIDTH // int(counts.max()))))
-    rows += [("above", histogram.num_above, "")] if histogram.num_above else []
-    cells = [(begin, f"{count / total:.1%}", bars) for begin, count, bars in rows]
-    output.table(["from", "share", ""], cells, right=["from", "share"])
-
-
 def _show_maps(output: Output, lazy: Lazy) -> None:
-    """Draw the planes of a tensor, as many next to each other as the terminal has room for."""
+    """Draw planes of a tensor, several beside each other if the terminal is wide."""
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape)
     if planes is None:
         return

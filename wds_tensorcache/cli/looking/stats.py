@@ -124,7 +124,7 @@ def _show_repeats(output: Output, survey: Survey) -> None:
     repeats = survey.repeats
     if not repeats.num_tensors:
         return
-    about = "about " * repeats.is_estimate
+    about = "at least " * repeats.is_partial
     output.line(
         f"repeated: {about}{format_count(repeats.num_tensors, 'tensor')}; storing each once would save "
         f"{about}{repeats.nbytes:,} bytes in these {len(survey.indices):,} samples"

@@ -11,15 +11,14 @@ from typing import Any
 
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tensor_names import component
-from wds_tensorcache.codec.tree import flatten, map_leaves
+from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.inspecting.plane import Planes, find_planes
 from wds_tensorcache.inspecting.report.png import fit_png
 from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS
 from wds_tensorcache.inspecting.survey import Survey
 from wds_tensorcache.inspecting.text import cut, escape_hidden, json_number, num_stored, page_text, shape_text
+from wds_tensorcache.inspecting.tree import small_values
 from wds_tensorcache.inspecting.values import ValueStatistics
-from wds_tensorcache.reading.structure import value_at
 
 _TEXT_NAMES = [re.compile(pattern, re.IGNORECASE) for pattern in ("prompt", "caption", "text|txt", "label|class|title")]
 _TEXT_MEMBERS = "txt", "caption", "cls", "json"
@@ -49,7 +48,7 @@ class Limits:
 
 
 def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
-    """Return a sample for JSON. A sample that cannot be read has the message in `error`, and a mark."""
+    """Return a sample for JSON. If it cannot be read, it has a mark, and the message in `error`."""
     card = _new_card(survey, index) | {"tensors": [], "num_more": 0, "pictures": [], "marks": []}
     try:
         sample = survey.cache[index]
@@ -86,7 +85,7 @@ def _new_card(survey: Survey, index: int) -> dict[str, Any]:
 
 
 def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, max_nbytes: int) -> None:
-    """Add the name of a sample, its small values, and the one that is shown as its text."""
+    """Add the name, the text and the other small values of a sample."""
     key = survey.cache.keys()[index]
     original = survey.cache._name_at(index, key)
     card["name"] = "" if original in (None, key) else escape_hidden(str(original), 300)
@@ -107,11 +106,7 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
 
 def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each small value, and the name and text of each other member."""
-    paths: list[tuple[Any, ...]] = []
-    map_leaves(sample, lambda lazy: None, paths.append)
-    for path in paths:
-        steps = (component(step, 0) if type(step) in (str, int) else page_text(step, 40) for step in path)
-        yield ".".join(steps), value_at(sample, path)
+    yield from small_values(sample)
     for suffix in _TEXT_MEMBERS:
         if suffix in survey.description.members:
             try:

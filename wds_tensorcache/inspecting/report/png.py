@@ -52,7 +52,7 @@ def fit_png(planes: Array, colors: Colors, kind: str, max_side: int, max_nbytes:
 
 
 def encode_png(picture: Array, num_levels: int = 256) -> bytes:
-    """Return a picture, gray `[H, W]` or colors `[H, W, 3]`, as a PNG file with this many brightnesses of each color."""
+    """Encode a picture, gray `[H, W]` or colors `[H, W, 3]`, as a PNG file. Each color has `num_levels` levels."""
     if num_levels < 256:
         step = 255 / (num_levels - 1)
         picture = np.rint(np.rint(picture / step) * step).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""The page on a local server, which reads samples of the cache when they are scrolled to."""
+"""Serve the page on this machine. Its script requests samples while the user scrolls."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _HEADERS = {
 class PageServer(ThreadingHTTPServer):
     """A server of one page and its samples, on 127.0.0.1 only.
 
-    Each request must have a random token: the page in its address, and the requests of its script in the header `X-Token`,
-    which no other page can send. The header `Host` must name this machine, because a hostile site can make its own name
+    Each request must have a random token: that of the page in its address, and those of its script in the header `X-Token`.
+    Other pages cannot send this header. The header `Host` must name this machine, because a hostile site can make its own name
     point here. No part of a request reaches the file system.
 
     Args:
@@ -71,7 +71,7 @@ class PageServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def search(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
-        """Return up to `count` samples from index `begin` on that contain all words, and the index at which to continue.
+        """Return up to `count` samples that contain all words, from index `begin` on, and the index at which to continue.
 
         Answers after 0.7 s with the matches so far, but examines at least one sample.
         """
@@ -112,24 +112,18 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, self.server.page, "text/html"
         if parts.path not in ("/samples", "/sample"):
             return 404, b"not found\n", "text/plain"
+        survey, last = self.server.survey, len(self.server.survey.cache)
+        index = _as_integer(fields.get("number"), 0, last - 1)
+        begin, count = _as_integer(fields.get("begin"), 0, last), _as_integer(fields.get("count"), 1, _MAX_COUNT)
         with self.server.turn:
-            answer = self._find_samples(fields) if parts.path == "/samples" else self._find_sample(fields)
-        if answer is None:
-            return 400, b"a number is missing or out of range\n", "text/plain"
+            if parts.path == "/sample" and index is not None:
+                answer = make_card(survey, index, _DETAIL)
+            elif parts.path == "/samples" and begin is not None and count is not None:
+                words = fields.get("query", "")[:_MAX_QUERY].lower().split()
+                answer = self.server.search(words, fields.get("marked") == "1", begin, count)
+            else:
+                return 400, b"a number is missing or out of range\n", "text/plain"
         return 200, as_json(answer).encode(), "application/json"
-
-    def _find_sample(self, fields: dict[str, str]) -> dict[str, Any] | None:
-        survey = self.server.survey
-        index = _as_integer(fields.get("number"), 0, len(survey.cache) - 1)
-        return None if index is None else make_card(survey, index, _DETAIL)
-
-    def _find_samples(self, fields: dict[str, str]) -> dict[str, Any] | None:
-        begin = _as_integer(fields.get("begin"), 0, len(self.server.survey.cache))
-        count = _as_integer(fields.get("count"), 1, _MAX_COUNT)
-        words = fields.get("query", "")[:_MAX_QUERY].lower().split()
-        if begin is None or count is None:
-            return None
-        return self.server.search(words, fields.get("marked") == "1", begin, count)
 
     def _answer(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
@@ -138,12 +132,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-    def __getattr__(self, name: str) -> Any:
-        # the base class looks for a method named after each request: only GET is answered
-        if name.startswith("do_"):
-            return lambda: self._answer(405, b"only GET is answered\n", "text/plain")
-        raise AttributeError(name)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the addresses of requests contain the token."""
