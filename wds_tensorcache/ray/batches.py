@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from wds_tensorcache.codec.carriers import arrow_carrier
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import rebuild
-from wds_tensorcache.ray.columns import column_values, values_by_column
-from wds_tensorcache.ray.rows import KEY, Mark, as_tensor, exact_columns, marks_of, sample_of, undo_nulls
+from wds_tensorcache.ray.rows import KEY, MARK, Mark, as_tensor, exact_columns, sample_of, split_batch
 from wds_tensorcache.shards.names import NamedKey
 
 
@@ -37,16 +38,15 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     Memory: tensors are newly allocated, on the CPU.
     """
-    columns = {name: column_values([value]) for name, value in row.items()}
-    (mark,) = marks_of(columns) or [None]
-    values = {name: undo_nulls(name, column, [mark])[0] for name, column in columns.items()}
+    columns, marks = split_batch({name: [value] for name, value in row.items()})
+    values = {name: column[0] for name, column in columns.items()}
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Lazy):
             return leaf.load()
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
 
-    return rebuild(sample_of(values, mark, allow), copy)
+    return rebuild(sample_of(values, marks[0] if marks else None, allow), copy)
 
 
 def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
@@ -90,13 +90,12 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
 
     Memory: tensors are newly allocated, on the CPU.
     """
-    columns = values_by_column(batch)
-    marks = marks_of(columns)
+    columns, marks = split_batch(batch)
     tensors = {}
     for name, values in columns.items():
         dtype = (dtypes or {}).get(name)
         types = [dtype or (None if mark is None else mark.columns.get(name)) for mark in marks]
-        tensors[name] = _torch_column(undo_nulls(name, values, marks), types)
+        tensors[name] = _torch_column(values, types)
     return tensors
 
 
@@ -111,22 +110,44 @@ def _torch_column(values: Sequence[Any], types: Sequence[Any]) -> Any:
     return torch.stack(items) if len(kinds) == 1 and None not in kinds else items
 
 
-def ray_from_torch(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, Any]:
     """Return tensors as columns of a batch, such as a function of `ds.map_batches` returns; the inverse of `ray_to_torch`.
 
     Args:
-        tensors: By column: a tensor `[B, …]` of any dtype, or a list of B tensors. Other values stay as they are.
+        tensors: By column: a tensor `[B, …]` of any dtype, or a list of B tensors, None where a sample lacks the tensor. Other
+            values stay as they are.
+        batch: Batch that the function got, with the same B rows. It is necessary for dtypes that Arrow lacks: bfloat16, 8-bit
+            floats and complex numbers.
 
     Returns:
         By column: an array of numpy `[B, …]`, or a list of B arrays. bfloat16 is uint16 with the same bits, and all other
-        dtypes are as in the columns of `read_ray`.
+        dtypes are as in the columns of `read_ray`. With `batch`, also the column `__tensorcache__`, which records the dtypes.
 
     Raises:
-        ValueError: The format cannot store a dtype.
+        ValueError: The format cannot store a dtype, or Arrow lacks one and `batch` is None.
 
     Memory: aliases tensors on the CPU; those on a GPU are copied.
     """
-    return {name: _as_column(value) for name, value in tensors.items()}
+    columns = {name: _as_column(value) for name, value in tensors.items()}
+    dtypes = {name: rows for name, value in tensors.items() if any(rows := _dtypes_of(value))}
+    if batch is not None:
+        marks = [mark or Mark() for mark in split_batch(batch)[1]]
+        types = [{name: rows[at % len(rows)] for name, rows in dtypes.items()} for at in range(len(marks))]
+        texts = [
+            replace(mark, columns={**mark.columns, **new}).encode() for mark, new in zip(marks, types, strict=True)
+        ]
+        return {**columns, MARK: texts}
+    for name, dtype in ((name, dtype) for name, rows in dtypes.items() for dtype in rows if dtype is not None):
+        if arrow_carrier(dtype).dtype.name != dtype_name(dtype):
+            problem = f"column {name!r} is {dtype}, which Arrow lacks"
+            raise ValueError(f"{problem}; pass the batch, ray_from_torch(tensors, batch), which records the dtype")
+    return columns
+
+
+def _dtypes_of(value: Any) -> list[torch.dtype | None]:
+    """Return the dtype of each row of a list, one dtype for all rows of a tensor, and nothing for other values."""
+    rows = value if isinstance(value, list) else [value]
+    return [row.dtype if isinstance(row, torch.Tensor) else None for row in rows]
 
 
 def _as_column(value: Any) -> Any:

@@ -14,9 +14,8 @@ import ray.data
 from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.ray.batches import ray_to_torch
-from wds_tensorcache.ray.columns import column_values
 from wds_tensorcache.ray.commit import commit, key_digests, load_shards, start_write
-from wds_tensorcache.ray.rows import KEY, Mark, as_key, exact_columns, key_column
+from wds_tensorcache.ray.rows import KEY, Mark, exact_columns, keys_of
 from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, open_output, resolve_folder
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.fingerprint import as_fingerprint
@@ -120,8 +119,7 @@ def build_ray(
 
 
 def _keys(table: Any, key: str) -> list[str]:
-    columns = dict(zip(table.column_names, table.columns, strict=True))
-    return [as_key(value, key) for value in column_values(key_column(columns, key))]
+    return keys_of({name: table[name].to_pylist() if name == key else () for name in table.column_names}, key)
 
 
 def _leave_out(table: Any, digests: Any, key: str) -> Any:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -28,10 +27,8 @@ from wds_tensorcache.reading.choose import Randomness
 from wds_tensorcache.reading.schema import TensorSchema
 
 Array = np.ndarray[Any, Any]
-_MAX_CACHES = 4  # caches that a worker process keeps open
 _MAX_ROWS = 4096
 _BLOCK_NBYTES = 32 << 20
-_caches: OrderedDict[str, Cache[Any]] = OrderedDict()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,23 +64,17 @@ class Plan:
             return "optional" if tensor.shape else "object"
         return "ragged" if any(isinstance(size, tuple) for size in tensor.shape) else "fixed"
 
-    def absent(self, name: str) -> Array:
-        """Return the empty array in an optional column where a sample lacks the tensor."""
-        tensor: Any = self.schema[name]
-        carrier = arrow_carrier(tensor.dtype)
-        return np.empty(((0,) * len(tensor.shape)) + carrier.inner, carrier.dtype)
-
     def with_value_kinds(self, cache: Cache[Any], numbers: Array) -> Plan:
         """Return the plan with kinds for the columns of the small values of these samples."""
         request = cache._request_chosen(numbers, self.randomness)
-        values: dict[str, list[Any]] = {}
-        for i in range(len(numbers)):
-            for name, value in describe_sample(request.sample(i))[1].items():
-                values.setdefault(name, []).append(value)
-        return dataclasses.replace(self, value_kinds={name: value_kind(values[name]) for name in values})
+        rows = [describe_sample(request.sample(i))[1] for i in range(len(numbers))]
+        names = dict.fromkeys(chain.from_iterable(rows))
+        return dataclasses.replace(
+            self, value_kinds={name: value_kind(row.get(name) for row in rows) for name in names}
+        )
 
 
-class CacheDatasource(Datasource):  # type: ignore[misc]
+class TensorCacheDatasource(Datasource):  # type: ignore[misc]
     """The samples of a cache as rows.
 
     Args:
@@ -98,10 +89,10 @@ class CacheDatasource(Datasource):  # type: ignore[misc]
         super().__init__()
         self._cache, self._nbytes, self._plan = cache, nbytes, plan
         self._projection_map: dict[str, str] | None = None
-        self._reference: Any = None
 
-    def get_name(self) -> str:
-        return "Tensorcache"
+    @cached_property
+    def _reference(self) -> Any:
+        return ray.put(self._cache)
 
     def supports_projection_pushdown(self) -> bool:
         return True
@@ -112,16 +103,13 @@ class CacheDatasource(Datasource):  # type: ignore[misc]
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        if not len(self._nbytes):
-            return []
-        if self._reference is None:
-            self._reference = ray.put(self._cache)
         columns = None if self._projection_map is None else tuple(self._projection_map)
         tasks = []
         for begin, end in _cut_evenly(self._nbytes, parallelism):
-            read = _Read(self._reference, begin, self._nbytes[begin:end], self._plan, columns)
-            sizes = {"num_rows": end - begin, "size_bytes": int(self._nbytes[begin:end].sum())}
+            nbytes = self._nbytes[begin:end]
+            sizes = {"num_rows": end - begin, "size_bytes": int(nbytes.sum())}
             fields = {field.name: sizes.get(field.name) for field in dataclasses.fields(BlockMetadata)}
+            read = partial(_read, self._reference, begin, nbytes, self._plan, columns)
             tasks.append(ReadTask(read, BlockMetadata(**fields), per_task_row_limit=per_task_row_limit))
         return tasks
 
@@ -130,77 +118,56 @@ def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
     """Cut samples into at most `count` ranges of about equal bytes, none of them empty."""
     # each sample counts as a few bytes more, so that samples without tensors are spread, too
     ends = np.cumsum(nbytes + 64)
-    cuts = np.searchsorted(ends - (nbytes + 64) / 2, ends[-1] * np.arange(1, max(count, 1)) / max(count, 1))
-    edges = np.unique(np.concatenate([[0], cuts, [len(nbytes)]])).tolist()
-    return list(pairwise(edges))
+    cuts = np.searchsorted(ends - (nbytes + 64) / 2, ends[-1:] * np.arange(1, max(count, 1)) / max(count, 1))
+    return list(pairwise(np.unique(np.concatenate([[0], cuts, [len(nbytes)]])).tolist()))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Read:
-    """A read task: yields the samples from `begin` on in tables of about 32 MiB."""
-
-    reference: Any
-    begin: int
-    nbytes: Array
-    plan: Plan
-    columns: Sequence[str] | None
-
-    def __call__(self) -> Iterator[Any]:
-        cache = _open_once(self.reference)
-        ends, begin = np.cumsum(self.nbytes), 0
-        while begin < len(ends):
-            before = ends[begin - 1] if begin else 0
-            end = int(np.searchsorted(ends, before + _BLOCK_NBYTES, "right"))
-            end = min(max(end, begin + 1), begin + _MAX_ROWS)
-            yield read_table(cache, np.arange(self.begin + begin, self.begin + end), self.plan, self.columns)
-            begin = end
+def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequence[str] | None) -> Iterator[Any]:
+    """Yield the samples from `begin` on in tables of about 32 MiB."""
+    cache = _open(reference)
+    count = 1 + max(int(nbytes.sum()) // _BLOCK_NBYTES, len(nbytes) // _MAX_ROWS)
+    for first, end in _cut_evenly(nbytes, count):
+        yield _read_table(cache, np.arange(begin + first, begin + end), plan, columns)
 
 
-def _open_once(reference: Any) -> Cache[Any]:
+@lru_cache(maxsize=4)
+def _open(reference: Any) -> Cache[Any]:
     """Return the cache of this process, whose tasks share its files and indexes."""
-    name = reference.hex()
-    if name not in _caches:
-        _caches[name] = ray.get(reference)
-        while len(_caches) > _MAX_CACHES:
-            _caches.popitem(last=False)
-    _caches.move_to_end(name)
-    return _caches[name]
+    cache: Cache[Any] = ray.get(reference)
+    return cache
 
 
-def read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None = None) -> Any:
+def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None) -> Any:
     """Return the rows of the samples at `numbers`, with all columns or only these."""
     request = cache._request_chosen(numbers, plan.randomness)
     keys = [request.key(i) for i in range(len(numbers))]
     suffixes = {MEMBER + suffix: suffix for suffix in plan.members if columns is None or MEMBER + suffix in columns}
     direct = {KEY, *suffixes} if plan.is_exact else {KEY, *suffixes, *plan.schema}
-    samples, marks = list[Any](), list[Mark]()
+    table: dict[str, Any] = {KEY: pa.array(keys, pa.string())}
+    if not plan.is_exact:
+        table |= _tensor_columns(cache, numbers, plan, columns)
+    for name, suffix in suffixes.items():
+        members = cache._find_members(cache._request(numbers), suffix, range(len(numbers)))
+        table[name] = pa.array([members.get(i) for i in range(len(numbers))], pa.large_binary())
     if columns is None or not direct.issuperset(columns):
         samples = [request.sample(i) for i in range(len(numbers))]
         marks = [
             Mark(is_described=plan.is_described, original=cache._stored_name(number)) for number in numbers.tolist()
         ]
-    table: dict[str, Any] = {KEY: pa.array(keys, pa.string())}
-    if plan.is_exact:
-        tensors = _read_tensors(cache, numbers, list(plan.schema) if samples else [], plan)
-        samples = [rebuild(sample, partial(_tensor_of, tensors, i), Lazy) for i, sample in enumerate(samples)]
-    else:
-        table |= _tensor_columns(cache, numbers, plan, columns)
-    for name, suffix in suffixes.items():
-        members = cache._find_members(cache._request(numbers), suffix, range(len(numbers)))
-        table[name] = pa.array([members.get(i) for i in range(len(numbers))], pa.large_binary())
-    if samples:
-        table |= (
-            exact_columns(keys, samples, marks, plan.allow) if plan.is_exact else _value_columns(samples, marks, plan)
-        )
+        if plan.is_exact:
+            tensors = _read_tensors(cache, numbers, list(plan.schema), plan)
+            samples = [rebuild(sample, partial(_tensor_of, tensors, i), Lazy) for i, sample in enumerate(samples)]
+            table |= exact_columns(keys, samples, marks, plan.allow)
+        else:
+            table |= _value_columns(samples, marks, plan)
     return pa.table(table if columns is None else {name: table[name] for name in columns if name in table})
 
 
 def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
     """Return the tensor of sample `i` that was read in place of a lazy one."""
-    batch = tensors.get(lazy.name)
-    if batch is None or (isinstance(batch, list) and batch[i] is None):
-        return lazy
-    return batch[i] if isinstance(batch, list) else batch[i, ...]
+    rows = tensors.get(lazy.name)
+    row = None if rows is None else rows[i] if isinstance(rows, list) else rows[i, ...]
+    return lazy if row is None else row
 
 
 def _tensor_columns(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None) -> dict[str, Any]:
@@ -210,8 +177,7 @@ def _tensor_columns(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequ
         if name in RESERVED:
             raise EncodeError(f"a tensor is called {name!r}, the name of another column; read it with exact=True")
         arrays = list(map(_carry, tensors)) if isinstance(tensors, list) else _carry(tensors)
-        kind = plan.kind(name)
-        table[name] = tensor_column(arrays, kind, plan.absent(name) if kind == "optional" else None)
+        table[name] = tensor_column(arrays, plan.kind(name), plan.schema[name])
     return table
 
 
@@ -241,19 +207,16 @@ def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) ->
 def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> dict[str, Any]:
     """Return batches `[B, …]`, or B tensors, None where a sample lacks the tensor."""
     tensors: dict[str, Any] = {}
-    regular = [name for name in names if not isinstance(plan.schema[name].dtype, tuple)]
+    request = cache._request_chosen(numbers, plan.randomness)
+    regular = tuple(name for name in names if not isinstance(plan.schema[name].dtype, tuple))
     if regular:
         # if structures differ between samples, each sample is read for itself
         with contextlib.suppress(BatchError):
-            tensors.update(cache._read_tensors(_request(cache, numbers, regular, plan), None, False, "auto", 0))
-    others = [name for name in names if name not in tensors]
-    if others:
-        request = _request(cache, numbers, others, plan)
+            narrow = request if len(regular) == len(plan.schema) else request.keeping(regular)
+            tensors.update(cache._read_tensors(narrow, None, False, "auto", 0))
+    if not tensors.keys() >= set(names):
         rows = [flatten(request.sample(i)) for i in range(len(numbers))]
-        tensors |= {name: [row[name].load() if name in row else None for row in rows] for name in others}
+        for name in names:
+            if name not in tensors:
+                tensors[name] = [row[name].load() if name in row else None for row in rows]
     return {name: tensors[name] for name in names}
-
-
-def _request(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> Any:
-    request = cache._request_chosen(numbers, plan.randomness)
-    return request if len(names) == len(plan.schema) else request.keeping(tuple(names))

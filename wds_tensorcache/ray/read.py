@@ -10,7 +10,7 @@ import numpy as np
 import ray.data
 
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.ray.datasource import CacheDatasource, Plan
+from wds_tensorcache.ray.datasource import TensorCacheDatasource, Plan
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
 from wds_tensorcache.reading.join import JoinedCache
@@ -92,17 +92,11 @@ def read_ray(
     )
     if values and not exact and len(cache):
         plan = plan.with_value_kinds(cache, np.array(list(spread(len(cache), _NUM_EXAMINED)), np.int64))
-    # newer versions of Ray take more of these options by name, and warn if `ray_remote_args` has them
-    remote_args = dict(ray_remote_args or {})
-    named = inspect.signature(ray.data.read_datasource).parameters.keys() & remote_args.keys()
-    arguments = {name: remote_args.pop(name) for name in named}
-    if remote_args:
-        arguments["ray_remote_args"] = remote_args
     return ray.data.read_datasource(
-        CacheDatasource(cache, _nbytes(cache, alternatives), plan),
+        TensorCacheDatasource(cache, _nbytes(cache, alternatives), plan),
         override_num_blocks=override_num_blocks,
         concurrency=concurrency,
-        **arguments,
+        ray_remote_args=ray_remote_args,
     )
 
 
