@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 from ctypes import c_void_p
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,9 @@ from torch.utils.dlpack import from_dlpack
 
 from wds_tensorcache.codec.carriers import Carrier, dali_carrier
 from wds_tensorcache.codec.dtypes import dtype_name
-from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import unknown_name
 
 _CUDA = 2  # DLPack's type of a GPU
-
-
-def carrier_of(name: str, dtype: Any, ndim: int) -> Carrier:
-    """Return the carrier of a tensor; raise TypeError if a batch of it has more dimensions than a numpy array can have."""
-    carrier = dali_carrier(dtype)
-    if 1 + ndim + len(carrier.inner) > ARRAY_NDIM:
-        raise TypeError(
-            f"tensor {name!r} of {dtype} has {ndim} dimensions; a batch of it needs more than the {ARRAY_NDIM} that numpy "
-            "allows; store the tensor flattened, with its shape"
-        )
-    return carrier
 
 
 def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
@@ -37,17 +24,12 @@ def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
         if isinstance(tensor.dtype, tuple):
             dtypes = " and ".join(map(str, tensor.dtype))
             raise TypeError(f"tensor {name!r} is {dtypes} in different samples; a DALI node has only one dtype")
-    return {name: carrier_of(name, tensor.dtype, len(tensor.shape or ())) for name, tensor in schema.items()}
+    return {name: dali_carrier(tensor.dtype) for name, tensor in schema.items()}
 
 
 def is_tensor(carrier: Carrier) -> bool:
     """Return whether a carrier carries tensors of torch, not arrays of numpy."""
     return isinstance(carrier.true, torch.dtype)
-
-
-@lru_cache(maxsize=256)
-def _is_native(dtype: Any) -> bool:
-    return bool(dali_carrier(dtype).dtype.name == dtype_name(dtype))
 
 
 def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,13 +53,14 @@ def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple
 
 
 def _restore(name: str, value: Any, carrier: Carrier) -> Any:
-    if not isinstance(carrier.true, torch.dtype):
+    if not is_tensor(carrier):
         value = value.cpu().numpy()
-    if _is_native(carrier.true):
-        return value
+    true = dtype_name(carrier.true)
+    if carrier.dtype.name == true:
+        return value  # DALI has the dtype, so an operator may have made any other of it
     if carrier.fits(value):
         return carrier.restore(value)
-    if dtype_name(carrier.true) == "bool":
+    if true == "bool":
         return value  # an operator has made numbers of 0 and 1, which is allowed
     raise TypeError(
         f"tensor {name!r} is {carrier.true}, which DALI lacks, so its bits pass through the pipeline as {carrier.dtype}; but "

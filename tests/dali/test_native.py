@@ -15,12 +15,9 @@ import webdataset as wds
 
 import dali_plugin
 import wds_tensorcache as tc
-from dali_plugin.native import NativeReader
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import pipeline, unbatched
 from tests.same import assert_same
-
-STEPS = {"batch_size": 4, "last_batch": "short", "rank": 0, "world_size": 1}
 
 
 def reader(paths: Any, batch_size: int = 6, **options: Any) -> Any:
@@ -71,23 +68,21 @@ def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int)
     assert orders[0] != orders[1]
 
 
-def test_batches_on_another_device_take_nothing_from_it(folder: Path, cache: Any) -> None:
-    """Arrays and bools of batches on a GPU: to look at them there, the host would wait for all work that is queued."""
+def test_nothing_is_taken_from_another_device(cache: Any) -> None:
+    """To look at arrays or bools of a batch on a GPU, the host would wait for all work that is queued."""
     names = ["arrays.0", "arrays.10", "tensors.bool", "tensors.bfloat16", "cond.0.0"]
-    source = NativeReader(cache, None, names, [], STEPS)
-    raw = [shard.read_bytes() for shard in sorted(folder.glob("*.tar"))]
-    members = []
-    for i in range(4):
-        begin = cache._store.shards[0].columns.tensors_begin.item(i)
-        members.append(torch.frombuffer(bytearray(raw[0][begin : begin + 6144]), dtype=torch.uint8))
-    host = torch.stack(members)
-    found = source._cut(range(4), host.to("meta"), host)
-    for name in names[2:]:
-        for tensor in found[name] if isinstance(found[name], list) else [found[name]]:
-            assert tensor.device.type == "meta"
+    made = pipeline(lambda: dali_plugin.fn.native_reader(cache, tensors=names), 4)
+    source = made.tensorcache_source
+    packed, number = (torch.from_numpy(output.as_array()) for output in made.run())
+    batch, _ = source.nest({"packed": packed.to("meta"), "packed_host": packed, "number": number})
+    for tensor in (batch["tensors"]["bool"], batch["tensors"]["bfloat16"], *batch["cond"][0][0]):
+        assert tensor.device.type == "meta"
     for at, kind in (("0", "?"), ("10", "U4")):
-        assert found[f"arrays.{at}"].dtype == kind
-        assert found[f"arrays.{at}"].tolist() == [sample(i)["arrays"][at].tolist() for i in range(4)]
+        assert batch["arrays"][at].dtype == kind
+        assert batch["arrays"][at].tolist() == [sample(i)["arrays"][at].tolist() for i in range(4)]
+    stale = torch.tensor([list(b"elsewhere.tar:77:0.safetensors")], dtype=torch.uint8)
+    with pytest.raises(tc.FormatError, match="DALI's index of the shard is stale"):
+        source.nest({"packed": packed[:1], "number": stale})
 
 
 def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:
@@ -162,11 +157,6 @@ def test_indexes_of_another_state(tmp_path: Path) -> None:
                 reader(tmp_path, index_paths=[tmp_path / "0.idx"])
         for _ in range(2):
             assert [i for batch in reader(tmp_path, 2, last_batch="short") for i in batch["i"]] == list(range(5))
-    with (
-        tc.open(tmp_path) as cache,
-        pytest.raises(tc.FormatError, match="DALI's index of the shard is stale"),
-    ):
-        NativeReader(cache, None, None, [], STEPS)._number(f"{tmp_path}/0.tar:77:0.safetensors".encode())
 
 
 def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ import torch
 
 import dali_plugin
 import wds_tensorcache as tc
-from benchmarks.calls import traced
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import dali, pipeline, unbatched
 from tests.same import assert_same
-from wds_tensorcache.reading.batch.rows import locate
 
 LATENT = "tensors.float32"
 
@@ -280,21 +278,6 @@ def test_pipelines_that_share_a_source(tmp_path: Path) -> None:
         stream = dali_plugin.TensorCacheStream(samples, batch_size=4)
         pairs = zip(made(stream), made(stream, as_float=["text"]), strict=True)
         assert [[batch["i"] for batch in pair] for pair in pairs] == [[[0, 1, 2, 3]] * 2, [[4, 5, 6, 7]] * 2]
-
-
-@pytest.mark.parametrize("is_joined", [False, True])
-def test_a_batch_locates_its_samples_once(folder: Path, is_joined: bool) -> None:
-    opened = tc.join({"a": folder, "b": folder}) if is_joined else tc.open(folder)
-    with opened as cache:
-        # the samples of one batch are located while the batch before it is made whole again
-        batches = dali_plugin.TensorCacheIterator(
-            pipeline(lambda: dali_plugin.fn.tensorcache(cache, members=["bin"], shuffle=True, num_threads=0), 2)
-        )
-        trace = traced(lambda: next(iter(batches)))
-        assert trace.calls[locate.__code__] == 1 + is_joined
-        batch, others = next(iter(batches))
-        numbers = (batch["a"] if is_joined else batch)["id"].tolist()
-        assert [raw.numpy().tobytes() for raw in others["bin"]] == [b"member %d" % n for n in numbers]
 
 
 def test_batches_that_another_process_made_or_that_came_before(cache: Any) -> None:

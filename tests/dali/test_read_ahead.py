@@ -43,9 +43,9 @@ def test_any_requests(cache: Any, num_threads: int, num_ahead: int) -> None:
     for epoch, iteration in [*requests, *((7, iteration) for iteration in range(5))]:
         scalars, numbers = request(source, epoch, iteration)
         assert scalars.tolist() == numbers.tolist() == source.indices(epoch, iteration).tolist()
-        ahead = [job.result()[0].tolist() for job in source._jobs]
         last = min(4, iteration + num_ahead) if num_threads else iteration
-        assert ahead == [source.indices(epoch, at).tolist() for at in range(iteration + 1, last + 1)]
+        ahead = {at: source._jobs[epoch, at].result()[0].tolist() for _, at in source._jobs}
+        assert ahead == {at: source.indices(epoch, at).tolist() for at in range(iteration + 1, last + 1)}
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
