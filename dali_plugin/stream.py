@@ -62,7 +62,7 @@ class TensorCacheStream(BatchSource):
             raise ValueError(
                 f"{stream!r:.100} can be iterated over only once, but every epoch iterates over a stream again"
             )
-        first = next(begun, None)
+        first: Any = next(begun, None)
         is_sample = isinstance(first, dict) and isinstance(first.get("__key__", ""), str)
         lazies = tc.flatten(first.get(field)) if is_sample else {}
         if not lazies:

@@ -104,9 +104,9 @@ def test_changed_columns(write_cache: Callable[..., Path], tmp_path: Path) -> No
         columns = {name: value for name, value in tensors.items() if name.startswith("many.")}
         columns["ragged"] = [tensor * 3 for tensor in tensors["ragged"]]
         columns["many.float16"] = tensors["many.float16"].float() + 1
-        columns["extra.depth"] = torch.ones(len(batch["ragged"]), 2, dtype=torch.int16)
+        columns["extra.depth"] = torch.ones(len(batch["ragged"]), 2, dtype=torch.bfloat16)
         prompts = np.array([text.upper() for text in batch["text.prompt"]])
-        return {**batch, **tc.ray.ray_from_torch(columns), "text.prompt": prompts}
+        return {**batch, **tc.ray.ray_from_torch(columns, batch), "text.prompt": prompts}
 
     dataset = tc.ray.read_ray(write_cache(nested, 12)).drop_columns(["many.bool"]).map_batches(change, batch_size=5)
     cache = tc.ray.write_ray(dataset, tmp_path / "out")
@@ -116,7 +116,7 @@ def test_changed_columns(write_cache: Callable[..., Path], tmp_path: Path) -> No
         expected["many"]["float16"] = expected["many"]["float16"].float() + 1
         expected["ragged"] *= 3
         expected["text"]["prompt"] = f"PHOTO {i}"
-        expected["extra"] = {"depth": torch.ones(2, dtype=torch.int16)}
+        expected["extra"] = {"depth": torch.ones(2, dtype=torch.bfloat16)}
         assert_same(in_order(expected), in_order(sample))
 
 

@@ -32,7 +32,7 @@ def tensor_column(arrays: Any, kind: Kind, tensor: TensorSchema) -> Any:
         return ArrowTensorArray.from_numpy(arrays if isinstance(arrays, np.ndarray) else np.stack(arrays))
     if kind == "object":
         return object_column(list(arrays))
-    carrier = arrow_carrier(tensor.dtype)  # type: ignore[arg-type]
+    carrier = arrow_carrier(tensor.dtype)
     absent = np.empty((0,) * len(tensor.shape or ()) + carrier.inner, carrier.dtype)
     column = ArrowVariableShapedTensorArray.from_numpy([absent if array is None else array for array in arrays])
     if kind == "ragged":

@@ -72,10 +72,15 @@ def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:
     return {write: folder.is_remote or is_held(folder.locate(name)) for write, name in ids.items()}
 
 
-def load_shards(folder: Folder, names: Iterable[str]) -> Shards:
+def _load_shards(folder: Folder, names: Iterable[str]) -> Shards:
     paths = {folder.locate(name): name for name in names}
     finished = load_finished(dict.fromkeys(paths, (None, None)))
     return {paths[path]: (finished.entry(path), index) for path, index in finished.indexes.items()}
+
+
+def listed_shards(job: WriteJob) -> Shards:
+    folder = folder_of(job.folder)
+    return _load_shards(folder, Manifest.of(folder).entries)
 
 
 def _list(manifest: Manifest, shards: Shards) -> None:
@@ -131,7 +136,7 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
         raise FileExistsError(f"{shown(job.folder)} contains {len(shards)} shards; {remedy}")
     if mode == "append" and MANIFEST not in names:
         # shards of a killed write may be doubles
-        _list(manifest, load_shards(folder, [name for name in shards if not _PART.fullmatch(name)]))
+        _list(manifest, _load_shards(folder, [name for name in shards if not _PART.fullmatch(name)]))
     if mode == "build":
         _adopt(folder, job, manifest)
     if mode in ("overwrite", "build"):
@@ -141,7 +146,7 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
 def commit(job: WriteJob, names: Sequence[str]) -> None:
     """List the shards of a write in one change, unless a key occurs twice; an overwrite then deletes all others."""
     folder = folder_of(job.folder)
-    shards = load_shards(folder, names)
+    shards = _load_shards(folder, names)
     _check_unique(job, shards)
 
     def change(manifest: Manifest) -> None:
@@ -153,7 +158,7 @@ def commit(job: WriteJob, names: Sequence[str]) -> None:
             problem = f"{shown(job.folder)}: another write has finished there meanwhile"
             raise FileExistsError(f"{problem}; write to another folder, or pass append=True")
         if others and shards:
-            _check_unique(job, {**load_shards(folder, others), **shards})
+            _check_unique(job, {**_load_shards(folder, others), **shards})
         _list(manifest, shards)
 
     change_manifest(folder, change)
@@ -162,23 +167,24 @@ def commit(job: WriteJob, names: Sequence[str]) -> None:
 
 
 def key_digests(keys: Iterable[str]) -> np.ndarray[Any, Any]:
-    """Hash keys to uint64 `[N, 2]`."""
+    """Hash each key to 16 bytes."""
     hashes = (xxhash.xxh3_128_digest(key.encode("utf-8", "surrogatepass")) for key in keys)
-    return np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 2)
+    return np.frombuffer(b"".join(hashes), "S16")
 
 
 def _check_unique(job: WriteJob, shards: Shards) -> None:
-    def keys() -> Iterator[str]:
-        return chain.from_iterable(index.keys for _, index in shards.values())
-
-    digests = key_digests(keys())
-    unique, counts = np.unique(digests, axis=0, return_counts=True)
-    if len(unique) < len(digests):
-        doubled = set(map(bytes, unique[counts > 1]))
-        names = dict.fromkeys(key for key, digest in zip(keys(), digests, strict=True) if bytes(digest) in doubled)
+    digests = key_digests(keys_in(shards))
+    unique, counts = np.unique(digests, return_counts=True)
+    if doubled := set(unique[counts > 1].tolist()):
+        pairs = zip(keys_in(shards), digests.tolist(), strict=True)
+        names = dict.fromkeys(key for key, digest in pairs if digest in doubled)
         problem = f"{len(names)} keys occur more than once, for example {list_names(names)}"
         remedy = "make the keys unique, pass key= with the name of another column, or leave out existing samples"
         raise InvalidKeyError(f"{shown(job.folder)}: {problem}; {remedy}")
+
+
+def keys_in(shards: Shards) -> Iterator[str]:
+    return chain.from_iterable(index.keys for _, index in shards.values())
 
 
 def _end(folder: Folder, job: WriteJob) -> None:
@@ -205,7 +211,7 @@ def _end(folder: Folder, job: WriteJob) -> None:
 def _adopt(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
     """List the finished shards of killed and failed builds, as long as no key occurs twice."""
     unlisted = [name for name in shard_names(folder.names()) if name not in manifest.entries]
-    shards = load_shards(folder, (*manifest.entries, *unlisted))
+    shards = _load_shards(folder, (*manifest.entries, *unlisted))
     for name, (_, index) in shards.items():
         fingerprint = index.fingerprint if index.fingerprint is not None else manifest.fingerprint(name)
         check_same(f"{shown(job.folder)}/{name}", fingerprint, job.options["fingerprint"])
