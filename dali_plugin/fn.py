@@ -129,8 +129,8 @@ def native_reader(
 
     Args:
         paths: Whole shards on disks: a cache, or anything that `tc.open` accepts.
-        index_paths: DALI's indexes of the shards; a stale one raises ValueError. By default, the `.idx` of each shard is used.
-            For a shard whose `.idx` is missing or stale, an index is made for this pipeline in a temporary folder.
+        index_paths: DALI's indexes of the shards; by default, the `.idx` of each shard. For a shard whose index is missing or
+            stale, an index is made for this pipeline in a temporary folder.
         tensors: Names of the tensors in the batches; all by default. DALI reads all tensors in any case.
         members: Suffixes of other members, for example `["jpg"]`; their bytes arrive unchanged.
         device: `"gpu"` sends the bytes to the pipeline's GPU.
@@ -148,9 +148,8 @@ def native_reader(
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
         TypeError: `paths` is a joined cache.
-        ValueError: `paths` is a view of some samples, some samples lack a member, there are fewer samples than ranks, or an
-            index in `index_paths` is stale.
-        FileNotFoundError: A file in `index_paths` does not exist.
+        ValueError: `paths` is a view of some samples, some samples lack a member, or there are fewer samples than ranks. Or
+            `index_paths` has not one existing file for each shard.
         RuntimeError: No pipeline is being defined.
     """
     pipeline = _current_pipeline("native_reader", device)

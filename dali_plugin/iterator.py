@@ -64,10 +64,8 @@ class TensorCacheIterator:
         outputs = [outputs] if isinstance(outputs, str) else outputs
         self._pipes = [_Pipe(pipeline, source, outputs, copy) for pipeline in pipelines]
         self._source = self._pipes[0].source
-        if self._source.num_batches is None and len(pipelines) > 1:
-            raise ValueError("streams may differ in length; make an iterator for each pipeline that reads a stream")
-        if any(pipe.source.num_batches != self._source.num_batches for pipe in self._pipes):
-            raise ValueError("the pipelines have different numbers of batches")
+        if len(pipelines) > 1 and {pipe.source.num_batches for pipe in self._pipes} != {self._source.num_batches or 0}:
+            raise ValueError("the numbers of batches differ, or are unknown; make an iterator for each pipeline")
         self.is_padding: Any = None
         self._is_built = False
         self._is_over = False

@@ -64,9 +64,12 @@ class NativeReader(BatchSource):
         self._paths = [shard.path for shard in self._shards]
         self._by_path = {path.encode(): number for number, path in enumerate(self._paths)}
         self._begins: dict[int, tuple[list[int], list[int]]] = {}  # by shard; see `_begins_of`
-        self._index_paths = (
-            None if index_paths is None else self._check_index_paths([os.fspath(path) for path in index_paths])
-        )
+        self._index_paths = list(map(dali_index_path, self._paths))
+        if index_paths is not None:
+            self._index_paths = [os.fspath(path) for path in index_paths]
+            if len(self._index_paths) != len(self._paths) or not all(map(os.path.isfile, self._index_paths)):
+                problem = f"index_paths={self._index_paths!r:.300}: expected an existing file for each of"
+                raise ValueError(f"{problem} {len(self._paths)} shards; pass names of tensors as tensors=")
         self._has_host = False
         largest = -(-count // world_size)
         num_runs = -(-largest // batch_size)
@@ -93,28 +96,12 @@ class NativeReader(BatchSource):
             except UnicodeEncodeError as exc:
                 raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
 
-    def _check_index_paths(self, paths: list[str]) -> list[str]:
-        """Return `paths`; raise FileNotFoundError or ValueError unless they are indexes of the shards, in order."""
-        for path in paths:
-            if not os.path.isfile(path):
-                raise FileNotFoundError(f"index_paths: there is no file {path!r}; pass names of tensors as tensors=")
-        if len(paths) != len(self._paths):
-            raise ValueError(f"{len(paths)} index_paths for {len(self._paths)} shards, expected one for each shard")
-        for shard, path in zip(self._shards, paths, strict=True):
-            if not seems_current(path, shard.index, shard.name):
-                raise ValueError(
-                    f"{path} is not an index of {shard.path}, or is stale; leave out index_paths= to have missing and stale "
-                    "indexes made"
-                )
-        return paths
-
-    def _make_indexes(self) -> list[str]:
-        """Return the paths of DALI's indexes of the shards; missing or stale ones are made in a temporary folder."""
+    def _current_indexes(self) -> list[str]:
+        """Return the paths of DALI's indexes of the shards; those that are missing or stale are made in a temporary folder."""
         folder = tempfile.mkdtemp(prefix="tensorcache-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         paths = []
-        for number, shard in enumerate(self._shards):
-            path = dali_index_path(shard.path)
+        for number, (shard, path) in enumerate(zip(self._shards, self._index_paths, strict=True)):
             if not seems_current(path, shard.index, shard.name):
                 path = dali_index_path(os.path.join(folder, str(number)))
                 Path(path).write_bytes(build_dali_index(list_members(shard.index)))
@@ -132,7 +119,7 @@ class NativeReader(BatchSource):
         both = [skeletons] if any(tensors in shard.index.members for shard in self._shards) else []
         nodes: Any = fn.readers.webdataset(
             paths=self._paths,
-            index_paths=self._index_paths or self._make_indexes(),
+            index_paths=self._current_indexes(),
             ext=[tensors, *both, *self.members],
             missing_component_behavior="skip",  # leaves out samples without this cache
             random_shuffle=self._steps["shuffle"],

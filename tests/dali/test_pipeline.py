@@ -150,7 +150,7 @@ def test_mistakes(cache: Any) -> None:
         (lambda: tensorcache(cache, layouts={"y": "CHW"}), KeyError, "unknown tensor of this source 'y'"),
         (
             lambda: dali_plugin.fn.native_reader(cache, ["scalar"]),
-            FileNotFoundError,
+            ValueError,
             "pass names of tensors as tensors=",
         ),
         (lambda: tuple(dali.fn.external_source(source, num_outputs=2)), TypeError, "needs batch_info=True"),

@@ -26,7 +26,6 @@ from wds_tensorcache.ray.columns import Kind, tensor_column, value_column, value
 from wds_tensorcache.ray.rows import KEY, MARK, MEMBER, RESERVED, Mark, describe_sample, exact_columns
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
-from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import by_shard, spread
 from wds_tensorcache.reading.schema import TensorSchema
@@ -61,10 +60,9 @@ def read_ray(
     pictures, are columns of bytes, named by a dot and the suffix: `.jpg`.
 
     Tensors are columns of one shape, or ragged columns if shapes differ or some samples lack the tensor. A missing tensor is
-    null, and an empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit;
-    `ray_collate` gives batches of torch. Complex numbers have a last dimension of 2, and texts one of bytes or code points.
-    Small values are columns of text, bools, 64-bit ints, floats or bytes. Anything else, also a tensor whose dtype or number of
-    dimensions differs, is a column of Python objects.
+    null, and an empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit.
+    Complex numbers have a last dimension of 2, and texts one of bytes or code points. Small values are columns of text, bools,
+    64-bit ints, floats or bytes. Other values, and tensors whose dtype or number of dimensions differs, are Python objects.
 
     With `exact=True`, a row has the whole sample in two columns of bytes in place of the columns of tensors and values.
     `ray_sample(row)` returns the nested sample, and `write_ray` writes it, bit for bit.
@@ -126,9 +124,7 @@ def _open(source: Any, options: dict[str, Any]) -> TensorCache[Any]:
     if hasattr(source, "read_batch"):
         problem = f"source is a {type(source).__name__}, expected what tc.open takes, or the cache that it returns"
         remedy = "write its samples into one cache with tc.ShardWriter: writer.write(key, tc.realize(source[key]))"
-        if isinstance(source, JoinedCache):
-            remedy += "; or read each of its caches, and join the datasets with Dataset.join(…, on=('__key__',))"
-        raise TypeError(f"{problem}; {remedy}")
+        raise TypeError(f"{problem}; {remedy}; or read each of its caches, and join the datasets with Dataset.join")
     check_options(read_ray, options, [name for name in inspect.signature(open).parameters if name != "source"])
     return open(source, **options)
 

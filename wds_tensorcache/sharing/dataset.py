@@ -245,14 +245,11 @@ class SharedDataset(Cache[Any]):
         """
         patterns = as_patterns(patterns)
         if self._samples.find_present()[self._indices].all():
-            unknown, names = patterns, dict[str, None]()
-            for number in map(int, self._indices):
-                if not unknown:
-                    break
+            numbers, names = iter(self._indices.tolist()), dict[str, None]()
+            while (unknown := find_unknown(patterns, names)) is not None:
+                if (number := next(numbers, None)) is None:
+                    raise KeyError(unknown_name("tensor", unknown, list(names)))
                 names |= dict.fromkeys(self._tensors_of(number))
-                unknown = tuple(pattern for pattern in unknown if find_unknown([pattern], names) is not None)
-            if unknown:
-                raise KeyError(unknown_name("tensor", unknown[0], list(names)))
         return self._view(self._indices, (*self._selections, with_trees(patterns)), self._store)
 
     def close(self) -> None:
