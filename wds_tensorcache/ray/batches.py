@@ -1,4 +1,4 @@
-"""Rows and batches of Ray as samples and torch tensors, and samples as a block of Ray."""
+"""Turn rows and batches of Ray into samples and torch tensors, and samples into blocks of Ray."""
 
 from __future__ import annotations
 
@@ -50,10 +50,9 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
 
 def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
-    """Return a collate function for `ds.iter_torch_batches`, which gives batches bfloat16 and other dtypes of torch.
+    """Return a collate function for `ds.iter_torch_batches`. Its batches are those of `ray_to_torch`.
 
-    Batches are those of `ray_to_torch`. Ray moves them to a device only if all their columns are tensors: select such
-    columns first, or move the tensors yourself.
+    Ray moves a batch to a device only if all its columns are tensors: select such columns first, or move the tensors yourself.
 
     Args:
         dtypes: As for `ray_to_torch`.
@@ -111,13 +110,13 @@ def _torch_column(values: Sequence[Any], types: Sequence[Any]) -> Any:
 
 
 def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, Any]:
-    """Return tensors as columns of a batch, such as a function of `ds.map_batches` returns; the inverse of `ray_to_torch`.
+    """Return tensors as columns of a batch, for functions of `ds.map_batches`; the inverse of `ray_to_torch`.
 
     Args:
         tensors: By column: a tensor `[B, …]` of any dtype, or a list of B tensors, None where a sample lacks the tensor. Other
             values stay as they are.
-        batch: Batch that the function got, with the same B rows. It is necessary for dtypes that Arrow lacks: bfloat16, 8-bit
-            floats and complex numbers.
+        batch: Batch that the function got, with the same B rows. Dtypes that Arrow lacks need it: bfloat16, 8-bit floats and
+            complex numbers.
 
     Returns:
         By column: an array of numpy `[B, …]`, or a list of B arrays. bfloat16 is uint16 with the same bits, and all other
@@ -145,7 +144,7 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
 
 
 def _dtypes_of(value: Any) -> list[torch.dtype | None]:
-    """Return the dtype of each row of a list, one dtype for all rows of a tensor, and nothing for other values."""
+    """Return the dtype of each row of a list, or one dtype for all rows of a tensor; None for other values."""
     rows = value if isinstance(value, list) else [value]
     return [row.dtype if isinstance(row, torch.Tensor) else None for row in rows]
 

@@ -14,7 +14,7 @@ import ray.data
 from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import add_note
 from wds_tensorcache.ray.batches import ray_to_torch
-from wds_tensorcache.ray.commit import commit, key_digests, keys_in, listed_shards, start_write
+from wds_tensorcache.ray.commit import commit, key_digests, shard_keys, listed_shards, start_write
 from wds_tensorcache.ray.rows import KEY, Mark, exact_columns, keys_of
 from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, open_output, resolve_folder
 from wds_tensorcache.reading.cache import TensorCache
@@ -91,7 +91,7 @@ def build_ray(
     options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
     smallest, largest = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
     with start_write(path, "build", key, options) as job:
-        finished = key_digests(keys_in(listed_shards(job)))
+        finished = key_digests(shard_keys(listed_shards(job)))
         if len(finished):
             arguments = {"digests": ray.put(np.sort(finished)), "key": key}
             ds = ds.map_batches(_leave_out, batch_format="pyarrow", batch_size=None, fn_kwargs=arguments)
@@ -132,7 +132,7 @@ def _leave_out(table: Any, digests: Any, key: str) -> Any:
 
 
 class _Compute:
-    """An actor with a model: a function of a block that returns exact rows."""
+    """A model in an actor. It is called with a block, and returns exact rows."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Compute:
 
 @contextlib.contextmanager
 def _raise_original_errors(dataset: Any) -> Iterator[None]:
-    """Let Ray raise the original errors of functions."""
+    """Make Ray raise the original errors of functions."""
     context = dataset.context
     before = context.raise_original_map_exception
     context.raise_original_map_exception = True

@@ -27,7 +27,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 cannot encode them
 
 
 def tensor_column(arrays: Any, kind: Kind, tensor: TensorSchema) -> Any:
-    """Return the column of an array `[B, …]`, or of B arrays, None where a sample lacks the tensor."""
+    """Return the column of an array `[B, …]`, or of B arrays with None where a sample lacks the tensor."""
     if kind == "fixed":
         return ArrowTensorArray.from_numpy(arrays if isinstance(arrays, np.ndarray) else np.stack(arrays))
     if kind == "object":
@@ -53,7 +53,7 @@ def object_column(values: Sequence[Any]) -> Any:
 
 
 def value_kind(values: Iterable[Any]) -> str:
-    """Return the type in `PLAIN` of all values but None, `"object"` if they have no common one, "" without values."""
+    """Return the common type of all values but None: a name in `PLAIN`, `"object"`, or "" if there are none."""
     kinds = set()
     for value in values:
         if value is not None:

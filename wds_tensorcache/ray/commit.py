@@ -89,7 +89,7 @@ def _list(manifest: Manifest, shards: Shards) -> None:
 
 
 def delete_shards(folder: Folder, names: Iterable[str]) -> None:
-    """Delete shards and their indexes, as far as they exist."""
+    """Delete shards and their indexes, if they exist."""
     folder.delete([file for name in names for file in (name, dali_index_path(name), sidecar_path(name))])
 
 
@@ -144,7 +144,7 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
 
 
 def commit(job: WriteJob, names: Sequence[str]) -> None:
-    """List the shards of a write in one change, unless a key occurs twice; an overwrite then deletes all others."""
+    """List the shards of a write in one change; raise InvalidKeyError if a key occurs twice. An overwrite deletes all others."""
     folder = folder_of(job.folder)
     shards = _load_shards(folder, names)
     _check_unique(job, shards)
@@ -173,17 +173,17 @@ def key_digests(keys: Iterable[str]) -> np.ndarray[Any, Any]:
 
 
 def _check_unique(job: WriteJob, shards: Shards) -> None:
-    digests = key_digests(keys_in(shards))
+    digests = key_digests(shard_keys(shards))
     unique, counts = np.unique(digests, return_counts=True)
     if doubled := set(unique[counts > 1].tolist()):
-        pairs = zip(keys_in(shards), digests.tolist(), strict=True)
+        pairs = zip(shard_keys(shards), digests.tolist(), strict=True)
         names = dict.fromkeys(key for key, digest in pairs if digest in doubled)
         problem = f"{len(names)} keys occur more than once, for example {list_names(names)}"
         remedy = "make the keys unique, pass key= with the name of another column, or leave out existing samples"
         raise InvalidKeyError(f"{shown(job.folder)}: {problem}; {remedy}")
 
 
-def keys_in(shards: Shards) -> Iterator[str]:
+def shard_keys(shards: Shards) -> Iterator[str]:
     return chain.from_iterable(index.keys for _, index in shards.values())
 
 

@@ -1,4 +1,4 @@
-"""`read_ray`: a cache as a dataset of Ray. Read tasks are ranges of samples with about equal bytes, each read in batches."""
+"""`read_ray`: a cache as a dataset of Ray. A read task reads a range of samples in batches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_ray(
     `ray_sample(row)` returns the nested sample, and `write_ray` writes it, bit for bit.
 
     Read tasks are ranges of consecutive samples with about equal bytes. Columns that `ds.select_columns` drops right after
-    reading are not read. Ray gives the blocks in the order in which tasks end, unless you set its `preserve_order`.
+    reading are not read. Blocks come in the order in which tasks end, unless you set `preserve_order` of Ray.
 
     Args:
         source: Anything that `tc.open` takes, or an open cache or view, whose samples and tensors are read.
@@ -181,7 +181,7 @@ class Plan:
         return "ragged" if any(isinstance(size, tuple) for size in tensor.shape) else "fixed"
 
     def with_value_kinds(self, cache: Cache[Any], numbers: Array) -> Plan:
-        """Return the plan with kinds for the columns of the small values of these samples."""
+        """Return the plan with the kinds of the small values of these samples."""
         request = cache._request_chosen(numbers, self.randomness)
         rows = [describe_sample(request.sample(i))[1] for i in range(len(numbers))]
         names = dict.fromkeys(chain.from_iterable(rows))
@@ -248,7 +248,7 @@ def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequen
 
 @lru_cache(maxsize=4)
 def _cache_of(reference: Any) -> Cache[Any]:
-    """Return the cache of this process, whose tasks share its files and indexes."""
+    """Return the cache that all tasks of this process share."""
     cache: Cache[Any] = ray.get(reference)
     return cache
 
@@ -280,7 +280,7 @@ def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence
 
 
 def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
-    """Return the tensor of sample `i` that was read in place of a lazy one."""
+    """Return the loaded tensor of sample `i`, or `lazy` itself if none was loaded."""
     rows = tensors.get(lazy.name)
     row = None if rows is None else rows[i] if isinstance(rows, list) else rows[i, ...]
     return lazy if row is None else row
@@ -302,7 +302,7 @@ def _carry(value: Any) -> Array | None:
 
 
 def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) -> dict[str, Any]:
-    """Return the columns of small values, unless a tensor has that name, and of marks."""
+    """Return the column of marks, and a column for each small value whose name no tensor has."""
     rows = list(map(describe_sample, samples))
     names = dict.fromkeys((*plan.value_kinds, *chain.from_iterable(values for _, values, _ in rows)))
     table = {
@@ -321,7 +321,7 @@ def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) ->
 
 
 def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> dict[str, Any]:
-    """Return batches `[B, …]`, or B tensors, None where a sample lacks the tensor."""
+    """Read tensors by name: a batch `[B, …]`, or B tensors with None where a sample lacks the tensor."""
     tensors: dict[str, Any] = {}
     request = cache._request_chosen(numbers, plan.randomness)
     regular = tuple(name for name in names if not isinstance(plan.schema[name].dtype, tuple))

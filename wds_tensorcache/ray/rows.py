@@ -39,11 +39,11 @@ class Mark:
     """Facts about the sample of a row, which functions of batches must not lose.
 
     Attributes:
-        columns: Dtype of each tensor of the sample, and type of each small value, by column. It is None for a column in which
-            only other samples of the block have a value.
+        columns: Dtype of each tensor of the sample, and type of each small value, by column. None for a column in which only
+            other samples of the block have a value.
         is_whole: True if the columns have all of the sample; False for example if it contains lists.
         is_described: True if the sample comes from a cache with a fingerprint.
-        original: Original name of the sample, if its key has a hash of it.
+        original: Name from which `tc.safe_key` made the key, if the key has only its hash.
     """
 
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
 
 
 def _undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
-    """Return the values of a column, without the changes that numpy and pandas make because of nulls."""
+    """Undo the changes that numpy and pandas make to a column because of nulls."""
     kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if None not in kinds and not (may_be_float and "int" in kinds):
@@ -115,7 +115,7 @@ def _may_be_null(value: Any) -> bool:
 
 
 def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Return the lazy tensors and small values of a sample by column, and whether they are all of it."""
+    """Return lazy tensors and small values by column, and whether they are the whole sample."""
     tensors, values = flatten(sample), dict[str, Any]()
 
     def note(path: tuple[Any, ...]) -> None:
@@ -147,7 +147,7 @@ def _is_nested(value: Any, seen: set[int]) -> bool:
 
 
 def as_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return a value of a column as a tensor or array of `dtype`, a tensor, or Python's number.
+    """Return a value of a column as a tensor or array of `dtype`. Without a dtype, arrays become tensors.
 
     Hazard: it may alias read-only memory of Ray; never write into it.
     """
@@ -205,7 +205,7 @@ def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] =
 def exact_columns(
     keys: Sequence[str], samples: Iterable[Any], marks: Iterable[Mark], allow: Iterable[type] = ()
 ) -> dict[str, Any]:
-    """Return the columns of exact rows but for the key."""
+    """Return the columns of exact rows, without the key."""
     allow = tuple(allow)
     members = []
     for key, sample in zip(keys, samples, strict=True):
