@@ -1,6 +1,6 @@
 """Source that reads a cache with DALI's own reader of WebDataset shards, without Python.
 
-The reader returns the bytes of whole tensor members, and where each comes from. Tensors are views of these bytes.
+The reader returns the bytes of whole tensor members, and their origins. Tensors are views of these bytes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class NativeReader(BatchSource):
                 raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
 
     def _current_indexes(self) -> list[str]:
-        """Return the paths of DALI's indexes of the shards; those that are missing or stale are made in a temporary folder."""
+        """Return the paths of DALI's indexes of the shards. Make missing and stale ones in a temporary folder."""
         folder = tempfile.mkdtemp(prefix="tensorcache-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         paths = []
@@ -177,7 +177,7 @@ class NativeReader(BatchSource):
         raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")
 
     def _begins_of(self, number: int) -> tuple[list[int], list[int]]:
-        """Return the offsets of a shard's tensor members, ascending, and for each the number of its sample in the shard."""
+        """Return the ascending offsets of a shard's tensor members, and the row of each member's sample."""
         sorted_begins = self._begins.get(number)
         if sorted_begins is None:
             begins = self._shards[number].columns.tensors_begin
@@ -191,7 +191,7 @@ class NativeReader(BatchSource):
         Args:
             request: Request for the samples.
             members: Tensor members of the samples, uint8 `[B, n]`, on any device; shorter members are padded to n.
-            host: The same bytes on the CPU; arrays are made of them.
+            host: The same bytes on the CPU, for arrays.
 
         Memory: views of `members`. Unaligned or stacked tensors, bools on a GPU, and arrays are copies.
         """
@@ -227,7 +227,7 @@ def _split_origin(origin: bytes) -> list[Sequence[bytes]]:
 
 
 def _cut(members: torch.Tensor, reference: Any) -> Any:
-    """Return one tensor of all `members` as `[n, …]`."""
+    """Return one tensor of each of `members` as a batch `[B, …]`."""
     count = len(members)
     part = members[:, reference.begin : reference.end]
     if reference.kind == "ndarray":

@@ -1,4 +1,4 @@
-"""Source of batches for `fn.external_source`; a batch of a cache depends only on epoch and iteration."""
+"""Source of batches for `fn.external_source`. A batch of a cache depends only on epoch and iteration."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class TensorCacheSource(BatchSource):
         self._begin()
 
     def _begin(self) -> None:
-        """Set the state of one pipeline in one process."""
+        """Reset the state that belongs to one pipeline in one process."""
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: dict[tuple[int, int], Future[Any]] = {}  # the batches that are read ahead, by epoch and iteration
         self._pid = 0  # of the process that started the threads
@@ -311,14 +311,14 @@ class TensorCacheSource(BatchSource):
             return self._read(cache, epoch, iteration, self.layouts)
 
     def _read(self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None) -> Any:
-        """Return the arguments of `_keep` for an iteration."""
+        """Read a batch; return the arguments of `_keep`."""
         step = self._step(epoch, iteration)
         numbers, request = step.indices, self._reader.request(step)
         batch = (*self._tensors_of(cache, request), *self._members_of(request), numbers)
         return numbers, request, batch, self._as_dali(batch, layouts)
 
     def _keep(self, numbers: Array, request: Any, batch: tuple[Any, ...], for_dali: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep the sample indices, request and tensors of a batch until DALI has read it; return it in the form for DALI."""
+        """Keep a batch until DALI has read it; return it in the form for DALI."""
         if self._is_pinned and len(self._kept) == self._kept.maxlen:
             # DALI may still be copying the oldest batch, whose pinned memory is reused once it is dropped here
             self._wait_for_copies(self._num_made - len(self._kept))
@@ -370,7 +370,7 @@ class TensorCacheSource(BatchSource):
         ]
 
     def _as_dali(self, batch: tuple[Any, ...], layouts: Mapping[str, str] | None) -> tuple[Any, ...]:
-        """Return a batch with DALI's own tensors in place of arrays in pinned memory; with `layouts`, of all arrays."""
+        """Return a batch with DALI's own tensors: with `layouts` in place of all arrays, else of those in pinned memory."""
         if layouts is None and not self._is_pinned:
             return batch
         for_dali = list(batch)

@@ -1,4 +1,4 @@
-"""Batches of a stream of samples, for example from remote shards, for `fn.external_source`."""
+"""Source of batches of a stream of samples, for `fn.external_source`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in the form that DALI takes, and the outputs of pipelines as tensors."""
+"""Convert tensors to the form that DALI takes, and outputs of pipelines to tensors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def as_dali(value: Any, layout: str, is_pinned: bool) -> Any:
 
 
 def as_torch(output: Any, copy: bool) -> Any:
-    """Return an output as a tensor `[B, …]`, or as a list of B tensors. Memory: with `copy`, torch's own, else DALI's own."""
+    """Return an output as a tensor `[B, …]` or a list of B tensors, in DALI's memory or, with `copy`, in torch's."""
     if output.is_dense_tensor():
         return _part_as_torch(output.as_tensor(), copy)
     return [_part_as_torch(part, copy) for part in output]

@@ -25,17 +25,6 @@ def reader(paths: Any, batch_size: int = 6, **options: Any) -> Any:
     return dali_plugin.TensorCacheIterator(made)
 
 
-@pytest.mark.parametrize("depth", [1, 2, {"cpu_size": 3, "gpu_size": 2}], ids=str)
-@pytest.mark.parametrize("nodes", ["tensorcache", "native_reader"])
-def test_copied_batches_and_batches_that_are_kept_do_not_change(cache: Any, nodes: str, depth: Any) -> None:
-    made = pipeline(lambda: getattr(dali_plugin.fn, nodes)(cache), prefetch_queue_depth=depth)
-    kept = list(dali_plugin.TensorCacheIterator(made, copy=depth == 2))
-    assert [i for batch in kept for i in batch["id"]] == list(range(COUNT))
-    for batch in kept:
-        for at, i in enumerate(batch["id"]):
-            assert_same(sample(i), unbatched(batch, at))
-
-
 @pytest.mark.parametrize("last_batch", ["short", "pad", "drop"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 6), (2, 6), (3, 6), (3, 1), (3, 2)])
 def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int) -> None:

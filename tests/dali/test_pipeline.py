@@ -22,9 +22,10 @@ LATENT = "tensors.float32"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, {"cpu_size": 3, "gpu_size": 2}], ids=str)
-def test_every_dtype_comes_back_and_stays(cache: Any, depth: Any) -> None:
-    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, shuffle=depth != 2), prefetch_queue_depth=depth)
-    iterator = dali_plugin.TensorCacheIterator(made)
+@pytest.mark.parametrize("nodes", ["tensorcache", "native_reader"])
+def test_every_dtype_comes_back_and_stays(cache: Any, nodes: str, depth: Any) -> None:
+    made = pipeline(lambda: getattr(dali_plugin.fn, nodes)(cache, shuffle=depth != 2), prefetch_queue_depth=depth)
+    iterator = dali_plugin.TensorCacheIterator(made, copy=depth == 2)
     assert len(iterator) == 4
     for _ in range(2):
         kept = list(iterator)

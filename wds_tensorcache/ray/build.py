@@ -14,7 +14,7 @@ import ray.data
 from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import add_note
 from wds_tensorcache.ray.batches import ray_to_torch
-from wds_tensorcache.ray.commit import commit, key_digests, shard_keys, listed_shards, start_write
+from wds_tensorcache.ray.commit import commit, key_digests, listed_shards, shard_keys, start_write
 from wds_tensorcache.ray.rows import KEY, Mark, exact_columns, keys_of
 from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, open_output, resolve_folder
 from wds_tensorcache.reading.cache import TensorCache

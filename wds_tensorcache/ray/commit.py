@@ -144,7 +144,7 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
 
 
 def commit(job: WriteJob, names: Sequence[str]) -> None:
-    """List the shards of a write in one change; raise InvalidKeyError if a key occurs twice. An overwrite deletes all others."""
+    """List the shards of a write in one change; an overwrite deletes all others. Raise InvalidKeyError for doubled keys."""
     folder = folder_of(job.folder)
     shards = _load_shards(folder, names)
     _check_unique(job, shards)
