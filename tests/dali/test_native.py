@@ -57,7 +57,7 @@ def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int)
     assert orders[0] != orders[1]
 
 
-def test_nothing_is_taken_from_another_device(cache: Any) -> None:
+def test_nothing_is_taken_from_another_device(folder: Path, cache: Any) -> None:
     """To look at arrays or bools of a batch on a GPU, the host would wait for all work that is queued."""
     names = ["arrays.0", "arrays.10", "tensors.bool", "tensors.bfloat16", "cond.0.0"]
     made = pipeline(lambda: dali_plugin.fn.native_reader(cache, tensors=names), 4)
@@ -69,9 +69,10 @@ def test_nothing_is_taken_from_another_device(cache: Any) -> None:
     for at, kind in (("0", "?"), ("10", "U4")):
         assert batch["arrays"][at].dtype == kind
         assert batch["arrays"][at].tolist() == [sample(i)["arrays"][at].tolist() for i in range(4)]
-    stale = torch.tensor([list(b"elsewhere.tar:77:0.safetensors")], dtype=torch.uint8)
-    with pytest.raises(tc.FormatError, match="DALI's index of the shard is stale"):
-        source.nest({"packed": packed[:1], "number": stale})
+    for path in ("elsewhere.tar", folder / "0.tar"):
+        stale = torch.tensor([list(f"{path}:77:0.safetensors".encode())], dtype=torch.uint8)
+        with pytest.raises(tc.FormatError, match="DALI's index of the shard is stale"):
+            source.nest({"packed": packed[:1], "number": stale})
 
 
 def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:
