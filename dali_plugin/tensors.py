@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 from ctypes import c_void_p
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,11 @@ def is_tensor(carrier: Carrier) -> bool:
     return isinstance(carrier.true, torch.dtype)
 
 
+@lru_cache(maxsize=256)
+def _is_native(dtype: Any) -> bool:
+    return bool(dali_carrier(dtype).dtype.name == dtype_name(dtype))
+
+
 def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two dicts of a pipeline's outputs by name: the restored tensors with `carriers`, and all other outputs.
 
@@ -53,14 +59,13 @@ def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple
 
 
 def _restore(name: str, value: Any, carrier: Carrier) -> Any:
-    if not is_tensor(carrier):
+    if not isinstance(carrier.true, torch.dtype):
         value = value.cpu().numpy()
-    true = dtype_name(carrier.true)
-    if carrier.dtype.name == true:
-        return value  # DALI has the dtype, so an operator may have made any other of it
+    if _is_native(carrier.true):
+        return value  # an operator may have converted it to another dtype
     if carrier.fits(value):
         return carrier.restore(value)
-    if true == "bool":
+    if dtype_name(carrier.true) == "bool":
         return value  # an operator has made numbers of 0 and 1, which is allowed
     raise TypeError(
         f"tensor {name!r} is {carrier.true}, which DALI lacks, so its bits pass through the pipeline as {carrier.dtype}; but "

@@ -100,13 +100,13 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]
     job = WriteJob(path, mode, 1 + max(numbers, default=-1), secrets.token_hex(4), key, options)
-    lock = None
-    # Two writes may start at once. Each makes its marker before it looks for markers, so one finds the other's.
-    if folder.is_remote:
-        folder.new_file(_marker(job.id)).finish()
-    else:
-        lock = Flock(folder.locate(_marker(job.id)), os.O_RDWR | os.O_CREAT | os.O_EXCL, wait_s=60)
-    try:
+    with contextlib.ExitStack() as locks:
+        # Two writes may start at once. Each makes its marker before it looks for markers, so one finds the other's.
+        if folder.is_remote:
+            folder.new_file(_marker(job.id)).finish()
+        else:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            locks.enter_context(Flock(folder.locate(_marker(job.id)), flags, wait_s=60))
         try:
             # an empty manifest hides the shards from readers until the write is complete
             change_manifest(folder, lambda manifest: _prepare(folder, job, manifest))
@@ -117,9 +117,6 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
             yield job
         finally:
             _end(folder, job)
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
