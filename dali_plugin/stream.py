@@ -66,7 +66,8 @@ class TensorCacheStream(BatchSource):
         is_sample = isinstance(first, dict) and isinstance(first.get("__key__", ""), str)
         lazies = tc.flatten(first.get(field)) if is_sample else {}
         if not lazies:
-            got = f"a sample with the fields {list_names(first, field)}" if is_sample else f"{first!r:.100}"
+            got = "nothing" if first is None else f"{first!r:.100}"
+            got = f"a sample with the fields {list_names(first, field)}" if is_sample else got
             raise ValueError(
                 f"the stream begins with {got}, expected samples from tc.decode(), with lazy tensors in {field!r:.100}"
             )

@@ -45,7 +45,7 @@ def test_every_dtype_comes_back(folder: Path, last_batch: str) -> None:
         (stream_of, {"batch_size": 0}, ValueError, "batch_size=0"),
         ([{"__key__": "a", "jpg": b""}], {}, ValueError, r"the fields '__key__', 'jpg', expected .* in 'tensorcache'"),
         ([{"__key__": "a", "tensorcache": {"x": torch.ones(2)}}], {}, ValueError, "with lazy tensors in 'tensorcache'"),
-        ([], {}, ValueError, "the stream begins with None"),
+        ([], {}, ValueError, "the stream begins with nothing"),
         (iter([{"__key__": "a"}]), {}, ValueError, "can be iterated over only once"),
         ([[{"__key__": "a"}]], {}, ValueError, r"the stream begins with \[{'__key__': 'a'}\], expected samples"),
     ],

@@ -87,6 +87,7 @@ def test_views_and_options(every_kind_cache: Path) -> None:
         assert [row["__key__"] for row in rows] == ["0007", "0003", "0005"]
         assert_same(torch.from_numpy(rows[0]["latent"].copy()), every_kind(7)["latent"])
         assert "float8" not in rows[0]
+        assert tc.ray.read_ray(view[:0]).take_all() == []
         (row,) = tc.ray.read_ray(view[:1], exact=True).take_all()
         assert list(tc.flatten(tc.decode_sample(row["__skeleton__"], row["__tensors__"]))) == ["latent"]
         with pytest.raises(TypeError, match="num_threads"):

@@ -109,7 +109,8 @@ def test_dtypes_of_new_columns_are_recorded(dtype: torch.dtype) -> None:
     tensor, batch = torch.arange(4).view(2, 2).to(dtype), {"id": np.arange(2)}
     with pytest.raises(ValueError, match="pass the batch"):
         tc.ray.ray_from_torch({"x": tensor})
-    columns = tc.ray.ray_from_torch({"x": tensor, "rows": [None, tensor[1]], "text": ["a", "b"]}, batch)
+    columns = tc.ray.ray_from_torch({"x": tensor, "rows": [None, tensor[1]], "text": tensor}, batch)
+    columns |= tc.ray.ray_from_torch({"text": ["a", "b"]}, columns)
     result = tc.ray.ray_to_torch({**batch, **columns})
     assert_same({"id": torch.arange(2), "x": tensor, "rows": [None, tensor[1]], "text": ["a", "b"]}, result)
     assert tc.ray.ray_from_torch({"x": torch.ones(2)}).keys() == {"x"}

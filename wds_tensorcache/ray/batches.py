@@ -130,11 +130,11 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
     columns = {name: _as_column(value) for name, value in tensors.items()}
     dtypes = {name: rows for name, value in tensors.items() if any(rows := _dtypes_of(value))}
     if batch is not None:
-        marks = [mark or Mark() for mark in split_batch(batch)[1]]
-        types = [{name: rows[at % len(rows)] for name, rows in dtypes.items()} for at in range(len(marks))]
-        texts = [
-            replace(mark, columns={**mark.columns, **new}).encode() for mark, new in zip(marks, types, strict=True)
-        ]
+        texts = []
+        for at, mark in enumerate(split_batch(batch)[1]):
+            others = {name: kind for name, kind in (mark or Mark()).columns.items() if name not in tensors}
+            own = {name: rows[at % len(rows)] for name, rows in dtypes.items()}
+            texts.append(replace(mark or Mark(), columns=others | own).encode())
         return {**columns, MARK: texts}
     for name, dtype in ((name, dtype) for name, rows in dtypes.items() for dtype in rows if dtype is not None):
         if arrow_carrier(dtype).dtype.name != dtype_name(dtype):

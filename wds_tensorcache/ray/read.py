@@ -232,9 +232,11 @@ class TensorCacheDatasource(Datasource):  # type: ignore[misc]
 
 def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
     """Cut samples into at most `count` ranges of about equal bytes, none of them empty."""
+    if not len(nbytes):
+        return []
     # each sample counts as a few bytes more, so that samples without tensors are spread, too
     ends = np.cumsum(nbytes + 64)
-    cuts = np.searchsorted(ends - (nbytes + 64) / 2, ends[-1:] * np.arange(1, max(count, 1)) / max(count, 1))
+    cuts = np.searchsorted(ends - (nbytes + 64) / 2, ends[-1] * np.arange(1, max(count, 1)) / max(count, 1))
     return list(pairwise(np.unique(np.concatenate([[0], cuts, [len(nbytes)]])).tolist()))
 
 
