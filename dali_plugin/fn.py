@@ -1,4 +1,4 @@
-"""Functions for use in `@pipeline_def` that add the tensors of a cache to a pipeline, as nodes."""
+"""Functions that add the tensors of a cache to a pipeline, as nodes. Call them in a function under `@pipeline_def`."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def tensorcache(
 
     Returns:
         Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
-        width. Elements of any other width than 1, 2, 4 or 8 bytes are bytes, in an additional last dimension.
+        width. Elements that do not have 1, 2, 4 or 8 bytes are uint8, with their bytes as an additional last dimension.
         `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them; use
-        `as_float=[…]` to compute with bfloat16. If a computation changes the integer dtype, the iterator raises TypeError; if a
-        computation keeps this dtype, as `fn.resize` does, the iterator cannot detect it.
+        `as_float=[…]` to compute with bfloat16. The iterator raises TypeError if an operator changed the integer dtype. It
+        cannot detect a computation that keeps this dtype, as `fn.resize` does.
 
     Raises:
         ValueError: The pipeline already reads a cache, or its batch size differs from that of the source. Or `parallel` is True
@@ -129,8 +129,8 @@ def native_reader(
 
     Args:
         paths: Whole shards on disks: a cache, or anything that `tc.open` accepts.
-        index_paths: DALI's indexes of the shards; a stale one raises ValueError. By default, the `.idx` of each shard is used.
-            For a shard whose `.idx` is missing or stale, an index is made for this pipeline in a temporary folder.
+        index_paths: DALI's indexes of the shards; by default, the `.idx` of each shard. For a shard whose index is missing or
+            stale, an index is made for this pipeline in a temporary folder.
         tensors: Names of the tensors in the batches; all by default. DALI reads all tensors in any case.
         members: Suffixes of other members, for example `["jpg"]`; their bytes arrive unchanged.
         device: `"gpu"` sends the bytes to the pipeline's GPU.
@@ -143,14 +143,13 @@ def native_reader(
 
     Returns:
         Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. With `device="gpu"`, and if
-            some tensors are numpy arrays, the second node is the same bytes on the CPU.
+        some tensors are numpy arrays, the second node is the same bytes on the CPU.
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
         TypeError: `paths` is a joined cache.
-        ValueError: `paths` is a view of some samples, some samples lack a member, there are fewer samples than ranks, or an
-            index in `index_paths` is stale.
-        FileNotFoundError: A file in `index_paths` does not exist.
+        ValueError: `paths` is a view of some samples, some samples lack a member, or there are fewer samples than ranks. Or
+            `index_paths` has not one existing file for each shard.
         RuntimeError: No pipeline is being defined.
     """
     pipeline = _current_pipeline("native_reader", device)
@@ -162,7 +161,7 @@ def native_reader(
 
 
 class _Borrowed:
-    """A source that the pipeline keeps alive, for DALI's operators to call.
+    """A weak reference to a source, for DALI's operators to call. The pipeline keeps the source alive.
 
     Hazard: DALI's operators and their outputs refer to each other. If they referred to the source, all batches that it keeps
     would stay in memory until the garbage collector finds that cycle.
@@ -188,6 +187,6 @@ def _current_pipeline(name: str, device: str) -> Any:
 
 
 def _as_floats(node: Any) -> Any:
-    """Return bfloat16 bits as float32 values: the bits of a bfloat16 are the upper half of those of the equal float32."""
+    """Convert bfloat16 bits to float32: they are the upper half of the bits of the equal float32."""
     upper: Any = fn.cast(fn.reinterpret(node, dtype=DALIDataType.UINT16), dtype=DALIDataType.UINT32)
     return fn.reinterpret(upper * Constant(np.uint32(1 << 16)), dtype=DALIDataType.FLOAT)  # type: ignore[no-untyped-call]

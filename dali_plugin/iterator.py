@@ -1,4 +1,4 @@
-"""Iterator that returns the batches of DALI pipelines in the nested structure that was written."""
+"""Iterator over the batches of DALI pipelines, in the nested structure that was written."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class TensorCacheIterator:
         copy: Copy outputs on a GPU into torch's memory. Use this if batches are freed while a CUDA graph is captured: to free
             its own memory, DALI synchronizes the device, which aborts the process during a capture.
         outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the source's. A new name
-            that is similar to that of a tensor which is not among the outputs causes a warning.
+            causes a warning if it is similar to the name of a tensor that is not among the outputs.
 
     Raises:
         ValueError: `outputs` lacks `"number"` or repeats a name, there are no pipelines, or a pipeline occurs twice. Or one of
-            several pipelines reads a stream, or has another number of batches than the first.
+            several pipelines reads a stream, or their numbers of batches differ.
         ValueError (when a batch is requested): The number of names differs from the number of the pipeline's outputs.
         TypeError (when a batch is requested): An operator computed with integers that hold the bits of another dtype, such as
             bfloat16.
@@ -64,10 +64,8 @@ class TensorCacheIterator:
         outputs = [outputs] if isinstance(outputs, str) else outputs
         self._pipes = [_Pipe(pipeline, source, outputs, copy) for pipeline in pipelines]
         self._source = self._pipes[0].source
-        if self._source.num_batches is None and len(pipelines) > 1:
-            raise ValueError("streams may differ in length; make an iterator for each pipeline that reads a stream")
-        if any(pipe.source.num_batches != self._source.num_batches for pipe in self._pipes):
-            raise ValueError("the pipelines have different numbers of batches")
+        if len(pipelines) > 1 and {pipe.source.num_batches for pipe in self._pipes} != {self._source.num_batches or 0}:
+            raise ValueError("the numbers of batches differ, or are unknown; make an iterator for each pipeline")
         self.is_padding: Any = None
         self._is_built = False
         self._is_over = False
@@ -214,7 +212,7 @@ class _Pipe:
                 warnings.warn(f"{problem}; is this a typo? If not, choose a less similar name", stacklevel=4)
 
     def schedule(self) -> None:
-        """Let DALI begin to make further outputs."""
+        """Let DALI begin the next batch."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -249,7 +247,7 @@ class _Pipe:
         return (batch, extra) if extra else batch, self.source.is_padding(iteration, count)
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Return a context in which the pipeline's GPU is current: DALI takes the default stream for that of this GPU."""
+        """Return a context in which the pipeline's GPU is current. Hazard: DALI uses the default stream of the current GPU."""
         return torch.cuda.device(self.pipeline.device_id) if self._has_gpu else nullcontext()
 
     def _stream(self) -> Any:

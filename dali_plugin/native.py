@@ -1,6 +1,6 @@
 """Source that reads a cache with DALI's own reader of WebDataset shards, without Python.
 
-The reader returns the bytes of whole tensor members, and where each comes from. Tensors are views of these bytes.
+The reader returns the bytes of whole tensor members, and their origins. Tensors are views of these bytes.
 """
 
 from __future__ import annotations
@@ -64,9 +64,12 @@ class NativeReader(BatchSource):
         self._paths = [shard.path for shard in self._shards]
         self._by_path = {path.encode(): number for number, path in enumerate(self._paths)}
         self._begins: dict[int, tuple[list[int], list[int]]] = {}  # by shard; see `_begins_of`
-        self._index_paths = (
-            None if index_paths is None else self._check_index_paths([os.fspath(path) for path in index_paths])
-        )
+        self._index_paths = list(map(dali_index_path, self._paths))
+        if index_paths is not None:
+            self._index_paths = [os.fspath(path) for path in index_paths]
+            if len(self._index_paths) != len(self._paths) or not all(map(os.path.isfile, self._index_paths)):
+                problem = f"index_paths={self._index_paths!r:.300}: expected an existing file for each of"
+                raise ValueError(f"{problem} {len(self._paths)} shards; pass names of tensors as tensors=")
         self._has_host = False
         largest = -(-count // world_size)
         num_runs = -(-largest // batch_size)
@@ -93,28 +96,12 @@ class NativeReader(BatchSource):
             except UnicodeEncodeError as exc:
                 raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
 
-    def _check_index_paths(self, paths: list[str]) -> list[str]:
-        """Return `paths`; raise FileNotFoundError or ValueError unless they are indexes of the shards, in order."""
-        for path in paths:
-            if not os.path.isfile(path):
-                raise FileNotFoundError(f"index_paths: there is no file {path!r}; pass names of tensors as tensors=")
-        if len(paths) != len(self._paths):
-            raise ValueError(f"{len(paths)} index_paths for {len(self._paths)} shards, expected one for each shard")
-        for shard, path in zip(self._shards, paths, strict=True):
-            if not seems_current(path, shard.index, shard.name):
-                raise ValueError(
-                    f"{path} is not an index of {shard.path}, or is stale; leave out index_paths= to have missing and stale "
-                    "indexes made"
-                )
-        return paths
-
-    def _make_indexes(self) -> list[str]:
-        """Return the paths of DALI's indexes of the shards; missing or stale ones are made in a temporary folder."""
+    def _current_indexes(self) -> list[str]:
+        """Return the paths of DALI's indexes of the shards. Make missing and stale ones in a temporary folder."""
         folder = tempfile.mkdtemp(prefix="tensorcache-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         paths = []
-        for number, shard in enumerate(self._shards):
-            path = dali_index_path(shard.path)
+        for number, (shard, path) in enumerate(zip(self._shards, self._index_paths, strict=True)):
             if not seems_current(path, shard.index, shard.name):
                 path = dali_index_path(os.path.join(folder, str(number)))
                 Path(path).write_bytes(build_dali_index(list_members(shard.index)))
@@ -132,7 +119,7 @@ class NativeReader(BatchSource):
         both = [skeletons] if any(tensors in shard.index.members for shard in self._shards) else []
         nodes: Any = fn.readers.webdataset(
             paths=self._paths,
-            index_paths=self._index_paths or self._make_indexes(),
+            index_paths=self._current_indexes(),
             ext=[tensors, *both, *self.members],
             missing_component_behavior="skip",  # leaves out samples without this cache
             random_shuffle=self._steps["shuffle"],
@@ -190,7 +177,7 @@ class NativeReader(BatchSource):
         raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")
 
     def _begins_of(self, number: int) -> tuple[list[int], list[int]]:
-        """Return the offsets of a shard's tensor members, ascending, and for each the number of its sample in the shard."""
+        """Return the ascending offsets of a shard's tensor members, and the row of each member's sample."""
         sorted_begins = self._begins.get(number)
         if sorted_begins is None:
             begins = self._shards[number].columns.tensors_begin
@@ -204,7 +191,7 @@ class NativeReader(BatchSource):
         Args:
             request: Request for the samples.
             members: Tensor members of the samples, uint8 `[B, n]`, on any device; shorter members are padded to n.
-            host: The same bytes on the CPU; arrays are made of them.
+            host: The same bytes on the CPU, for arrays.
 
         Memory: views of `members`. Unaligned or stacked tensors, bools on a GPU, and arrays are copies.
         """
@@ -240,7 +227,7 @@ def _split_origin(origin: bytes) -> list[Sequence[bytes]]:
 
 
 def _cut(members: torch.Tensor, reference: Any) -> Any:
-    """Return one tensor of all `members` as `[n, …]`."""
+    """Return one tensor of each of `members` as a batch `[B, …]`."""
     count = len(members)
     part = members[:, reference.begin : reference.end]
     if reference.kind == "ndarray":

@@ -1,4 +1,4 @@
-"""Source of batches for `fn.external_source`; a batch of a cache depends only on epoch and iteration."""
+"""Source of batches for `fn.external_source`. A batch of a cache depends only on epoch and iteration."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ class TensorCacheSource(BatchSource):
     Memory: `keep + prefetch_batches + 1` batches.
     Pipelines: each call of `dali_plugin.fn.tensorcache` makes a copy of the source for its pipeline. If you call
         `fn.external_source` yourself, make a source for each pipeline.
-    Threads/fork/pickle: one thread at a time; pickles for DALI's worker processes, which open the shards themselves. A copy
-        reads nothing ahead. The threads end with the source.
+    Threads/fork/pickle: one thread at a time; pickles for DALI's worker processes, which open the shards themselves. A
+        pickled copy reads nothing ahead. The threads end with the source.
     """
 
     num_batches: int
@@ -226,26 +226,21 @@ class TensorCacheSource(BatchSource):
         self._begin()
 
     def _begin(self) -> None:
-        """Set the state of one pipeline in one process."""
+        """Reset the state that belongs to one pipeline in one process."""
         self._pool: ThreadPoolExecutor | None = None
-        self._jobs = deque[Future[Any]]()  # the batches that are read ahead
-        self._next = (0, 0, 0)  # process id, epoch and iteration of the first of them
+        self._jobs: dict[tuple[int, int], Future[Any]] = {}  # the batches that are read ahead, by epoch and iteration
+        self._pid = 0  # of the process that started the threads
         self._num_made, self._num_given = 0, 0
         # events after DALI's copies of batches in pinned memory, by batch number; None if the copies are complete
         self._events: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # worker processes get no batches, since they keep their own
-        unpickled: dict[str, Any] = {
-            "_kept": deque(maxlen=self._kept.maxlen),
-            "_pool": None,
-            "_jobs": deque(),
-            "_num_threads": 0,
-        }
-        return vars(self) | unpickled
+        return {**vars(self), "_kept": deque(maxlen=self._kept.maxlen), "_pool": None, "_jobs": {}, "_num_threads": 0}
 
     def for_pipeline(self) -> TensorCacheSource:
         source = super().for_pipeline()
+        source._num_threads = self._num_threads
         source._begin()
         return source
 
@@ -297,23 +292,18 @@ class TensorCacheSource(BatchSource):
 
     def _read_next(self, epoch: int, iteration: int) -> Any:
         """Return a batch, and let threads read the next ones of the epoch. A request for any other batch discards them."""
-        pid = os.getpid()
-        if self._next[0] != pid:
+        if self._pid != os.getpid():
             # Hazard: a forked child must not use what its parent's threads may have locked.
-            self._pool, self._jobs = ThreadPoolExecutor(self._num_threads, "tensorcache-dali"), deque()
-        if self._next != (pid, epoch, iteration):
-            while self._jobs:
-                self._jobs.popleft().cancel()
+            self._pool, self._jobs = ThreadPoolExecutor(self._num_threads, "tensorcache-dali"), {}
+            self._pid = os.getpid()
         assert self._pool is not None
-        end = min(iteration + self._num_ahead + 1, len(self))
-        for ahead in range(iteration + len(self._jobs), end):
-            self._jobs.append(self._pool.submit(self._read_for_dali, self._narrow_ahead, epoch, ahead))
-        self._next = pid, epoch, iteration + 1
-        job = self._jobs.popleft()
-        try:
-            return job.result()
-        finally:
-            del job  # an error's traceback refers to this frame, and would keep the job
+        wanted = [(epoch, at) for at in range(iteration, min(iteration + self._num_ahead + 1, len(self)))]
+        for discarded in self._jobs.keys() - wanted:
+            self._jobs.pop(discarded).cancel()
+        for request in wanted:
+            if request not in self._jobs:
+                self._jobs[request] = self._pool.submit(self._read_for_dali, self._narrow_ahead, *request)
+        return self._jobs.pop((epoch, iteration)).result()
 
     def _read_for_dali(self, cache: Any, epoch: int, iteration: int) -> Any:
         # DALI takes page-locked memory for that of the current GPU, which is the first one in a new thread
@@ -321,14 +311,14 @@ class TensorCacheSource(BatchSource):
             return self._read(cache, epoch, iteration, self.layouts)
 
     def _read(self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None) -> Any:
-        """Return the arguments of `_keep` for an iteration."""
+        """Read a batch; return the arguments of `_keep`."""
         step = self._step(epoch, iteration)
         numbers, request = step.indices, self._reader.request(step)
         batch = (*self._tensors_of(cache, request), *self._members_of(request), numbers)
         return numbers, request, batch, self._as_dali(batch, layouts)
 
     def _keep(self, numbers: Array, request: Any, batch: tuple[Any, ...], for_dali: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep the sample indices, request and tensors of a batch until DALI has read it; return it in the form for DALI."""
+        """Keep a batch until DALI has read it; return it in the form for DALI."""
         if self._is_pinned and len(self._kept) == self._kept.maxlen:
             # DALI may still be copying the oldest batch, whose pinned memory is reused once it is dropped here
             self._wait_for_copies(self._num_made - len(self._kept))
@@ -380,7 +370,7 @@ class TensorCacheSource(BatchSource):
         ]
 
     def _as_dali(self, batch: tuple[Any, ...], layouts: Mapping[str, str] | None) -> tuple[Any, ...]:
-        """Return a batch with DALI's own tensors in place of arrays in pinned memory; with `layouts`, of all arrays."""
+        """Return a batch with DALI's own tensors: with `layouts` in place of all arrays, else of those in pinned memory."""
         if layouts is None and not self._is_pinned:
             return batch
         for_dali = list(batch)

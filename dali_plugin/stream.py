@@ -1,4 +1,4 @@
-"""Batches of a stream of samples, for example from remote shards, for `fn.external_source`."""
+"""Source of batches of a stream of samples, for `fn.external_source`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.utils.data import default_collate
 
 import wds_tensorcache as tc
 from dali_plugin.source import Array, BatchSource
-from dali_plugin.tensors import carrier_of, is_tensor, match_names
+from dali_plugin.tensors import is_tensor, match_names
+from wds_tensorcache.codec.carriers import dali_carrier
 from wds_tensorcache.errors import list_names
 
 
@@ -33,7 +34,7 @@ class TensorCacheStream(BatchSource):
 
     Raises:
         KeyError: The first sample has no such tensor or member.
-        ValueError: The stream has no samples, cannot be iterated over again, or yields no lazy tensors.
+        ValueError: The stream has no samples, cannot be iterated over again, or has no lazy tensors in `field`.
         BatchError (when a batch is requested or nested): A sample lacks `field` or a tensor, or its dtypes differ from those of
             the first sample. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor that the
             first sample lacks.
@@ -61,26 +62,20 @@ class TensorCacheStream(BatchSource):
             raise ValueError(
                 f"{stream!r:.100} can be iterated over only once, but every epoch iterates over a stream again"
             )
-        first = next(begun, None)
-        if first is None:
-            raise ValueError("the stream has no samples")
-        if not isinstance(first, dict) or not isinstance(first.get("__key__", ""), str):
-            raise ValueError("the stream yields batches, expected single samples: dicts from tc.decode()")
-        if field not in first:
-            names = list_names(first, field)
-            raise KeyError(
-                f"samples have the fields {names}, but no {field!r:.100}; does the stream end in tc.decode()?"
-            )
-        lazies = tc.flatten(first[field])
+        first: Any = next(begun, None)
+        is_sample = isinstance(first, dict) and isinstance(first.get("__key__", ""), str)
+        lazies = tc.flatten(first.get(field)) if is_sample else {}
         if not lazies:
+            got = "nothing" if first is None else f"{first!r:.100}"
+            got = f"a sample with the fields {list_names(first, field)}" if is_sample else got
             raise ValueError(
-                f"field {field!r} has no lazy tensors; does the stream end in tc.decode(), which leaves tensors lazy?"
+                f"the stream begins with {got}, expected samples from tc.decode(), with lazy tensors in {field!r:.100}"
             )
         self._stream, self._field = stream, field
         self._has_all = tensors is None
         self.tensors = list(lazies) if tensors is None else match_names(tensors, lazies, "tensor")
         self.members = match_names(members, [name for name in first if isinstance(first[name], bytes)], "member")
-        self._stored = {name: carrier_of(name, lazies[name].dtype, lazies[name].ndim) for name in self.tensors}
+        self._stored = {name: dali_carrier(lazies[name].dtype) for name in self.tensors}
         self.schema = dict(self._stored)
         self.batch_size, self._last_batch = batch_size, last_batch
         self._shown = f"{batch_size=}, {last_batch=}"
@@ -131,7 +126,7 @@ class TensorCacheStream(BatchSource):
                 raise tc.BatchError(f"a sample of the stream has no tensor {name!r}")
             lazies = [tensors[name] for tensors in by_sample]
             for lazy in lazies:
-                if carrier_of(name, lazy.dtype, lazy.ndim) != carrier:
+                if lazy.dtype != carrier.true:
                     raise tc.BatchError(
                         f"tensor {name!r} is {carrier.true} at first, but {lazy.dtype} in a later sample"
                     )

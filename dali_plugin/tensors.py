@@ -1,4 +1,4 @@
-"""Tensors in the form that DALI takes, and the outputs of pipelines as tensors."""
+"""Convert tensors to the form that DALI takes, and outputs of pipelines to tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,9 @@ from torch.utils.dlpack import from_dlpack
 
 from wds_tensorcache.codec.carriers import Carrier, dali_carrier
 from wds_tensorcache.codec.dtypes import dtype_name
-from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import unknown_name
 
 _CUDA = 2  # DLPack's type of a GPU
-
-
-def carrier_of(name: str, dtype: Any, ndim: int) -> Carrier:
-    """Return the carrier of a tensor; raise TypeError if a batch of it has more dimensions than a numpy array can have."""
-    carrier = dali_carrier(dtype)
-    if 1 + ndim + len(carrier.inner) > ARRAY_NDIM:
-        raise TypeError(
-            f"tensor {name!r} of {dtype} has {ndim} dimensions; a batch of it needs more than the {ARRAY_NDIM} that numpy "
-            "allows; store the tensor flattened, with its shape"
-        )
-    return carrier
 
 
 def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
@@ -37,7 +25,7 @@ def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
         if isinstance(tensor.dtype, tuple):
             dtypes = " and ".join(map(str, tensor.dtype))
             raise TypeError(f"tensor {name!r} is {dtypes} in different samples; a DALI node has only one dtype")
-    return {name: carrier_of(name, tensor.dtype, len(tensor.shape or ())) for name, tensor in schema.items()}
+    return {name: dali_carrier(tensor.dtype) for name, tensor in schema.items()}
 
 
 def is_tensor(carrier: Carrier) -> bool:
@@ -74,7 +62,7 @@ def _restore(name: str, value: Any, carrier: Carrier) -> Any:
     if not isinstance(carrier.true, torch.dtype):
         value = value.cpu().numpy()
     if _is_native(carrier.true):
-        return value
+        return value  # an operator may have converted it to another dtype
     if carrier.fits(value):
         return carrier.restore(value)
     if dtype_name(carrier.true) == "bool":
@@ -102,7 +90,7 @@ def as_dali(value: Any, layout: str, is_pinned: bool) -> Any:
 
 
 def as_torch(output: Any, copy: bool) -> Any:
-    """Return an output as a tensor `[B, …]`, or as a list of B tensors. Memory: with `copy`, torch's own, else DALI's own."""
+    """Return an output as a tensor `[B, …]` or a list of B tensors, in DALI's memory or, with `copy`, in torch's."""
     if output.is_dense_tensor():
         return _part_as_torch(output.as_tensor(), copy)
     return [_part_as_torch(part, copy) for part in output]

@@ -14,19 +14,18 @@ import torch
 
 import dali_plugin
 import wds_tensorcache as tc
-from benchmarks.calls import traced
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import dali, pipeline, unbatched
 from tests.same import assert_same
-from wds_tensorcache.reading.batch.rows import locate
 
 LATENT = "tensors.float32"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, {"cpu_size": 3, "gpu_size": 2}], ids=str)
-def test_every_dtype_comes_back_and_stays(cache: Any, depth: Any) -> None:
-    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, shuffle=depth != 2), prefetch_queue_depth=depth)
-    iterator = dali_plugin.TensorCacheIterator(made)
+@pytest.mark.parametrize("nodes", ["tensorcache", "native_reader"])
+def test_every_dtype_comes_back_and_stays(cache: Any, nodes: str, depth: Any) -> None:
+    made = pipeline(lambda: getattr(dali_plugin.fn, nodes)(cache, shuffle=depth != 2), prefetch_queue_depth=depth)
+    iterator = dali_plugin.TensorCacheIterator(made, copy=depth == 2)
     assert len(iterator) == 4
     for _ in range(2):
         kept = list(iterator)
@@ -152,7 +151,7 @@ def test_mistakes(cache: Any) -> None:
         (lambda: tensorcache(cache, layouts={"y": "CHW"}), KeyError, "unknown tensor of this source 'y'"),
         (
             lambda: dali_plugin.fn.native_reader(cache, ["scalar"]),
-            FileNotFoundError,
+            ValueError,
             "pass names of tensors as tensors=",
         ),
         (lambda: tuple(dali.fn.external_source(source, num_outputs=2)), TypeError, "needs batch_info=True"),
@@ -280,21 +279,6 @@ def test_pipelines_that_share_a_source(tmp_path: Path) -> None:
         stream = dali_plugin.TensorCacheStream(samples, batch_size=4)
         pairs = zip(made(stream), made(stream, as_float=["text"]), strict=True)
         assert [[batch["i"] for batch in pair] for pair in pairs] == [[[0, 1, 2, 3]] * 2, [[4, 5, 6, 7]] * 2]
-
-
-@pytest.mark.parametrize("is_joined", [False, True])
-def test_a_batch_locates_its_samples_once(folder: Path, is_joined: bool) -> None:
-    opened = tc.join({"a": folder, "b": folder}) if is_joined else tc.open(folder)
-    with opened as cache:
-        # the samples of one batch are located while the batch before it is made whole again
-        batches = dali_plugin.TensorCacheIterator(
-            pipeline(lambda: dali_plugin.fn.tensorcache(cache, members=["bin"], shuffle=True, num_threads=0), 2)
-        )
-        trace = traced(lambda: next(iter(batches)))
-        assert trace.calls[locate.__code__] == 1 + is_joined
-        batch, others = next(iter(batches))
-        numbers = (batch["a"] if is_joined else batch)["id"].tolist()
-        assert [raw.numpy().tobytes() for raw in others["bin"]] == [b"member %d" % n for n in numbers]
 
 
 def test_batches_that_another_process_made_or_that_came_before(cache: Any) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import random
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -22,7 +20,7 @@ import wds_tensorcache as tc
 from dali_plugin import TensorCacheSource
 from tests.children import run_in_child
 from tests.dali.conftest import COUNT
-from tests.dali.pipelines import dali, pipeline
+from tests.dali.pipelines import pipeline
 
 
 def request(source: Any, epoch: int, iteration: int) -> Any:
@@ -43,9 +41,9 @@ def test_any_requests(cache: Any, num_threads: int, num_ahead: int) -> None:
     for epoch, iteration in [*requests, *((7, iteration) for iteration in range(5))]:
         scalars, numbers = request(source, epoch, iteration)
         assert scalars.tolist() == numbers.tolist() == source.indices(epoch, iteration).tolist()
-        ahead = [job.result()[0].tolist() for job in source._jobs]
         last = min(4, iteration + num_ahead) if num_threads else iteration
-        assert ahead == [source.indices(epoch, at).tolist() for at in range(iteration + 1, last + 1)]
+        ahead = {at: source._jobs[epoch, at].result()[0].tolist() for _, at in source._jobs}
+        assert ahead == {at: source.indices(epoch, at).tolist() for at in range(iteration + 1, last + 1)}
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
@@ -62,15 +60,6 @@ def test_errors_come_with_their_batch_and_again(tmp_path: Path, num_threads: int
                         request(source, 0, iteration)
             else:
                 assert len(request(source, 0, iteration)[-1]) == 2
-
-
-def test_options(cache: Any) -> None:
-    for options in ({"num_threads": -1}, {"prefetch_batches": -1}):
-        with pytest.raises(ValueError, match="expected 0 or more"):
-            TensorCacheSource(cache, ["scalar"], batch_size=2, **options)
-    copied = pickle.loads(pickle.dumps(TensorCacheSource(cache, ["scalar"], batch_size=2)))
-    assert request(copied, 0, 1)[0].tolist() == [2, 3]
-    assert not threads()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -125,29 +114,3 @@ def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str | None) -> 
         assert not cache._store.pool._leases
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("layouts", [{}, {"tensors.float32": "HW", "cond.0.0": "HW"}], ids=["", "layouts"])
-def test_dali_is_fed_the_objects_of_the_source(
-    cache: Any, monkeypatch: pytest.MonkeyPatch, layouts: dict[str, str]
-) -> None:
-    """DALI makes new objects of arrays, and of DALI tensors if a node has a layout; the new ones are not page-locked."""
-    module = sys.modules["nvidia.dali.external_source"]
-    fed: list[tuple[Any, Any]] = []
-    prepare = module._prep_data_for_feed_input  # type: ignore[attr-defined]
-
-    def recorded(data: Any, *args: Any) -> Any:
-        fed.append((data, prepare(data, *args)))
-        return fed[-1][1]
-
-    monkeypatch.setattr(module, "_prep_data_for_feed_input", recorded)
-    names = ["scalar", "tensors.float32", "cond.0.0"]  # the last one differs in shape
-    outputs = pipeline(lambda: dali_plugin.fn.tensorcache(cache, names, ["bin"], layouts=layouts)).run()
-    assert [output.layout() for output in outputs] == [layouts.get(name, "") for name in [*names, "bin", "number"]]
-    assert {type(data) for data, _ in fed} == {tuple, dali.tensors.TensorListCPU}
-    for data, used in fed:
-        if isinstance(data, tuple):
-            assert len(data) == len(used) == 6
-            assert all(one is other for one, other in zip(data, used, strict=True))
-        else:
-            assert used is data

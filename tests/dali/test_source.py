@@ -79,6 +79,8 @@ def test_batches_stay_as_long_as_dali_may_read_them(cache: Any) -> None:
         ({"tensors": ["tensors.float32", "tensors.float*"]}, ValueError, "a name occurs twice"),
         ({"members": ["jpg"]}, KeyError, r"unknown member 'jpg'; there are 'bin'"),
         ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"num_threads": -1}, ValueError, "expected 0 or more"),
+        ({"prefetch_batches": -1}, ValueError, "expected 0 or more"),
         ({"rank": 2, "world_size": 2}, ValueError, "out of range"),
         ({"last_batch": "fill"}, ValueError, "last_batch='fill', expected one of short, pad, wrap, drop"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,20 @@ def test_a_killed_driver(notes: Path, tmp_path: Path) -> None:
     check(build(notes, out))
     assert min(times_computed(notes).values()) == 1
     assert tc.verify(out).ok
+
+
+def test_shards_of_killed_builds_with_the_same_samples(notes: Path, tmp_path: Path) -> None:
+    """Two attempts of a task may have finished; each sample is there once, and markers without a lock do not count."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, count in (("a", 20), ("b", 30)):
+        build(notes, tmp_path / name, count).close()
+        for path in (tmp_path / name).glob("part-*"):
+            shutil.copy(path, out)
+    (out / ".ray-01234567.writing").touch()
+    check(build(notes, out, 40), 40)
+    assert tc.verify(out).ok
+    assert not list(out.glob(".*"))
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,19 @@ def test_columns_that_are_refused(write_cache: Callable[..., Path]) -> None:
         tc.ray.ray_table(["a", "b"], [{}])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex64])
+def test_dtypes_of_new_columns_are_recorded(dtype: torch.dtype) -> None:
+    """Also in a batch that no cache is the source of."""
+    tensor, batch = torch.arange(4).view(2, 2).to(dtype), {"id": np.arange(2)}
+    with pytest.raises(ValueError, match="pass the batch"):
+        tc.ray.ray_from_torch({"x": tensor})
+    columns = tc.ray.ray_from_torch({"x": tensor, "rows": [None, tensor[1]], "text": tensor}, batch)
+    columns |= tc.ray.ray_from_torch({"text": ["a", "b"]}, columns)
+    result = tc.ray.ray_to_torch({**batch, **columns})
+    assert_same({"id": torch.arange(2), "x": tensor, "rows": [None, tensor[1]], "text": ["a", "b"]}, result)
+    assert tc.ray.ray_from_torch({"x": torch.ones(2)}).keys() == {"x"}
+
+
 @pytest.mark.parametrize(
     "text", [5, "text", [1], "", "[]", '[{"a": 5}, 1, 1, null]', '[{"a": "ndarray:O"}, 1, 1, null]', "[" * 100_000]
 )

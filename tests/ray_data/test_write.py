@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +106,9 @@ def test_changed_columns(write_cache: Callable[..., Path], tmp_path: Path) -> No
         columns = {name: value for name, value in tensors.items() if name.startswith("many.")}
         columns["ragged"] = [tensor * 3 for tensor in tensors["ragged"]]
         columns["many.float16"] = tensors["many.float16"].float() + 1
-        columns["extra.depth"] = torch.ones(len(batch["ragged"]), 2, dtype=torch.int16)
+        columns["extra.depth"] = torch.ones(len(batch["ragged"]), 2, dtype=torch.bfloat16)
         prompts = np.array([text.upper() for text in batch["text.prompt"]])
-        return {**batch, **tc.ray.ray_from_torch(columns), "text.prompt": prompts}
+        return {**batch, **tc.ray.ray_from_torch(columns, batch), "text.prompt": prompts}
 
     dataset = tc.ray.read_ray(write_cache(nested, 12)).drop_columns(["many.bool"]).map_batches(change, batch_size=5)
     cache = tc.ray.write_ray(dataset, tmp_path / "out")
@@ -116,7 +118,7 @@ def test_changed_columns(write_cache: Callable[..., Path], tmp_path: Path) -> No
         expected["many"]["float16"] = expected["many"]["float16"].float() + 1
         expected["ragged"] *= 3
         expected["text"]["prompt"] = f"PHOTO {i}"
-        expected["extra"] = {"depth": torch.ones(2, dtype=torch.int16)}
+        expected["extra"] = {"depth": torch.ones(2, dtype=torch.bfloat16)}
         assert_same(in_order(expected), in_order(sample))
 
 
@@ -221,3 +223,48 @@ def test_what_is_in_the_folder(every_kind_cache: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "100%").exists()
     with pytest.raises(TypeError, match="max_sample"):
         tc.ray.write_ray(first, out, overwrite=True, max_sample=3)
+
+
+def test_several_writes_at_once(every_kind_cache: Path, tmp_path: Path) -> None:
+    """The first one waits in a task, until the others have been refused or have finished."""
+    dataset = tc.ray.read_ray(every_kind_cache, exact=True, override_num_blocks=1)
+    out, gate = tmp_path / "out", tmp_path / "gate"
+
+    def wait(row: dict[str, Any]) -> dict[str, Any]:
+        while not gate.exists():
+            time.sleep(0.01)
+        return row
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(tc.ray.write_ray, dataset.map(wait), out)
+        while not list(out.glob(".ray-*.writing")):
+            assert not first.done()
+            time.sleep(0.01)
+        for options in ({}, {"overwrite": True}):
+            with pytest.raises(FileExistsError, match="in progress"):
+                tc.ray.write_ray(dataset, out, **options)  # type: ignore[arg-type]
+        with pytest.raises(FileExistsError, match="in progress"):
+            tc.ray.build_ray(dataset, dict, out, fingerprint={})
+        with pytest.raises(FileNotFoundError):
+            tc.open(out)  # an empty manifest hides the shards
+        appended = tc.ray.write_ray(dataset.filter(expr=col("__key__") < "0004"), out, append=True)
+        gate.touch()
+        with pytest.raises(FileExistsError, match="meanwhile"):
+            first.result()
+    check(appended, range(4))
+    assert len(list(out.glob("*.tar"))) == appended.num_shards
+
+
+def test_a_late_task_leaves_nothing(every_kind_cache: Path, tmp_path: Path) -> None:
+    """A task whose write has ended finds no marker in the folder."""
+    out = tmp_path / "out"
+
+    def end(table: Any) -> Any:
+        for path in out.glob(".ray-*.writing"):
+            path.unlink()
+        return table
+
+    dataset = tc.ray.read_ray(every_kind_cache, exact=True).map_batches(end, batch_format="pyarrow")
+    with pytest.raises(RuntimeError, match="has ended"):
+        tc.ray.write_ray(dataset, out)
+    assert files(out) == []

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+import wds_tensorcache as tc
 from tests.same import assert_same
-from wds_tensorcache.sharing.dataset import SharedDataset
 
 
 class Counted:
@@ -40,7 +40,7 @@ class Counted:
         return Counter(map(int, self.log.read_text().split()))
 
 
-def read_all(shared: SharedDataset, seed: int, epochs: int = 2) -> None:
+def read_all(shared: tc.SharedDataset, seed: int, epochs: int = 2) -> None:
     """Read every sample of a `Counted` in each epoch, in random order and batches of random length, and compare it."""
     order = random.Random(seed)
     for _ in range(epochs):

@@ -106,37 +106,6 @@ def test_workers_of_a_data_loader_share(counted: Counted, directory: Path, conte
     wait_until_empty(directory)
 
 
-def test_an_unrelated_process_shares(counted: Counted, directory: Path) -> None:
-    code = """if True:
-        import os, sys
-        from pathlib import Path
-        import wds_tensorcache as tc
-        from tests.sharing.datasets import Counted, read_all
-        os.umask(0o777)
-        with tc.SharedDataset(Counted(Path(sys.argv[1]), 40), "consoles", directory=sys.argv[2]) as shared:
-            read_all(shared, 1)
-            print(shared.stats().hits, len(shared.stats().holders), flush=True)
-            sys.stdin.readline()
-    """
-    with tc.SharedDataset(counted, "consoles", directory=directory) as shared:
-        read_all(shared, 0, 1)
-        other = subprocess.Popen(
-            [sys.executable, "-c", code, str(counted.log), str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert other.stdout is not None
-        assert other.stdout.readline().split() == ["80", "2"]
-        assert sorted(shared.stats().holders) == sorted([os.getpid(), other.pid])
-    [base] = directory.iterdir()
-    assert [path.name for path in base.iterdir()] == ["consoles"]  # the other process holds it
-    other.communicate("\n")
-    assert other.returncode == 0
-    wait_until_empty(directory)
-    assert counted.loads() == dict.fromkeys(range(COUNT), 1)
-
-
 def test_a_forked_child_holds_the_memory_after_its_parent(counted: Counted, directory: Path) -> None:
     result, told = os.pipe()
 

@@ -1,8 +1,9 @@
-"""Rows and batches of Ray as samples and torch tensors, and samples as a block of Ray."""
+"""Turn rows and batches of Ray into samples and torch tensors, and samples into blocks of Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from wds_tensorcache.codec.carriers import arrow_carrier
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import rebuild
-from wds_tensorcache.ray.columns import column_values, values_by_column
-from wds_tensorcache.ray.rows import KEY, Mark, as_tensor, exact_columns, marks_of, sample_of, undo_nulls
+from wds_tensorcache.ray.rows import KEY, MARK, Mark, as_tensor, exact_columns, sample_of, split_batch
 from wds_tensorcache.shards.names import NamedKey
 
 
@@ -37,23 +38,21 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     Memory: tensors are newly allocated, on the CPU.
     """
-    columns = {name: column_values([value]) for name, value in row.items()}
-    (mark,) = marks_of(columns) or [None]
-    values = {name: undo_nulls(name, column, [mark])[0] for name, column in columns.items()}
+    columns, marks = split_batch({name: [value] for name, value in row.items()})
+    values = {name: column[0] for name, column in columns.items()}
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Lazy):
             return leaf.load()
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
 
-    return rebuild(sample_of(values, mark, allow), copy)
+    return rebuild(sample_of(values, marks[0] if marks else None, allow), copy)
 
 
 def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
-    """Return a collate function for `ds.iter_torch_batches`, which gives batches bfloat16 and other dtypes of torch.
+    """Return a collate function for `ds.iter_torch_batches`. Its batches are those of `ray_to_torch`.
 
-    Batches are those of `ray_to_torch`. Ray moves them to a device only if all their columns are tensors: select such
-    columns first, or move the tensors yourself.
+    Ray moves a batch to a device only if all its columns are tensors: select such columns first, or move the tensors yourself.
 
     Args:
         dtypes: As for `ray_to_torch`.
@@ -90,13 +89,12 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
 
     Memory: tensors are newly allocated, on the CPU.
     """
-    columns = values_by_column(batch)
-    marks = marks_of(columns)
+    columns, marks = split_batch(batch)
     tensors = {}
     for name, values in columns.items():
         dtype = (dtypes or {}).get(name)
         types = [dtype or (None if mark is None else mark.columns.get(name)) for mark in marks]
-        tensors[name] = _torch_column(undo_nulls(name, values, marks), types)
+        tensors[name] = _torch_column(values, types)
     return tensors
 
 
@@ -111,22 +109,44 @@ def _torch_column(values: Sequence[Any], types: Sequence[Any]) -> Any:
     return torch.stack(items) if len(kinds) == 1 and None not in kinds else items
 
 
-def ray_from_torch(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors as columns of a batch, such as a function of `ds.map_batches` returns; the inverse of `ray_to_torch`.
+def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, Any]:
+    """Return tensors as columns of a batch, for functions of `ds.map_batches`; the inverse of `ray_to_torch`.
 
     Args:
-        tensors: By column: a tensor `[B, …]` of any dtype, or a list of B tensors. Other values stay as they are.
+        tensors: By column: a tensor `[B, …]` of any dtype, or a list of B tensors, None where a sample lacks the tensor. Other
+            values stay as they are.
+        batch: Batch that the function got, with the same B rows. Dtypes that Arrow lacks need it: bfloat16, 8-bit floats and
+            complex numbers.
 
     Returns:
         By column: an array of numpy `[B, …]`, or a list of B arrays. bfloat16 is uint16 with the same bits, and all other
-        dtypes are as in the columns of `read_ray`.
+        dtypes are as in the columns of `read_ray`. With `batch`, also the column `__tensorcache__`, which records the dtypes.
 
     Raises:
-        ValueError: The format cannot store a dtype.
+        ValueError: The format cannot store a dtype, or Arrow lacks one and `batch` is None.
 
     Memory: aliases tensors on the CPU; those on a GPU are copied.
     """
-    return {name: _as_column(value) for name, value in tensors.items()}
+    columns = {name: _as_column(value) for name, value in tensors.items()}
+    dtypes = {name: rows for name, value in tensors.items() if any(rows := _dtypes_of(value))}
+    if batch is not None:
+        texts = []
+        for at, mark in enumerate(split_batch(batch)[1]):
+            others = {name: kind for name, kind in (mark or Mark()).columns.items() if name not in tensors}
+            own = {name: rows[at % len(rows)] for name, rows in dtypes.items()}
+            texts.append(replace(mark or Mark(), columns=others | own).encode())
+        return {**columns, MARK: texts}
+    for name, dtype in ((name, dtype) for name, rows in dtypes.items() for dtype in rows if dtype is not None):
+        if arrow_carrier(dtype).dtype.name != dtype_name(dtype):
+            problem = f"column {name!r} is {dtype}, which Arrow lacks"
+            raise ValueError(f"{problem}; pass the batch, ray_from_torch(tensors, batch), which records the dtype")
+    return columns
+
+
+def _dtypes_of(value: Any) -> list[torch.dtype | None]:
+    """Return the dtype of each row of a list, or one dtype for all rows of a tensor; None for other values."""
+    rows = value if isinstance(value, list) else [value]
+    return [row.dtype if isinstance(row, torch.Tensor) else None for row in rows]
 
 
 def _as_column(value: Any) -> Any:

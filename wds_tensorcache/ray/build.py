@@ -12,16 +12,13 @@ import pyarrow as pa
 import ray.data
 
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.errors import TensorCacheError, add_note
+from wds_tensorcache.errors import add_note
 from wds_tensorcache.ray.batches import ray_to_torch
-from wds_tensorcache.ray.columns import column_values
-from wds_tensorcache.ray.commit import commit, key_digests, load_shards, start_write
-from wds_tensorcache.ray.rows import KEY, Mark, as_key, exact_columns, key_column
+from wds_tensorcache.ray.commit import commit, key_digests, listed_shards, shard_keys, start_write
+from wds_tensorcache.ray.rows import KEY, Mark, exact_columns, keys_of
 from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, open_output, resolve_folder
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.fingerprint import as_fingerprint
-from wds_tensorcache.shards.manifest import Manifest
-from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.build_batch import Batch
 from wds_tensorcache.writing.writer import MAX_SAMPLES
@@ -93,13 +90,10 @@ def build_ray(
     path, allow = resolve_folder(out), tuple(allow)
     options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
     smallest, largest = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
-    with _note_finished(path), start_write(path, "build", key, options) as job:
-        folder = folder_of(path)
-        shards = load_shards(folder, Manifest.of(folder).entries)
-        finished = key_digests(name for _, index in shards.values() for name in index.keys)
+    with start_write(path, "build", key, options) as job:
+        finished = key_digests(shard_keys(listed_shards(job)))
         if len(finished):
-            order = np.lexsort((finished[:, 1], finished[:, 0]))
-            arguments = {"digests": ray.put(finished[order]), "key": key}
+            arguments = {"digests": ray.put(np.sort(finished)), "key": key}
             ds = ds.map_batches(_leave_out, batch_format="pyarrow", batch_size=None, fn_kwargs=arguments)
         computed = ds.map_batches(
             _Compute,
@@ -112,16 +106,19 @@ def build_ray(
             **(ray_remote_args or {}),
         )
         sink = CacheDatasink(job, min_samples)
-        with _raise_original_errors(computed):
-            shared = {name: value for name, value in (ray_remote_args or {}).items() if name == "runtime_env"}
-            computed.write_datasink(sink, ray_remote_args=shared)
+        shared = {name: value for name, value in (ray_remote_args or {}).items() if name == "runtime_env"}
+        try:
+            with _raise_original_errors(computed):
+                computed.write_datasink(sink, ray_remote_args=shared)
+        except BaseException as exc:
+            add_note(exc, f"samples in finished shards stay in {shown(path)!r}; call build_ray again to resume")
+            raise
         commit(job, sink.names)
     return open_output(path, described, allow)
 
 
 def _keys(table: Any, key: str) -> list[str]:
-    columns = dict(zip(table.column_names, table.columns, strict=True))
-    return [as_key(value, key) for value in column_values(key_column(columns, key))]
+    return keys_of({name: table[name].to_pylist() if name == key else () for name in table.column_names}, key)
 
 
 def _leave_out(table: Any, digests: Any, key: str) -> Any:
@@ -130,12 +127,12 @@ def _leave_out(table: Any, digests: Any, key: str) -> Any:
         return table
     finished = ray.get(digests)  # a view of Ray's memory, which a node has once
     keys = key_digests(_keys(table, key))
-    first = np.minimum(np.searchsorted(finished[:, 0], keys[:, 0]), len(finished) - 1)
-    return table.filter(pa.array(~(finished[first] == keys).all(1)))
+    near = np.minimum(np.searchsorted(finished, keys), len(finished) - 1)
+    return table.filter(pa.array(finished[near] != keys))
 
 
 class _Compute:
-    """An actor with a model: a function of a block that returns exact rows."""
+    """A model in an actor. It is called with a block, and returns exact rows."""
 
     def __init__(
         self,
@@ -158,7 +155,7 @@ class _Compute:
 
 @contextlib.contextmanager
 def _raise_original_errors(dataset: Any) -> Iterator[None]:
-    """Let Ray raise the original errors of functions."""
+    """Make Ray raise the original errors of functions."""
     context = dataset.context
     before = context.raise_original_map_exception
     context.raise_original_map_exception = True
@@ -166,17 +163,3 @@ def _raise_original_errors(dataset: Any) -> Iterator[None]:
         yield
     finally:
         context.raise_original_map_exception = before
-
-
-@contextlib.contextmanager
-def _note_finished(path: str) -> Iterator[None]:
-    """Add a note about finished samples to an exception."""
-    try:
-        yield
-    except BaseException as exc:
-        # A folder that cannot be read may be the reason of the exception, which must not be replaced by another one.
-        with contextlib.suppress(OSError, TensorCacheError):
-            count = sum(entry.num_samples for entry in Manifest.of(folder_of(path)).entries.values())
-            if count:
-                add_note(exc, f"{count} finished samples are in {shown(path)!r}; call build_ray again to resume")
-        raise

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from ray.data.extensions import ArrowPythonObjectType, ArrowTensorArray, ArrowVariableShapedTensorArray
+from ray.data.extensions import (
+    ArrowPythonObjectType,
+    ArrowTensorArray,
+    ArrowVariableShapedTensorArray,
+    get_arrow_extension_tensor_types,
+)
 
-Array = np.ndarray[Any, Any]
+from wds_tensorcache.codec.carriers import arrow_carrier
+from wds_tensorcache.reading.schema import TensorSchema
+
 # of one shape, of one number of dimensions, lacking in some samples, or anything; Ray cannot combine blocks of two kinds
 Kind = Literal["fixed", "ragged", "optional", "object"]
 PLAIN = {"str": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "bytes": pa.binary()}
 _INT64 = range(-(1 << 63), 1 << 63)
+_SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 cannot encode them
 
 
-def tensor_column(arrays: Any, kind: Kind, absent: Array | None = None) -> Any:
-    """Return the column of an array `[B, …]`, or of B arrays, None where a sample lacks the tensor.
-
-    `absent` is an empty array of the dtype and number of dimensions of optional tensors.
-    """
+def tensor_column(arrays: Any, kind: Kind, tensor: TensorSchema) -> Any:
+    """Return the column of an array `[B, …]`, or of B arrays with None where a sample lacks the tensor."""
     if kind == "fixed":
         return ArrowTensorArray.from_numpy(arrays if isinstance(arrays, np.ndarray) else np.stack(arrays))
     if kind == "object":
         return object_column(list(arrays))
+    carrier = arrow_carrier(tensor.dtype)
+    absent = np.empty((0,) * len(tensor.shape or ()) + carrier.inner, carrier.dtype)
     column = ArrowVariableShapedTensorArray.from_numpy([absent if array is None else array for array in arrays])
     if kind == "ragged":
         return column
@@ -45,48 +53,35 @@ def object_column(values: Sequence[Any]) -> Any:
 
 
 def value_kind(values: Iterable[Any]) -> str:
-    """Return the type in `PLAIN` of all values but None, `"object"` if they have no common one, "" without values."""
+    """Return the common type of all values but None: a name in `PLAIN`, `"object"`, or "" if there are none."""
     kinds = set()
     for value in values:
         if value is not None:
             cls = type(value).__name__
-            is_plain = cls in PLAIN and (cls != "int" or value in _INT64) and (cls != "str" or _is_text(value))
-            kinds.add(cls if is_plain else "object")
+            is_plain = cls in PLAIN and (cls != "int" or value in _INT64)
+            kinds.add(cls if is_plain and not (cls == "str" and _SURROGATE.search(value)) else "object")
     return kinds.pop() if len(kinds) == 1 else "object" if kinds else ""
 
 
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
-
-
-def value_column(values: Sequence[Any], declared: str = "") -> Any:
-    """Return a column of small values; `declared` is its kind in other blocks, if known."""
+def value_column(values: Sequence[Any], declared: str) -> Any:
+    """Return a column of small values; `declared` is its kind in other blocks, "" if unknown."""
     kind = value_kind(values) or declared
     if "object" in (kind, declared):
         return object_column(values)
     return pa.array(values, PLAIN[kind]) if kind else pa.nulls(len(values))
 
 
-def values_by_column(batch: Any) -> dict[str, Sequence[Any]]:
-    """Return the values of each column of a table, data frame, or dict of columns."""
+def values_by_column(batch: Any) -> dict[str, Any]:
+    """Return the values of each column of a table, data frame, or dict: an array `[B, …]` of numbers, or a list of B."""
     if isinstance(batch, pa.Table):
-        return {name: column_values(batch.column(at)) for at, name in enumerate(batch.column_names)}
-    if isinstance(batch, Mapping):
-        return {name: column_values(column) for name, column in batch.items()}
-    if hasattr(batch, "columns") and hasattr(batch, "iloc"):
-        return {str(name): column_values(batch.iloc[:, at]) for at, name in enumerate(batch.columns)}
+        return {name: _arrow_values(batch.column(at)) for at, name in enumerate(batch.column_names)}
+    if hasattr(batch, "items"):
+        return {str(name): _values(column) for name, column in batch.items()}
     raise TypeError(f"expected a batch of Ray: a table, a data frame or a dict of columns, got {type(batch).__name__}")
 
 
-def column_values(column: Any) -> Any:
-    """Return the values of a column of any format: an array `[B, …]` of numbers, or a list."""
-    if isinstance(column, (pa.Array, pa.ChunkedArray)):
-        return _arrow_values(column)
-    if hasattr(column, "to_numpy") and hasattr(column, "iloc") and isinstance(column.dtype, np.dtype):
+def _values(column: Any) -> Any:
+    if hasattr(column, "iloc") and isinstance(column.dtype, np.dtype):
         column = column.to_numpy()
     if isinstance(column, np.ndarray) and column.dtype != object:
         return column
@@ -102,20 +97,15 @@ def _unwrap(value: Any) -> Any:
 
 def _arrow_values(column: Any) -> Any:
     kind = column.type
-    is_extension = isinstance(kind, pa.BaseExtensionType)
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    if column.null_count or isinstance(kind, ArrowPythonObjectType) or not (is_extension or is_number):
+    if column.null_count or not (is_number or isinstance(kind, get_arrow_extension_tensor_types())):
         return column.to_pylist()
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if is_number:  # as an array, because a Python float loses the bits of some NaNs
-        return pa.concat_arrays(chunks or [pa.nulls(0, kind)]).to_numpy(zero_copy_only=False)
-    parts = [_tensors(chunk) for chunk in chunks if len(chunk)]
-    if len(parts) == 1 and isinstance(parts[0], np.ndarray) and parts[0].dtype != object:
-        return parts[0]
-    return [tensor for part in parts for tensor in part]
-
-
-def _tensors(chunk: Any) -> Any:
-    if hasattr(chunk, "to_numpy_ndarray"):
-        return chunk.to_numpy_ndarray()
-    return chunk.to_numpy(zero_copy_only=False)
+        return column.to_numpy()
+    parts = [
+        chunk.to_numpy_ndarray() if hasattr(chunk, "to_numpy_ndarray") else chunk.to_numpy(zero_copy_only=False)
+        for chunk in column.chunks
+        if len(chunk)
+    ]
+    is_dense = len(parts) == 1 and parts[0].dtype != object
+    return parts[0] if is_dense else [tensor for part in parts for tensor in part]

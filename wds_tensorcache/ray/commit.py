@@ -72,10 +72,15 @@ def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:
     return {write: folder.is_remote or is_held(folder.locate(name)) for write, name in ids.items()}
 
 
-def load_shards(folder: Folder, names: Iterable[str]) -> Shards:
+def _load_shards(folder: Folder, names: Iterable[str]) -> Shards:
     paths = {folder.locate(name): name for name in names}
     finished = load_finished(dict.fromkeys(paths, (None, None)))
     return {paths[path]: (finished.entry(path), index) for path, index in finished.indexes.items()}
+
+
+def listed_shards(job: WriteJob) -> Shards:
+    folder = folder_of(job.folder)
+    return _load_shards(folder, Manifest.of(folder).entries)
 
 
 def _list(manifest: Manifest, shards: Shards) -> None:
@@ -84,7 +89,7 @@ def _list(manifest: Manifest, shards: Shards) -> None:
 
 
 def delete_shards(folder: Folder, names: Iterable[str]) -> None:
-    """Delete shards and their indexes, as far as they exist."""
+    """Delete shards and their indexes, if they exist."""
     folder.delete([file for name in names for file in (name, dali_index_path(name), sidecar_path(name))])
 
 
@@ -95,13 +100,13 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]
     job = WriteJob(path, mode, 1 + max(numbers, default=-1), secrets.token_hex(4), key, options)
-    lock = None
-    # Two writes may start at once. Each makes its marker before it looks for markers, so one finds the other's.
-    if folder.is_remote:
-        folder.new_file(_marker(job.id)).finish()
-    else:
-        lock = Flock(folder.locate(_marker(job.id)), os.O_RDWR | os.O_CREAT | os.O_EXCL, wait_s=60)
-    try:
+    with contextlib.ExitStack() as locks:
+        # Two writes may start at once. Each makes its marker before it looks for markers, so one finds the other's.
+        if folder.is_remote:
+            folder.new_file(_marker(job.id)).finish()
+        else:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            locks.enter_context(Flock(folder.locate(_marker(job.id)), flags, wait_s=60))
         try:
             # an empty manifest hides the shards from readers until the write is complete
             change_manifest(folder, lambda manifest: _prepare(folder, job, manifest))
@@ -112,9 +117,6 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
             yield job
         finally:
             _end(folder, job)
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
@@ -131,7 +133,7 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
         raise FileExistsError(f"{shown(job.folder)} contains {len(shards)} shards; {remedy}")
     if mode == "append" and MANIFEST not in names:
         # shards of a killed write may be doubles
-        _list(manifest, load_shards(folder, [name for name in shards if not _PART.fullmatch(name)]))
+        _list(manifest, _load_shards(folder, [name for name in shards if not _PART.fullmatch(name)]))
     if mode == "build":
         _adopt(folder, job, manifest)
     if mode in ("overwrite", "build"):
@@ -139,9 +141,9 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
 
 
 def commit(job: WriteJob, names: Sequence[str]) -> None:
-    """List the shards of a write in one change, unless a key occurs twice; an overwrite then deletes all others."""
+    """List the shards of a write in one change; an overwrite deletes all others. Raise InvalidKeyError for doubled keys."""
     folder = folder_of(job.folder)
-    shards = load_shards(folder, names)
+    shards = _load_shards(folder, names)
     _check_unique(job, shards)
 
     def change(manifest: Manifest) -> None:
@@ -153,7 +155,7 @@ def commit(job: WriteJob, names: Sequence[str]) -> None:
             problem = f"{shown(job.folder)}: another write has finished there meanwhile"
             raise FileExistsError(f"{problem}; write to another folder, or pass append=True")
         if others and shards:
-            _check_unique(job, {**load_shards(folder, others), **shards})
+            _check_unique(job, {**_load_shards(folder, others), **shards})
         _list(manifest, shards)
 
     change_manifest(folder, change)
@@ -162,23 +164,24 @@ def commit(job: WriteJob, names: Sequence[str]) -> None:
 
 
 def key_digests(keys: Iterable[str]) -> np.ndarray[Any, Any]:
-    """Hash keys to uint64 `[N, 2]`."""
+    """Hash each key to 16 bytes."""
     hashes = (xxhash.xxh3_128_digest(key.encode("utf-8", "surrogatepass")) for key in keys)
-    return np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 2)
+    return np.frombuffer(b"".join(hashes), "S16")
 
 
 def _check_unique(job: WriteJob, shards: Shards) -> None:
-    def keys() -> Iterator[str]:
-        return chain.from_iterable(index.keys for _, index in shards.values())
-
-    digests = key_digests(keys())
-    unique, counts = np.unique(digests, axis=0, return_counts=True)
-    if len(unique) < len(digests):
-        doubled = set(map(bytes, unique[counts > 1]))
-        names = dict.fromkeys(key for key, digest in zip(keys(), digests, strict=True) if bytes(digest) in doubled)
+    digests = key_digests(shard_keys(shards))
+    unique, counts = np.unique(digests, return_counts=True)
+    if doubled := set(unique[counts > 1].tolist()):
+        pairs = zip(shard_keys(shards), digests.tolist(), strict=True)
+        names = dict.fromkeys(key for key, digest in pairs if digest in doubled)
         problem = f"{len(names)} keys occur more than once, for example {list_names(names)}"
         remedy = "make the keys unique, pass key= with the name of another column, or leave out existing samples"
         raise InvalidKeyError(f"{shown(job.folder)}: {problem}; {remedy}")
+
+
+def shard_keys(shards: Shards) -> Iterator[str]:
+    return chain.from_iterable(index.keys for _, index in shards.values())
 
 
 def _end(folder: Folder, job: WriteJob) -> None:
@@ -205,7 +208,7 @@ def _end(folder: Folder, job: WriteJob) -> None:
 def _adopt(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
     """List the finished shards of killed and failed builds, as long as no key occurs twice."""
     unlisted = [name for name in shard_names(folder.names()) if name not in manifest.entries]
-    shards = load_shards(folder, (*manifest.entries, *unlisted))
+    shards = _load_shards(folder, (*manifest.entries, *unlisted))
     for name, (_, index) in shards.items():
         fingerprint = index.fingerprint if index.fingerprint is not None else manifest.fingerprint(name)
         check_same(f"{shown(job.folder)}/{name}", fingerprint, job.options["fingerprint"])

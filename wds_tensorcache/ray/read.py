@@ -1,27 +1,42 @@
-"""`read_ray`: a cache as a dataset of Ray."""
+"""`read_ray`: a cache as a dataset of Ray. A read task reads a range of samples in batches."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import ray.data
+from ray.data import Datasource
+from ray.data.block import BlockMetadata
+from ray.data.datasource import ReadTask
 
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.ray.datasource import CacheDatasource, Plan
-from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.codec.carriers import arrow_carrier
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.tree import flatten, rebuild
+from wds_tensorcache.errors import BatchError, EncodeError
+from wds_tensorcache.ray.columns import Kind, tensor_column, value_column, value_kind
+from wds_tensorcache.ray.rows import KEY, MARK, MEMBER, RESERVED, Mark, describe_sample, exact_columns
+from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
-from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import by_shard, spread
+from wds_tensorcache.reading.schema import TensorSchema
 
 if TYPE_CHECKING:
     from wds_tensorcache.codec.header import Layout
 
 Array = np.ndarray[Any, Any]
 _NUM_EXAMINED = 64  # samples whose small values determine the types of columns
+_MAX_ROWS = 4096
+_BLOCK_NBYTES = 32 << 20
 
 
 def read_ray(
@@ -45,16 +60,15 @@ def read_ray(
     pictures, are columns of bytes, named by a dot and the suffix: `.jpg`.
 
     Tensors are columns of one shape, or ragged columns if shapes differ or some samples lack the tensor. A missing tensor is
-    null, and an empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit;
-    `ray_collate` gives batches of torch. Complex numbers have a last dimension of 2, and texts one of bytes or code points.
-    Small values are columns of text, bools, 64-bit ints, floats or bytes. Anything else, also a tensor whose dtype or number of
-    dimensions differs, is a column of Python objects.
+    null, and an empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit.
+    Complex numbers have a last dimension of 2, and texts one of bytes or code points. Small values are columns of text, bools,
+    64-bit ints, floats or bytes. Other values, and tensors whose dtype or number of dimensions differs, are Python objects.
 
     With `exact=True`, a row has the whole sample in two columns of bytes in place of the columns of tensors and values.
     `ray_sample(row)` returns the nested sample, and `write_ray` writes it, bit for bit.
 
     Read tasks are ranges of consecutive samples with about equal bytes. Columns that `ds.select_columns` drops right after
-    reading are not read. Ray gives the blocks in the order in which tasks end, unless you set its `preserve_order`.
+    reading are not read. Blocks come in the order in which tasks end, unless you set `preserve_order` of Ray.
 
     Args:
         source: Anything that `tc.open` takes, or an open cache or view, whose samples and tensors are read.
@@ -92,17 +106,11 @@ def read_ray(
     )
     if values and not exact and len(cache):
         plan = plan.with_value_kinds(cache, np.array(list(spread(len(cache), _NUM_EXAMINED)), np.int64))
-    # newer versions of Ray take more of these options by name, and warn if `ray_remote_args` has them
-    remote_args = dict(ray_remote_args or {})
-    named = inspect.signature(ray.data.read_datasource).parameters.keys() & remote_args.keys()
-    arguments = {name: remote_args.pop(name) for name in named}
-    if remote_args:
-        arguments["ray_remote_args"] = remote_args
     return ray.data.read_datasource(
-        CacheDatasource(cache, _nbytes(cache, alternatives), plan),
+        TensorCacheDatasource(cache, _nbytes(cache, alternatives), plan),
         override_num_blocks=override_num_blocks,
         concurrency=concurrency,
-        **arguments,
+        ray_remote_args=ray_remote_args,
     )
 
 
@@ -116,9 +124,7 @@ def _open(source: Any, options: dict[str, Any]) -> TensorCache[Any]:
     if hasattr(source, "read_batch"):
         problem = f"source is a {type(source).__name__}, expected what tc.open takes, or the cache that it returns"
         remedy = "write its samples into one cache with tc.ShardWriter: writer.write(key, tc.realize(source[key]))"
-        if isinstance(source, JoinedCache):
-            remedy += "; or read each of its caches, and join the datasets with Dataset.join(…, on=('__key__',))"
-        raise TypeError(f"{problem}; {remedy}")
+        raise TypeError(f"{problem}; {remedy}; or read each of its caches, and join the datasets with Dataset.join")
     check_options(read_ray, options, [name for name in inspect.signature(open).parameters if name != "source"])
     return open(source, **options)
 
@@ -139,3 +145,196 @@ def _nbytes(cache: TensorCache[Any], alternatives: Alternatives | None) -> Array
 def _layout_nbytes(layout: Layout, wanted: Any, alternatives: Alternatives | None) -> int:
     sizes = {name: tensor.end - tensor.begin for name, tensor in layout.tensors.items() if wanted(name)}
     return sum(sizes.values()) if alternatives is None else alternatives.chosen_nbytes(sizes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """The columns of a dataset.
+
+    Attributes:
+        schema: Tensors that have columns, by name.
+        count: Number of samples.
+        value_kinds: Kinds of the columns of small values by name, as far as they are known.
+        is_exact, has_values: True if the rows are exact, and if small values have columns.
+        members: Suffixes of the members outside caches, each of which has a column.
+        is_described: True if the cache has a fingerprint.
+        randomness: Choice of alternatives.
+        allow: Classes that samples may contain.
+    """
+
+    schema: Mapping[str, TensorSchema]
+    count: int
+    value_kinds: Mapping[str, str]
+    is_exact: bool
+    has_values: bool
+    members: tuple[str, ...]
+    is_described: bool
+    randomness: Randomness
+    allow: tuple[type, ...]
+
+    def kind(self, name: str) -> Kind:
+        tensor = self.schema[name]
+        if tensor.shape is None or isinstance(tensor.dtype, tuple):
+            return "object"
+        if tensor.num_samples < self.count:
+            return "optional" if tensor.shape else "object"
+        return "ragged" if any(isinstance(size, tuple) for size in tensor.shape) else "fixed"
+
+    def with_value_kinds(self, cache: Cache[Any], numbers: Array) -> Plan:
+        """Return the plan with the kinds of the small values of these samples."""
+        request = cache._request_chosen(numbers, self.randomness)
+        rows = [describe_sample(request.sample(i))[1] for i in range(len(numbers))]
+        names = dict.fromkeys(chain.from_iterable(rows))
+        return dataclasses.replace(
+            self, value_kinds={name: value_kind(row.get(name) for row in rows) for name in names}
+        )
+
+
+class TensorCacheDatasource(Datasource):  # type: ignore[misc]
+    """The samples of a cache as rows.
+
+    Args:
+        cache: Cache, with only the selected tensors.
+        nbytes: Bytes of each sample's selected tensors and of its members, int64 `[N]`.
+        plan: Columns.
+
+    Threads/fork/pickle: used on the driver. Read tasks get the cache through Ray's object store, and open its files themselves.
+    """
+
+    def __init__(self, cache: Cache[Any], nbytes: Array, plan: Plan) -> None:
+        super().__init__()
+        self._cache, self._nbytes, self._plan = cache, nbytes, plan
+        self._projection_map: dict[str, str] | None = None
+
+    @cached_property
+    def _reference(self) -> Any:
+        return ray.put(self._cache)
+
+    def supports_projection_pushdown(self) -> bool:
+        return True
+
+    def estimate_inmemory_data_size(self) -> int:
+        return int(self._nbytes.sum())
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        columns = None if self._projection_map is None else tuple(self._projection_map)
+        tasks = []
+        for begin, end in _cut_evenly(self._nbytes, parallelism):
+            nbytes = self._nbytes[begin:end]
+            sizes = {"num_rows": end - begin, "size_bytes": int(nbytes.sum())}
+            fields = {field.name: sizes.get(field.name) for field in dataclasses.fields(BlockMetadata)}
+            read = partial(_read, self._reference, begin, nbytes, self._plan, columns)
+            tasks.append(ReadTask(read, BlockMetadata(**fields), per_task_row_limit=per_task_row_limit))
+        return tasks
+
+
+def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
+    """Cut samples into at most `count` ranges of about equal bytes, none of them empty."""
+    if not len(nbytes):
+        return []
+    # each sample counts as a few bytes more, so that samples without tensors are spread, too
+    ends = np.cumsum(nbytes + 64)
+    cuts = np.searchsorted(ends - (nbytes + 64) / 2, ends[-1] * np.arange(1, max(count, 1)) / max(count, 1))
+    return list(pairwise(np.unique(np.concatenate([[0], cuts, [len(nbytes)]])).tolist()))
+
+
+def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequence[str] | None) -> Iterator[Any]:
+    """Yield the samples from `begin` on in tables of about 32 MiB."""
+    cache = _cache_of(reference)
+    count = 1 + max(int(nbytes.sum()) // _BLOCK_NBYTES, len(nbytes) // _MAX_ROWS)
+    for first, end in _cut_evenly(nbytes, count):
+        yield _read_table(cache, np.arange(begin + first, begin + end), plan, columns)
+
+
+@lru_cache(maxsize=4)
+def _cache_of(reference: Any) -> Cache[Any]:
+    """Return the cache that all tasks of this process share."""
+    cache: Cache[Any] = ray.get(reference)
+    return cache
+
+
+def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None) -> Any:
+    """Return the rows of the samples at `numbers`, with all columns or only these."""
+    request = cache._request_chosen(numbers, plan.randomness)
+    keys = [request.key(i) for i in range(len(numbers))]
+    suffixes = {MEMBER + suffix: suffix for suffix in plan.members if columns is None or MEMBER + suffix in columns}
+    direct = {KEY, *suffixes} if plan.is_exact else {KEY, *suffixes, *plan.schema}
+    table: dict[str, Any] = {KEY: pa.array(keys, pa.string())}
+    if not plan.is_exact:
+        table |= _tensor_columns(cache, numbers, plan, columns)
+    for name, suffix in suffixes.items():
+        members = cache._find_members(cache._request(numbers), suffix, range(len(numbers)))
+        table[name] = pa.array([members.get(i) for i in range(len(numbers))], pa.large_binary())
+    if columns is None or not direct.issuperset(columns):
+        samples = [request.sample(i) for i in range(len(numbers))]
+        marks = [
+            Mark(is_described=plan.is_described, original=cache._stored_name(number)) for number in numbers.tolist()
+        ]
+        if plan.is_exact:
+            tensors = _read_tensors(cache, numbers, list(plan.schema), plan)
+            samples = [rebuild(sample, partial(_tensor_of, tensors, i), Lazy) for i, sample in enumerate(samples)]
+            table |= exact_columns(keys, samples, marks, plan.allow)
+        else:
+            table |= _value_columns(samples, marks, plan)
+    return pa.table(table if columns is None else {name: table[name] for name in columns if name in table})
+
+
+def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
+    """Return the loaded tensor of sample `i`, or `lazy` itself if none was loaded."""
+    rows = tensors.get(lazy.name)
+    row = None if rows is None else rows[i] if isinstance(rows, list) else rows[i, ...]
+    return lazy if row is None else row
+
+
+def _tensor_columns(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None) -> dict[str, Any]:
+    names = [name for name in plan.schema if columns is None or name in columns]
+    table = {}
+    for name, tensors in _read_tensors(cache, numbers, names, plan).items():
+        if name in RESERVED:
+            raise EncodeError(f"a tensor is called {name!r}, the name of another column; read it with exact=True")
+        arrays = list(map(_carry, tensors)) if isinstance(tensors, list) else _carry(tensors)
+        table[name] = tensor_column(arrays, plan.kind(name), plan.schema[name])
+    return table
+
+
+def _carry(value: Any) -> Array | None:
+    return None if value is None else arrow_carrier(value.dtype).carry(value)
+
+
+def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) -> dict[str, Any]:
+    """Return the column of marks, and a column for each small value whose name no tensor has."""
+    rows = list(map(describe_sample, samples))
+    names = dict.fromkeys((*plan.value_kinds, *chain.from_iterable(values for _, values, _ in rows)))
+    table = {
+        name: value_column([values.get(name) for _, values, _ in rows], plan.value_kinds.get(name, ""))
+        for name in names
+        if plan.has_values and name not in plan.schema
+    }
+    texts = []
+    for mark, (tensors, values, is_whole) in zip(marks, rows, strict=True):
+        kinds: dict[str, Any] = dict.fromkeys((*plan.schema, *names))
+        kinds |= {name: value_kind([value]) or "object" for name, value in values.items()}
+        kinds |= {name: tensor.dtype for name, tensor in tensors.items()}
+        is_whole = is_whole and values.keys() <= table.keys()
+        texts.append(dataclasses.replace(mark, columns=kinds, is_whole=is_whole).encode())
+    return {**table, MARK: pa.array(texts, pa.string())}
+
+
+def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> dict[str, Any]:
+    """Read tensors by name: a batch `[B, …]`, or B tensors with None where a sample lacks the tensor."""
+    tensors: dict[str, Any] = {}
+    request = cache._request_chosen(numbers, plan.randomness)
+    regular = tuple(name for name in names if not isinstance(plan.schema[name].dtype, tuple))
+    if regular:
+        # if structures differ between samples, each sample is read for itself
+        with contextlib.suppress(BatchError):
+            narrow = request if len(regular) == len(plan.schema) else request.keeping(regular)
+            tensors.update(cache._read_tensors(narrow, None, False, "auto", 0))
+    if not tensors.keys() >= set(names):
+        rows = [flatten(request.sample(i)) for i in range(len(numbers))]
+        for name in names:
+            if name not in tensors:
+                tensors[name] = [row[name].load() if name in row else None for row in rows]
+    return {name: tensors[name] for name in names}

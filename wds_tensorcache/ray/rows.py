@@ -39,11 +39,11 @@ class Mark:
     """Facts about the sample of a row, which functions of batches must not lose.
 
     Attributes:
-        columns: Dtype of each tensor of the sample, and type of each small value, by column. It is None for a column in which
-            only other samples of the block have a value.
+        columns: Dtype of each tensor of the sample, and type of each small value, by column. None for a column in which only
+            other samples of the block have a value.
         is_whole: True if the columns have all of the sample; False for example if it contains lists.
         is_described: True if the sample comes from a cache with a fingerprint.
-        original: Original name of the sample, if its key has a hash of it.
+        original: Name from which `tc.safe_key` made the key, if the key has only its hash.
     """
 
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -68,13 +68,12 @@ def _parse_type(text: str | None) -> Any:
     kind, is_dtype, name = text.partition(":")
     if not is_dtype:
         return kind
-    dtype = getattr(torch, name) if kind == "tensor" else np.dtype(name)
-    return arrow_carrier(dtype).true
+    return arrow_carrier(getattr(torch, name) if kind == "tensor" else np.dtype(name)).true
 
 
 @lru_cache(maxsize=256)
 def parse_mark(text: str) -> Mark:
-    """Parse a value of the column `__tensorcache__`; raise FormatError if `read_ray` did not make it."""
+    """Parse a value of the column `__tensorcache__`; raise FormatError if it is not the text of a mark."""
     try:
         columns, is_whole, is_described, original = json.loads(text)
         types = {name: _parse_type(kind) for name, kind in columns.items()}
@@ -83,16 +82,40 @@ def parse_mark(text: str) -> Mark:
     return Mark(types, bool(is_whole), bool(is_described), original if isinstance(original, str) else None)
 
 
-def marks_of(columns: dict[str, Sequence[Any]]) -> Sequence[Mark | None]:
-    """Remove the column of marks from columns, and return the mark of each row; None for rows without one."""
-    texts = columns.pop(MARK, None)
-    if texts is None:
-        return [None] * (len(next(iter(columns.values()))) if columns else 0)
-    return [None if text is None else parse_mark(str(text)) for text in texts]
+def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
+    """Return the values of a batch by column, and the mark of each row; None for rows without one."""
+    columns = values_by_column(batch)
+    count = len(next(iter(columns.values()), ()))
+    texts = columns.pop(MARK, [None] * count)
+    marks = [None if text is None else parse_mark(str(text)) for text in texts]
+    return {name: _undo_nulls(name, values, marks) for name, values in columns.items()}, marks
+
+
+def _undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
+    """Undo the changes that numpy and pandas make to a column because of nulls."""
+    kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
+    may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
+    if None not in kinds and not (may_be_float and "int" in kinds):
+        return values
+
+    def own(value: Any, kind: Any) -> Any:
+        if kind is None and _may_be_null(value):
+            return None
+        # nulls in other rows turn ints into floats
+        return int(value) if kind == "int" and isinstance(value, float) and value.is_integer() else value
+
+    return list(map(own, values, kinds))
+
+
+def _may_be_null(value: Any) -> bool:
+    """Return whether a value may stand for a null in a batch of numpy or pandas."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and not value.size
+    return value is None or (isinstance(value, (float, np.floating)) and bool(value != value))
 
 
 def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Return the lazy tensors and small values of a sample by column, and whether they are all of it."""
+    """Return lazy tensors and small values by column, and whether they are the whole sample."""
     tensors, values = flatten(sample), dict[str, Any]()
 
     def note(path: tuple[Any, ...]) -> None:
@@ -123,31 +146,8 @@ def _is_nested(value: Any, seen: set[int]) -> bool:
     )
 
 
-def may_be_null(value: Any) -> bool:
-    """Return whether a value may stand for a null in a batch of numpy or pandas."""
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0 and not value.size
-    return value is None or (isinstance(value, (float, np.floating)) and bool(value != value))
-
-
-def undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
-    """Return the values of a column, without the changes that numpy and pandas make because of nulls."""
-    kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
-    may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
-    if None not in kinds and not (may_be_float and "int" in kinds):
-        return values
-
-    def own(value: Any, kind: Any) -> Any:
-        if kind is None and may_be_null(value):
-            return None
-        # nulls in other rows turn ints into floats
-        return int(value) if kind == "int" and isinstance(value, float) and value.is_integer() else value
-
-    return list(map(own, values, kinds))
-
-
 def as_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return a value of a column as a tensor or array of `dtype`, a tensor, or Python's number.
+    """Return a value of a column as a tensor or array of `dtype`. Without a dtype, arrays become tensors.
 
     Hazard: it may alias read-only memory of Ray; never write into it.
     """
@@ -191,27 +191,21 @@ def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] =
     for name, value in row.items():
         if name in RESERVED or name.startswith(MEMBER) or (value is None and mark is not None):
             continue
-        sample = _insert(sample, name, as_tensor(value, None if mark is None else mark.columns.get(name)))
-    return sample
-
-
-def _insert(sample: Any, name: str, value: Any) -> Any:
-    *path, last = (unquote(part) for part in name.split("."))
-    target = sample
-    for part in path:
-        target = target.setdefault(part, {}) if type(target) is dict else None
-    if type(target) is not dict or last in target:
-        raise EncodeError(
-            f"column {name!r} has no place in the sample, which has another value there; rename the column"
-        )
-    target[last] = value
+        *path, last = (unquote(part) for part in name.split("."))
+        target = sample
+        for part in path:
+            target = target.setdefault(part, {}) if type(target) is dict else None
+        if type(target) is not dict or last in target:
+            problem = f"column {name!r} has no place in the sample, which has another value there"
+            raise EncodeError(f"{problem}; rename the column")
+        target[last] = as_tensor(value, None if mark is None else mark.columns.get(name))
     return sample
 
 
 def exact_columns(
     keys: Sequence[str], samples: Iterable[Any], marks: Iterable[Mark], allow: Iterable[type] = ()
 ) -> dict[str, Any]:
-    """Return the columns of exact rows but for the key."""
+    """Return the columns of exact rows, without the key."""
     allow = tuple(allow)
     members = []
     for key, sample in zip(keys, samples, strict=True):
@@ -226,44 +220,44 @@ def exact_columns(
     }
 
 
-def key_column(columns: Mapping[str, Sequence[Any]], key: str) -> Sequence[Any]:
+def keys_of(columns: Mapping[str, Sequence[Any]], key: str) -> list[str]:
+    """Return the values of the column `key` as keys.
+
+    Raises:
+        KeyError: There is no such column.
+        InvalidKeyError: A value is neither text nor an integer.
+    """
     if key not in columns:
         raise KeyError(f"no column {key!r} among {sorted(columns)!r:.300}; pass key=…")
-    return columns[key]
-
-
-def as_key(key: Any, column: str) -> str:
-    if isinstance(key, str):
-        return str(key)
-    if isinstance(key, (int, np.integer)) and not isinstance(key, (bool, np.bool_)):
-        return str(int(key))
-    raise InvalidKeyError(
-        f"column {column!r} has a {type(key).__name__} as key, expected text or integers: {key!r:.100}"
-    )
+    for value in columns[key]:
+        if not isinstance(value, (str, int, np.integer)) or isinstance(value, bool):
+            problem = f"column {key!r} has a {type(value).__name__} as key"
+            raise InvalidKeyError(f"{problem}, expected text or integers: {value!r:.100}")
+    return list(map(str, columns[key]))
 
 
 def samples_of_block(
     block: Any, key: str, has_fingerprint: bool, allow: Iterable[type] = ()
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield key, sample and members of each row; without a fingerprint, refuse rows of caches that have one."""
-    columns = values_by_column(block)
-    marks = marks_of(columns)
-    keys = key_column(columns, key) if marks else ()
-    columns = {name: undo_nulls(name, values, marks) for name, values in columns.items() if name != key}
-    for at, mark in enumerate(marks):
+    columns, marks = split_batch(block)
+    keys = keys_of(columns, key) if marks else []
+    columns.pop(key, None)
+    for at, (name, mark) in enumerate(zip(keys, marks, strict=True)):
         if mark is not None and mark.is_described and not has_fingerprint:
             raise StaleCacheError(
-                f"sample {keys[at]!r} was read from a cache that has a fingerprint, but fingerprint= is not given; if the "
+                f"sample {name!r} was read from a cache that has a fingerprint, but fingerprint= is not given; if the "
                 "samples are still what it describes, pass fingerprint=tc.open(source).fingerprint, else a "
                 "description of how they were made, or {} to leave it out"
             )
-        row = {name: values[at] for name, values in columns.items()}
-        members = {name[1:]: value for name, value in row.items() if name.startswith(MEMBER) and value is not None}
-        name: str = as_key(keys[at], key)
-        if mark is not None and mark.original is not None and hashed_key(mark.original) == name:
-            name = hashed_key(mark.original)  # with the original name; otherwise the row has another key now
+        row = {column: values[at] for column, values in columns.items()}
+        members = {
+            column[1:]: value for column, value in row.items() if column.startswith(MEMBER) and value is not None
+        }
         try:
             sample = sample_of(row, mark, allow)
         except TensorCacheError as exc:
-            raise exc.at(f"sample {keys[at]!r}") from exc
+            raise exc.at(f"sample {name!r}") from exc
+        if mark is not None and mark.original is not None and hashed_key(mark.original) == name:
+            name = hashed_key(mark.original)  # with the original name; otherwise the row has another key now
         yield name, sample, members

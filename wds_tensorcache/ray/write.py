@@ -119,7 +119,7 @@ def _in_folder(path: str, name: str) -> str:
 
 
 def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
-    """Open the cache in a folder, which may have no shards."""
+    """Open the cache in a folder; it is empty if the folder has no shards."""
     if not Manifest.of(folder_of(path)).entries:
         return TensorCache(Store([], Files(), Pool(0), 1, fingerprint or {}))
     return open(path, allow=allow)

@@ -143,7 +143,7 @@ class SharedDataset(Cache[Any]):
         self._narrow(np.arange(count), ())
 
     def _narrow(self, indices: Array, selections: Selections) -> None:
-        """Make this object a view of samples, by index in the dataset, int64 `[n]`, with the tensors of all `selections`."""
+        """Make this object a view of the samples at `indices`, int64 `[n]`, with the tensors that all `selections` match."""
         self._indices, self._selections = indices, selections
         matchers = list(map(name_matcher, selections))
         self._narrow_to((lambda name: all(matches(name) for matches in matchers)) if matchers else None)
@@ -193,7 +193,7 @@ class SharedDataset(Cache[Any]):
         return merge_shapes(chain.from_iterable(map(_shapes_in, map(self._tensors_of, indices.tolist()))))
 
     def _tensors_of(self, number: int) -> dict[str, Any]:
-        """Return the selected tensors of a sample by name, none if the sample cannot be encoded. Load it if it is absent."""
+        """Return the selected tensors of a sample by name. Load an absent sample; if it cannot be encoded, return none."""
         sample = self._samples.peek(number)
         tensors = flatten(self._samples.get(number) if sample is None else sample)
         wanted = self._wanted
@@ -241,18 +241,15 @@ class SharedDataset(Cache[Any]):
         Names are known only of samples that were loaded. So a pattern that matches none of them is an error only if all
         samples of this view are in shared memory. No sample is loaded.
 
-        Cost: if all samples are in shared memory, parses them one by one until each pattern has matched.
+        Cost: if all samples are in shared memory, parses samples until each pattern has matched.
         """
         patterns = as_patterns(patterns)
         if self._samples.find_present()[self._indices].all():
-            unknown, names = patterns, dict[str, None]()
-            for number in map(int, self._indices):
-                if not unknown:
-                    break
+            numbers, names = iter(self._indices.tolist()), dict[str, None]()
+            while (unknown := find_unknown(patterns, names)) is not None:
+                if (number := next(numbers, None)) is None:
+                    raise KeyError(unknown_name("tensor", unknown, list(names)))
                 names |= dict.fromkeys(self._tensors_of(number))
-                unknown = tuple(pattern for pattern in unknown if find_unknown([pattern], names) is not None)
-            if unknown:
-                raise KeyError(unknown_name("tensor", unknown[0], list(names)))
         return self._view(self._indices, (*self._selections, with_trees(patterns)), self._store)
 
     def close(self) -> None:

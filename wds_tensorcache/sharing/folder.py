@@ -108,7 +108,8 @@ class SharedFolder:
         """After a fork, hold the folder for this process alone; until then, it shares the parent's lock.
 
         Raises:
-            FileNotFoundError, ValueError: Another program has removed the folder; or another process has made it again since.
+            FileNotFoundError: Another program has removed the folder.
+            ValueError: Another process has made the folder again.
         """
         if self._holders is None or self._pid == os.getpid():
             return
@@ -118,10 +119,6 @@ class SharedFolder:
             raise ValueError(f"{self.path} was removed and made again by another process; open the SharedDataset again")
         self._holders = holders
         self._pid = os.getpid()
-
-    def holders(self) -> list[int]:
-        """Return the process ids of the holders, ascending."""
-        return folder_holders(self.path)
 
     def leave(self) -> None:
         """Stop holding the folder; remove it if no process holds it and it is not persistent."""
@@ -269,9 +266,9 @@ def find_folders(base: str) -> list[str]:
 def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
     """Return the fingerprint of a dataset: its type and length, the datasets and indices in it, and a text of the user.
 
-    Of torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
-    of the indices. Of any dataset, it contains the attribute `_fingerprint`, if that is a string, as in Hugging Face's
-    `datasets`. It reads no sample, and it does not depend on the code of the dataset.
+    For torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
+    of the indices. For any dataset, it contains the attribute `_fingerprint` if that is a string, as in Hugging Face's
+    `datasets`. It reads no sample, and does not depend on the code of the dataset.
 
     Raises:
         TypeError: The dataset has no length.

@@ -18,7 +18,7 @@ from wds_tensorcache.codec.sample import check_binding, decode_body, decode_memb
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.codec.skeleton.types import Allowed
 from wds_tensorcache.errors import EncodeError, FormatError
-from wds_tensorcache.sharing.folder import SharedFolder
+from wds_tensorcache.sharing.folder import SharedFolder, folder_holders
 from wds_tensorcache.sharing.segments import Full, Members, Segments, SegmentSource
 from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.memory_pool import Pool
@@ -109,9 +109,6 @@ class Samples:
         verify: Compare digests at every access.
         allow: Other classes that samples may contain, as `allow_table` returns them.
 
-    Attributes:
-        allow: As the argument.
-
     Threads/fork: safe everywhere. Threads of one process may lose counts of `hits` and `misses`.
     """
 
@@ -163,7 +160,7 @@ class Samples:
         return parsed
 
     def peek(self, index: int) -> Any:
-        """Return a sample, with lazy tensors, and do not count this as a hit or miss; None if it is not in shared memory."""
+        """Return a sample, with lazy tensors, without counting a hit; None if it is not in shared memory."""
         parsed = self._find(index)
         if parsed is None:
             return None
@@ -184,7 +181,7 @@ class Samples:
             self._passed,
             int(self._table.find_present().sum()),
             self._segments.nbytes,
-            tuple(self.folder.holders()),
+            tuple(folder_holders(self.folder.path)),
         )
 
     def _enter(self) -> None:
