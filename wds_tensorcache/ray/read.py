@@ -24,6 +24,7 @@ from wds_tensorcache.codec.tree import flatten, rebuild
 from wds_tensorcache.errors import BatchError, EncodeError
 from wds_tensorcache.ray.columns import Kind, tensor_column, value_column, value_kind
 from wds_tensorcache.ray.rows import KEY, MARK, MEMBER, RESERVED, Mark, describe_sample, exact_columns
+from wds_tensorcache.reading.batch.collate import TENSOR_WAYS
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
 from wds_tensorcache.reading.open_cache import open
@@ -331,7 +332,7 @@ def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan:
         # if structures differ between samples, each sample is read for itself
         with contextlib.suppress(BatchError):
             narrow = request if len(regular) == len(plan.schema) else request.keeping(regular)
-            tensors.update(cache._read_tensors(narrow, None, False, "auto", 0))
+            tensors.update(cache._read_batch(narrow, None, False, "auto", 0, TENSOR_WAYS))
     if not tensors.keys() >= set(names):
         rows = [flatten(request.sample(i)) for i in range(len(numbers))]
         for name in names:
