@@ -26,7 +26,7 @@ from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
 from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, seems_current
-from wds_tensorcache.shards.index_paths import dali_index_path
+from wds_tensorcache.shards.names import dali_index_path
 
 _PACKED = "packed"  # the output that contains the tensors' bytes
 _HOST = "packed_host"  # the same bytes on the CPU, for arrays of numpy, if the first output is on a GPU

@@ -186,9 +186,9 @@ HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
         _names("fcntl"),
         {"storage.locks", "storage.range_locks", "sharing.reaper"},
     ),
-    "the path of DALI's index": (lambda node: getattr(node, "value", None) == ".idx", {"shards.index_paths"}),
+    "the path of DALI's index": (lambda node: getattr(node, "value", None) == ".idx", {"shards.names"}),
     "versions of DALI's index": (_has_text("v1.1", "v1.2"), {"shards.dali_index"}),
-    "the path of a sidecar": (lambda node: getattr(node, "value", None) == ".index", {"shards.index_paths"}),
+    "the path of a sidecar": (lambda node: getattr(node, "value", None) == ".index", {"shards.names"}),
     "the name of the manifest": (lambda node: getattr(node, "value", None) == "manifest.json", {"shards.manifest"}),
     "the keys of the manifest": (_has_text("nsamples", "filesize", "shardlist"), {"shards.manifest"}),
     "names of the two members": (

@@ -29,7 +29,7 @@ _NAMES = {
     "integrations.webdataset": "decode encoder",
     "integrations.webdataset_resumable": "ResumablePipeline",
     "integrations.webdataset_tar": "tarfile_to_samples",
-    "reading.batch.collate": "pad",
+    "reading.collate": "pad",
     "reading.batch_info": "BatchInfo",
     "reading.cache": "Cache TensorCache",
     "reading.join": "JoinedCache join",

@@ -22,9 +22,9 @@ from wds_tensorcache.integrations.torch_dataloader import StepDataset, torch_loa
 from wds_tensorcache.integrations.webdataset import decode, encoder
 from wds_tensorcache.integrations.webdataset_resumable import ResumablePipeline
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
-from wds_tensorcache.reading.batch.collate import pad
 from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.cache import Cache, TensorCache
+from wds_tensorcache.reading.collate import pad
 from wds_tensorcache.reading.join import JoinedCache, join
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.structure import nest

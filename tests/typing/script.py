@@ -17,8 +17,8 @@ from wds_tensorcache.checking.report import Fault, RepairReport, Report
 from wds_tensorcache.integrations.torch_dataloader import TorchLoader
 from wds_tensorcache.integrations.webdataset import Decode
 from wds_tensorcache.integrations.webdataset_tar import TarSamples
-from wds_tensorcache.reading.batch.collate import Pad
 from wds_tensorcache.reading.choose import Choices
+from wds_tensorcache.reading.collate import Pad
 from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
 from wds_tensorcache.reading.positions import KeysView
 from wds_tensorcache.reading.schema import Entry, TensorSchema

@@ -13,9 +13,8 @@ from wds_tensorcache.errors import FormatError, InvalidKeyError, format_count
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, split_line, split_lines
 from wds_tensorcache.shards.footer import build_footer, parse_index, read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.load_index import open_sidecar
-from wds_tensorcache.shards.names import TENSORS, split_member
+from wds_tensorcache.shards.names import TENSORS, dali_index_path, sidecar_path, split_member
 from wds_tensorcache.storage.files import ShardFile
 
 _CHUNK_NBYTES = 1 << 20

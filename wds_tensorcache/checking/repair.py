@@ -13,8 +13,8 @@ from wds_tensorcache.checking.verify import ShardsToCheck
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.shards.dali_index import write_dali_index
-from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, entry_of
+from wds_tensorcache.shards.names import dali_index_path
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.writing.copy_shards import write_shard

@@ -17,7 +17,6 @@ from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind, format_count
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import find_shards, shard_names
-from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
@@ -28,6 +27,7 @@ from wds_tensorcache.shards.manifest import (
     read_manifest,
     stored_digest,
 )
+from wds_tensorcache.shards.names import dali_index_path
 from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
 from wds_tensorcache.storage.threads import Threads, run_in_order

@@ -1,12 +1,14 @@
 """References from a skeleton to its tensors, and sources, which provide the bytes of the tensors.
 
 In place of a tensor, a skeleton (the pickle of a sample) contains a string, for example `tensor:latent`. A reference is
-that string resolved in a layout (the parsed header of the `.safetensors` member): name, dtype, shape and byte range.
+that string resolved in a layout (the parsed header of the `.safetensors` member): name, dtype, shape and byte range. Names are
+paths in the sample (FORMAT.md 2.3).
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +21,9 @@ from wds_tensorcache.codec.dtypes import true_dtype
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
+
+RESERVED = "__metadata__"  # safetensors reserves this name
+_ESCAPED = re.compile("[%.?:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class ByteSource(Protocol):
@@ -151,3 +156,28 @@ def check_named(layout: Layout, texts: Iterable[str]) -> None:
     extra = [name for name in layout.tensors if name not in names]
     if extra:
         raise FormatError(f"the safetensors member has tensors that the skeleton does not refer to: {extra!r:.200}")
+
+
+def _escape(key: str) -> str:
+    text = _ESCAPED.sub(lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode("utf-8", "surrogatepass")), key)
+    return text or "%"
+
+
+short_component = lru_cache(4096)(_escape)  # samples of one cache have the same keys
+
+
+def component(key: object, position: int) -> str:
+    """Return the part of a path that stands for a key of a dict; `position` is the position of the key in the dict."""
+    if type(key) is str:
+        return short_component(key) if len(key) < 64 else _escape(key)
+    return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
+
+
+def join_path(path: str, part: str) -> str:
+    """Return the path of `part` in the container at `path`."""
+    return f"{path}.{part}" if path else part
+
+
+def place(path: str) -> str:
+    """Return the first words of an error message about the value at `path`."""
+    return f"value at {path!r}" if path else "the sample"

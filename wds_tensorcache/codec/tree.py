@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor, PendingLoads, check_device
-from wds_tensorcache.codec.tensor_names import RESERVED, component
+from wds_tensorcache.codec.reference import RESERVED, component
 
 Path = tuple[Any, ...]
 Wanted: TypeAlias = Callable[[str], bool]  # tells whether the tensor with a name is selected

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wds_tensorcache.codec.tensor_names import component, join_path
+from wds_tensorcache.codec.reference import component, join_path
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, unknown_name
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.reference import component, join_path
 from wds_tensorcache.codec.sample import encode_sample
-from wds_tensorcache.codec.tensor_names import component, join_path
 from wds_tensorcache.codec.tree import ATOMS, DICTS, SEQUENCES, flatten
 from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.inspecting.text import tensor_text, value_text

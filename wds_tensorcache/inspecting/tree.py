@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tensor_names import component
+from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding, map_leaves
 from wds_tensorcache.inspecting.text import tensor_text, value_text
 from wds_tensorcache.reading.structure import value_at

@@ -19,7 +19,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from wds_tensorcache.codec.tensor_names import RESERVED
+from wds_tensorcache.codec.reference import RESERVED
 from wds_tensorcache.codec.tree import SEQUENCES, realize
 from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_metadata

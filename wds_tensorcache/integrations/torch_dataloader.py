@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError
-from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.reading.choose import Choose
+from wds_tensorcache.reading.collate import collate_for
 from wds_tensorcache.storage.urls import WRITABLE
 from wds_tensorcache.training.loader import BaseLoader, Read
 from wds_tensorcache.training.options import StepOptions

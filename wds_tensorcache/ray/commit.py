@@ -23,8 +23,8 @@ from wds_tensorcache.errors import InvalidKeyError, list_names
 from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest
+from wds_tensorcache.shards.names import dali_index_path, sidecar_path
 from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.locks import Flock, is_held
 from wds_tensorcache.storage.urls import shown

@@ -24,9 +24,9 @@ from wds_tensorcache.codec.tree import flatten, rebuild
 from wds_tensorcache.errors import BatchError, EncodeError
 from wds_tensorcache.ray.columns import Kind, tensor_column, value_column, value_kind
 from wds_tensorcache.ray.rows import KEY, MARK, MEMBER, RESERVED, Mark, describe_sample, exact_columns
-from wds_tensorcache.reading.batch.collate import TENSOR_WAYS
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
+from wds_tensorcache.reading.collate import TENSOR_WAYS
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import by_shard, spread
 from wds_tensorcache.reading.schema import TensorSchema

@@ -21,8 +21,8 @@ import torch
 from wds_tensorcache.codec.carriers import arrow_carrier
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.reference import component, join_path
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
-from wds_tensorcache.codec.tensor_names import component, join_path
 from wds_tensorcache.codec.tree import flatten, map_leaves, walk
 from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError, StaleCacheError, TensorCacheError
 from wds_tensorcache.ray.columns import PLAIN, value_kind, values_by_column

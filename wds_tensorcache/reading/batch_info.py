@@ -10,8 +10,8 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.batch.collate import Pad, as_collate
 from wds_tensorcache.reading.choose import Choices, Randomness
+from wds_tensorcache.reading.collate import Pad, as_collate
 
 Array = np.ndarray[Any, Any]
 _NUM_INDICES = 8  # indices that the repr shows

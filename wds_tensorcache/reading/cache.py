@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, format_count, list_names, unknown_name
-from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, Collate, Pad, PadValue, as_collate
+from wds_tensorcache.reading.collate import TENSOR_WAYS, Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.positions import (
     KeysView,
     Positions,

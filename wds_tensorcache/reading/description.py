@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.tensor_names import component
+from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.reading.schema import Tensor, TensorSchema, format_tensor, merge_schema, merge_shapes, printable

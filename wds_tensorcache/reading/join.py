@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.tensor_names import component
+from wds_tensorcache.codec.reference import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
-from wds_tensorcache.reading.batch.collate import WAYS, Collate, PadValue, as_collate
 from wds_tensorcache.reading.batch.request import keep_known
 from wds_tensorcache.reading.cache import Cache, TensorCache, _Sample
 from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, Group
+from wds_tensorcache.reading.collate import WAYS, Collate, PadValue, as_collate
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
 from wds_tensorcache.reading.open_cache import open

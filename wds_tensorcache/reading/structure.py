@@ -16,8 +16,7 @@ from urllib.parse import unquote
 import torch
 
 from wds_tensorcache.codec.lazy import Lazy, LazyTensor
-from wds_tensorcache.codec.reference import MemorySource, Reference
-from wds_tensorcache.codec.tensor_names import component
+from wds_tensorcache.codec.reference import MemorySource, Reference, component
 from wds_tensorcache.codec.tree import (
     DICTS,
     SEQUENCES,

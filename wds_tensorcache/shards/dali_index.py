@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path
-from wds_tensorcache.shards.names import TENSORS, member_suffix
+from wds_tensorcache.shards.names import TENSORS, dali_index_path, member_suffix
+from wds_tensorcache.shards.tar import BLOCK, is_header
+from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder
 
 # a member: its extension, the offset and length of its content in bytes, and its name
@@ -94,3 +95,14 @@ def seems_current(path: str, index: ShardIndex, name: str) -> bool:
         if not any(fields[:3] == wanted for fields in split_line(line, _WIDTHS["v1.2"])):
             return False
     return True
+
+
+def check_replaceable(*paths: str) -> None:
+    """Raise FileExistsError if an index must not replace one of the paths: it is a tar, or not an ordinary file."""
+    for path in filter(os.path.exists, paths):
+        if not os.path.isfile(path):
+            raise FileExistsError(f"{path} is not a file, but the index of a shard needs this name; move it away")
+        file = ShardFile(path)
+        if is_header(file.read(0, min(BLOCK, file.nbytes))):
+            problem = f"{path} is a tar, but the index of another shard needs this name"
+            raise FileExistsError(f"{problem}; rename the tar so that its name ends in .tar")

@@ -10,7 +10,7 @@ from typing import TypeVar
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_paths import sidecar_path
+from wds_tensorcache.shards.names import sidecar_path
 from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 from wds_tensorcache.storage.files import File, ShardFile
 

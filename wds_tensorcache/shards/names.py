@@ -1,9 +1,13 @@
-"""Check the names of members against the rules of all tar readers (FORMAT.md 1), and find the two members of a cache."""
+"""Check the names of members against the rules of all tar readers (FORMAT.md 1), and find the two members of a cache.
+
+Paths of a shard's indexes are built here, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
@@ -16,6 +20,8 @@ FIELD = "tensorcache"  # the field of a sample that holds the unnamed cache
 APART = "; the members of a sample must follow each other, as `tar --sort=name` puts them"
 SKELETON = "skel.pyd"
 TENSORS = "safetensors"
+SIDECAR_SUFFIX = ".index"
+DALI_SUFFIX = ".idx"
 MAX_MEMBER_NBYTES = 100
 _CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
@@ -243,3 +249,12 @@ def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool]
     if not half.is_skeleton and not is_bound():
         return None
     raise FormatError(f"member {half.other!r} is missing, but {suffix!r} exists{hint}", kind="missing")
+
+
+def sidecar_path(path: str) -> str:
+    return path + SIDECAR_SUFFIX
+
+
+def dali_index_path(path: str) -> str:
+    """Return the path at which DALI's tools put the index of the shard at `path`."""
+    return os.path.splitext(path)[0] + DALI_SUFFIX

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from wds_tensorcache.errors import FormatError, RemoteError
 from wds_tensorcache.shards.footer import build_footer, parse_index, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.kept_indexes import KeptIndexes
 from wds_tensorcache.shards.load_index import check_sidecar, find_index, scan
+from wds_tensorcache.shards.names import sidecar_path
 from wds_tensorcache.storage.files import File
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole

@@ -21,10 +21,10 @@ import torch
 from wds_tensorcache.arguments import as_int, check_options
 from wds_tensorcache.codec.lazy import check_device
 from wds_tensorcache.reading.batch.batch_memory import SPENT, to_device
-from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.batches_ahead import NUM_THREADS, BatchesAhead, remote_url
 from wds_tensorcache.reading.choose import Choose
+from wds_tensorcache.reading.collate import collate_for
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
 from wds_tensorcache.storage.remote.fetch import COUNTS
 from wds_tensorcache.storage.threads import Threads

@@ -23,11 +23,10 @@ from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import MemberTable, Origins, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.load_index import load_index
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, stored_digest
-from wds_tensorcache.shards.names import check_key, check_suffixes
+from wds_tensorcache.shards.names import check_key, check_suffixes, sidecar_path
 from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, build_tar_header
 from wds_tensorcache.storage.atomic import fsync_folder, remove_temporary, write_atomically
 from wds_tensorcache.storage.files import Files, ShardFile

@@ -12,13 +12,13 @@ from typing import Any
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.reading.find_shards import file_identity, shard_names
 from wds_tensorcache.shards.after_end import check_end, load_whole
-from wds_tensorcache.shards.dali_index import write_dali_index
+from wds_tensorcache.shards.dali_index import check_replaceable, write_dali_index
 from wds_tensorcache.shards.footer import build_footer, read_index
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest, entry_of
+from wds_tensorcache.shards.names import dali_index_path, sidecar_path
 from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.atomic import remove_temporary
 from wds_tensorcache.storage.files import ShardFile

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 
-from wds_tensorcache.shards.index_paths import DALI_SUFFIX, SIDECAR_SUFFIX, dali_index_path
+from wds_tensorcache.shards.names import DALI_SUFFIX, SIDECAR_SUFFIX, dali_index_path
 from wds_tensorcache.storage.atomic import remove_temporary
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import WRITABLE, check_not_url, check_writable, is_url, join_url

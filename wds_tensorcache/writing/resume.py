@@ -19,7 +19,6 @@ from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import MemberColumns, ShardIndex
-from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
@@ -30,7 +29,7 @@ from wds_tensorcache.shards.manifest import (
     check_listed,
     entry_of,
 )
-from wds_tensorcache.shards.names import older_key
+from wds_tensorcache.shards.names import dali_index_path, older_key
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.urls import is_url, name_of, shown

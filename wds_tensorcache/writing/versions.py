@@ -14,8 +14,9 @@ from dataclasses import replace
 from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.reading.find_shards import find_shards
-from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
+from wds_tensorcache.shards.dali_index import check_replaceable
 from wds_tensorcache.shards.manifest import Manifest
+from wds_tensorcache.shards.names import dali_index_path, sidecar_path
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.writing.build_batch import Job, Target, compute

@@ -18,12 +18,11 @@ from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError, add_note, format_count
-from wds_tensorcache.shards.dali_index import write_dali_index
+from wds_tensorcache.shards.dali_index import check_replaceable, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint
 from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import IndexBuilder
-from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Manifest, ShardEntry, change_manifest
 from wds_tensorcache.shards.names import (
     FIELD,
@@ -34,9 +33,11 @@ from wds_tensorcache.shards.names import (
     cache_of_field,
     check_key,
     check_suffixes,
+    dali_index_path,
     is_plain_key,
     is_reserved,
     member_suffix,
+    sidecar_path,
 )
 from wds_tensorcache.shards.packed_sample import PackedSample, pack
 from wds_tensorcache.shards.tar import END_OF_ARCHIVE

@@ -19,7 +19,7 @@ import torch
 
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
-from wds_tensorcache.codec.reference import reference_text
+from wds_tensorcache.codec.reference import RESERVED, component, join_path, place, reference_text, short_component
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.codec.skeleton.limits import (
     LONG_TEXT,
@@ -41,7 +41,6 @@ from wds_tensorcache.codec.skeleton.types import (
     reduction,
 )
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
-from wds_tensorcache.codec.tensor_names import RESERVED, component, join_path, place, short_component
 from wds_tensorcache.errors import EncodeError, FormatError
 
 _FIRST = itemgetter(0)

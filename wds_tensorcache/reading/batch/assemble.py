@@ -16,7 +16,6 @@ from wds_tensorcache.codec.tree import flatten, map_leaves, rebuild
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError, list_names
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
-from wds_tensorcache.reading.batch.collate import WAYS, PadValue, as_collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts
 from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch.placement import (
@@ -29,6 +28,7 @@ from wds_tensorcache.reading.batch.placement import (
 )
 from wds_tensorcache.reading.batch.request import NewNames, Request, columns_of
 from wds_tensorcache.reading.batch.values import Decoded
+from wds_tensorcache.reading.collate import WAYS, PadValue, as_collate
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.storage.gather import Ranges, gather
 

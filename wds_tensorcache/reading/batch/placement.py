@@ -15,8 +15,8 @@ import torch
 
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.collate import Pad
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_stackable
+from wds_tensorcache.reading.collate import Pad
 
 Array = np.ndarray[Any, Any]
 _ALIGN = 64
