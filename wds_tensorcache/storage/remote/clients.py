@@ -26,8 +26,8 @@ class Client(Protocol):
 
     pace: Pace
 
-    def stat(self, request: Request, /) -> ObjectInfo:
-        """Return the state of an object."""
+    def read_head(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        """Return the state of an object and its first `nbytes` bytes, or the whole object if it is shorter."""
         ...
 
     def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
@@ -41,10 +41,6 @@ class Client(Protocol):
         """
         ...
 
-    def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        """Return the state of an object and its bytes, `b""` if there are more than `nbytes`."""
-        ...
-
     def list_objects(self, request: Request, /) -> list[str]:
         """Return the sorted urls of the objects directly in a folder; raise RemoteError if the server has no listings."""
         ...
@@ -53,11 +49,6 @@ class Client(Protocol):
 _Clients = dict[tuple[str, "tuple[str, str] | None"], Client]
 # a forked child makes its own: connections, threads and locks are the parent's
 _clients: Callable[[], _Clients] = per_process(dict)
-
-
-def forget_clients() -> None:
-    """Make new clients when they are next needed, for example after credentials in the environment have changed."""
-    _clients().clear()
 
 
 def client_for(url: str) -> Client:

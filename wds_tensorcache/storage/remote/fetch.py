@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.clients import client_for
@@ -16,24 +16,14 @@ from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, Request
 from wds_tensorcache.storage.system import skip_bytes
 from wds_tensorcache.storage.threads import Threads, per_process
 
+if TYPE_CHECKING:
+    from wds_tensorcache.storage.remote.remote_file import RemoteFile
+
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
 _LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
 _COST = 2  # measured: how long one of many requests takes, in multiples of its part of the latency
 
 _Result = TypeVar("_Result")
-
-
-class _File(Protocol):
-    @property
-    def url(self) -> str: ...
-    @property
-    def state(self) -> ObjectInfo: ...
-    def fix(self, state: ObjectInfo, /) -> None: ...
-    def check_range(self, begin: int, end: int, /) -> None: ...
-    def missing_error(self) -> Exception: ...
-
-
-Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
 
 
 class _Counts(threading.local):
@@ -57,7 +47,7 @@ def pace_of(url: str) -> Pace:
 class _Range:
     """The bytes `[begin, end)` of a file, and the buffers for them."""
 
-    file: _File
+    file: RemoteFile
     begin: int
     end: int
     buffers: list[memoryview] = field(default_factory=list)
@@ -75,7 +65,7 @@ class _Range:
         file.fix(state)
 
 
-def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
+def fetch_many(ranges: Iterable[tuple[RemoteFile, int, Sequence[Any]]], *, merges: bool = True) -> None:
     """Read many ranges at once, straight into the caller's memory.
 
     Ranges of one file are read in the order of their offsets. One request fetches near ranges, if the bytes between them cost
@@ -98,7 +88,7 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
         run_all([request.read for request in requests])
 
 
-def _plan(ranges: Ranges, merges: bool = True) -> list[_Range]:
+def _plan(ranges: Iterable[tuple[RemoteFile, int, Sequence[Any]]], merges: bool) -> list[_Range]:
     wanted = []
     for file, begin, buffers in ranges:
         views = [view for view in map(_bytes, buffers) if len(view)]
@@ -157,8 +147,13 @@ def _split(request: _Range) -> list[_Range]:
 
 def stat(url: str) -> ObjectInfo:
     """Return the state of an object by one request; raise FileNotFoundError if it does not exist."""
+    return read_head(url, 0)[0]
+
+
+def read_head(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
+    """Return the state of an object and its first `nbytes` bytes, or all of them, by one request."""
     request = Request(url)
-    return run(lambda: request.repeat(lambda: client_for(url).stat(request)))
+    return _run(lambda: request.repeat(lambda: client_for(url).read_head(request, nbytes)))
 
 
 def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
@@ -169,29 +164,29 @@ def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
         client = client_for(url)
         if (tail := client.read_tail(request, nbytes)) is not None:
             return tail
-        state = client.stat(request)
+        state, _ = client.read_head(request, 0)
         content = bytearray(min(max(0, nbytes), state.nbytes))
         if content:
             part = Request(url, state.nbytes - len(content), state.nbytes, state)
             state = client.read_range(part, [memoryview(content)])
         return state, bytes(content)
 
-    return run(lambda: request.repeat(attempt))
+    return _run(lambda: request.repeat(attempt))
 
 
 def list_objects(folder: str) -> list[str]:
     """Return the sorted urls of the objects directly in a folder; raise RemoteError if the server has no listings."""
     request = Request(folder)
-    return run(lambda: request.repeat(lambda: client_for(folder).list_objects(request)))
+    return _run(lambda: request.repeat(lambda: client_for(folder).list_objects(request)))
 
 
-def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
+def start_read(file: RemoteFile, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
     """Begin to read from offset `begin` into a buffer; return the future, and its `Cancel`. Call `wait_for`."""
     cancel = retry.Cancel()
     return _executor().submit(_work, _Range(file, begin, begin + len(view), [view]).read, cancel), cancel
 
 
-def run(call: Callable[[], _Result]) -> _Result:
+def _run(call: Callable[[], _Result]) -> _Result:
     """Run a call that makes requests on a thread of the executor, so that Ctrl-C ends the wait for it."""
     (result,) = run_all([call])
     return result
@@ -219,18 +214,11 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
 
 def wait_for(futures: Sequence[Future[Any]]) -> None:
     """Wait until all futures are done or one has failed; end requests whose time is over."""
-    done: list[Future[Any]] = []
-    is_over = threading.Event()
-
-    def note(future: Future[Any]) -> None:
-        done.append(future)
-        if len(done) == len(futures) or future.cancelled() or future.exception() is not None:
-            is_over.set()
-
-    # not `wait` in a loop, which takes the locks of all futures each time
-    for future in futures:
-        future.add_done_callback(note)
-    while futures and not is_over.wait(retry.TICK_S):
+    running = set(futures)
+    while running:
+        done, running = wait(running, retry.TICK_S, FIRST_EXCEPTION)
+        if any(future.cancelled() or future.exception() is not None for future in done):
+            return
         retry.end_overdue()
 
 

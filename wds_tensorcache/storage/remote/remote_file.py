@@ -9,8 +9,7 @@ from typing import Any
 
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
-from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_tail, run, stat
+from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_head, read_tail, stat
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.retry import Request
 from wds_tensorcache.storage.threads import Threads, per_process
@@ -165,10 +164,9 @@ class RemoteFile:
 
 def read_whole(url: str, max_nbytes: int) -> bytes:
     """Return the bytes of an object; raise RemoteError if there are more than `max_nbytes`."""
-    request = Request(url)
-    state, content = run(lambda: request.repeat(lambda: client_for(url).read_whole(request, PART_NBYTES)))
+    state, content = read_head(url, PART_NBYTES)
     if state.nbytes > max_nbytes:
-        raise request.error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
+        raise Request(url).error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
     if len(content) < state.nbytes:
-        return RemoteFile(url, state.nbytes, state.tag).read(0, state.nbytes)
+        content += RemoteFile(url, state.nbytes, state.tag).read(len(content), state.nbytes)
     return content
