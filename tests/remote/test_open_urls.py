@@ -94,18 +94,6 @@ def test_a_folder_without_a_manifest(server: HttpServer) -> None:
         tc.open(f"{server.url}/cache/00{{2..3}}.tar")
 
 
-def test_what_is_no_manifest(server: HttpServer) -> None:
-    for content, message in (
-        (b"<html>not found</html>", "expected a manifest, but the file is not JSON"),
-        (b"[]", "the manifest is a list"),
-        (listing("a.tar").replace(b'"nsamples": 10', b'"nsamples": -1'), "nsamples is -1"),
-        (listing("a.tar").replace(b'{"": 10}', b'{"": 0}'), "expected numbers of samples by name"),
-    ):
-        with pytest.raises(tc.FormatError, match=message) as raised:
-            tc.open(server.put("bad/manifest.json", content))
-        assert f"{server.url}/bad/manifest.json" in str(raised.value)
-
-
 def test_a_changed_length(server: HttpServer, folder: Path) -> None:
     shutil.copytree(folder, folder.parent / "stale", dirs_exist_ok=True)
     manifest = folder.parent / "stale" / "manifest.json"

@@ -41,16 +41,6 @@ def test_random_ranges(http_server: HttpServer, tmp_path: Path) -> None:
         assert 1 < len(http_server.log()) < 150
 
 
-def test_near_ranges_share_a_request(http_server: HttpServer, tmp_path: Path) -> None:
-    with tc.open(serve(http_server, tmp_path, [100] * 1000)) as cache:
-        cache.read_tensors([0, 1])
-        http_server.log()
-        cache.read_tensors(range(19, -1, -1))
-        assert len(http_server.log()) == 1
-        cache.read_tensors([0, 999])
-        assert [one.nbytes for one in http_server.log()] == [100, 100]
-
-
 @pytest.mark.parametrize("begin", [0, 1])
 def test_large_ranges_are_split(http_server: HttpServer, tmp_path: Path, begin: int) -> None:
     nbytes = 2 * PART_NBYTES + 5

@@ -136,7 +136,7 @@ def test_unknown_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("http://127.0.0.1:9/a.tar?S1GNATURE", "http://me:hunter2@127.0.0.1:9/a.tar"):
         assert "no connection" in str(refused(tc.RemoteError, tc.open, url))
     refused(tc.RemoteError, tc.open, "http://name.invalid/a.tar")
-    for url in ("http://127.0.0.1:99999/a", "http:///a", "http://[::1/a", "http://127.0.0.1:9/a\r\nHost: b"):
+    for url in ("http://127.0.0.1:99999/a", "http://127.0.0.1:9/a\r\nHost: b"):
         refused((tc.RemoteError, ValueError), tc.open, url)
 
 

@@ -1,10 +1,10 @@
-"""Urls of remote objects: their recognition, parts and secrets, and their form in messages, without secrets.
+"""Urls of remote objects: their parts, their secrets, and their form in messages.
 
-Secrets are user name, password and query, which may be a signature. Paths of shards are in errors, reprs, pickles and files. So
-`conceal` turns a url from the caller into a `SecretUrl`, whose text is public, and clients `reveal` the query in requests.
+Secrets are user name, password and query, which may be a signature. Errors, reprs, pickles and files show paths of shards. So
+`conceal` turns a url from the caller into a `SecretUrl` with a public text, and clients `reveal` the query in requests.
 
 In urls of web servers (`http`, `https`), names are percent-encoded, and `?` and `#` begin a query and a fragment. In urls of
-object stores and hubs (all other schemes), the rest after the bucket is the object's key, as it is.
+object stores and hubs (all other schemes), everything after the bucket is the object's key, without any encoding.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def name_of(url: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return the parts of a url: the part up to the server or bucket, the path, and a web server's query, with its mark."""
+    """Return three parts of a url: scheme and server or bucket; the path; and a web server's query, with its mark."""
     scheme, user_info, host, path, rest = _split(url)
     return f"{scheme}://{user_info}{host}", path, rest
 

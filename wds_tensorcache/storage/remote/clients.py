@@ -37,7 +37,7 @@ class Client(Protocol):
     def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
         """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter.
 
-        None if the server does not serve the last bytes of this object without its length.
+        None if the server needs the object's length for that.
         """
         ...
 
@@ -52,7 +52,7 @@ _clients: Callable[[], _Clients] = per_process(dict)
 
 
 def client_for(url: str) -> Client:
-    """Return the client for an object's bucket, or for its server and the user name and password of the url.
+    """Return the client for a url: one for each bucket, and for each server and user.
 
     Do not keep it: a forked child needs another client.
 

@@ -1,4 +1,4 @@
-"""Read remote objects: many ranges at once, ends and whole objects, up to 128 requests at a time. Faults are retried here."""
+"""Read ranges of remote objects, by up to 128 requests at a time. Faults are retried here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 class _Counts(threading.local):
-    """The number of requests that `fetch_many` has made so far for calls of the current thread."""
+    """Number of requests of `fetch_many` for the current thread so far."""
 
     num_requests = 0
 
@@ -151,13 +151,13 @@ def stat(url: str) -> ObjectInfo:
 
 
 def read_head(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return the state of an object and its first `nbytes` bytes, or all of them, by one request."""
+    """Return the state of an object and its first `nbytes` bytes, or all of them."""
     request = Request(url)
     return _run(lambda: request.repeat(lambda: client_for(url).read_head(request, nbytes)))
 
 
 def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return the state of an object and its last `nbytes` bytes, or all of them, in most cases by one request."""
+    """Return the state of an object and its last `nbytes` bytes, or all of them."""
     request = Request(url, nbytes=nbytes)
 
     def attempt() -> tuple[ObjectInfo, bytes]:
@@ -181,7 +181,7 @@ def list_objects(folder: str) -> list[str]:
 
 
 def start_read(file: RemoteFile, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
-    """Begin to read from offset `begin` into a buffer; return the future, and its `Cancel`. Call `wait_for`."""
+    """Begin to read into a buffer; return the future, for `wait_for`, and its `Cancel`."""
     cancel = retry.Cancel()
     return _executor().submit(_work, _Range(file, begin, begin + len(view), [view]).read, cancel), cancel
 

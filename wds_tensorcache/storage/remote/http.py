@@ -51,7 +51,7 @@ class HttpClient:
         return f"{type(self).__name__}({self.origin!r})"
 
     def _locate(self, request: Request) -> str:
-        """Return the url of an object, as it is sent."""
+        """Return the url for the request."""
         try:
             return web_url(reveal(request.url))
         except ValueError as exc:
@@ -158,7 +158,7 @@ class HttpClient:
     def _fill(
         self, response: Response, request: Request, buffers: Sequence[memoryview], state: ObjectInfo | None
     ) -> None:
-        """Read a body into buffers. If it is cut short, `request` then asks for the rest of an object with this state."""
+        """Read a body into buffers; after a cut, let `request` continue there if `state` has a strong ETag."""
         _check_body(response, request, sum(map(len, buffers)))
         begun, done = self.pace.begin(response.head_s), 0
         try:
@@ -175,7 +175,7 @@ class HttpClient:
                 request.state, request.at = state, request.at + done
 
     def _may_have_ranges(self, response: Response) -> bool:
-        """Return whether a server that ignored a range obeyed another one, or says that it does."""
+        """Return whether the server has obeyed a range before, or announces ranges."""
         if self._has_ranges is None:
             return (response.headers.get("Accept-Ranges") or "").strip().lower() == "bytes"
         return self._has_ranges
@@ -203,7 +203,7 @@ class HttpClient:
 
 
 def _length_of(response: Response) -> int | None:
-    """Return the length of the body in bytes by Content-Length; None if it is missing or is not a number."""
+    """Return `Content-Length`; None if it is missing or not a number."""
     text = (response.headers.get("Content-Length") or "").strip()
     return int(text) if _NUMBER.fullmatch(text) else None
 
@@ -232,13 +232,13 @@ def _check_range(response: Response, request: Request, begin: int, end: int) -> 
 
 
 def _total_of(response: Response) -> int | None:
-    """Return the length of the object in bytes by the Content-Range of a refused range; None if the header lacks it."""
+    """Return the object's length by the `Content-Range` of a refusal; None if it is missing."""
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     return int(match[3]) if match and match[3] != "*" else None
 
 
 def _check_encoding(response: Response, request: Request) -> None:
-    """Raise RemoteError if the server has compressed the body, whose bytes are then not those of the object."""
+    """Raise RemoteError if the server has compressed the body."""
     encoding = (response.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
         problem = (
@@ -256,7 +256,7 @@ def _check_body(response: Response, request: Request, nbytes: int) -> None:
 
 
 def _refusal(response: Response, request: Request) -> Exception:
-    """Return the error for a response with a status that does not pass."""
+    """Return the error for a status that another attempt would get again."""
     status = response.status
     if status == 412:
         return request.changed_error("the server has another version of it")

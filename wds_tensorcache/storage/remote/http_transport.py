@@ -163,11 +163,11 @@ class Transport:
             url: As `web_url` returns it.
 
         Returns:
-            A response with any status except a redirect's and those that `TransientError` reports.
+            A response whose status is neither a redirect nor one of `TRANSIENT_STATUSES`.
 
         Raises:
             TransientError: There was no connection, no whole head in time, or a status that may pass.
-            RemoteError: The fault does not pass: a certificate, or a redirect that is refused.
+            RemoteError: The server's name is unknown, its certificate is not trusted, or a redirect is refused.
         """
         seen = {url}
         first_headers: Mapping[str, str] | None = None
@@ -220,7 +220,7 @@ class Transport:
 
 
 def _make_route(origin: str) -> _Route:
-    """Return the function that sends a request to a server, directly or through the proxy that the environment names."""
+    """Return a function that sends requests to a server, through the environment's proxy if there is one."""
     scheme, _, netloc = origin.partition("://")
     proxy = urllib.request.getproxies().get(scheme)
     if proxy is not None and urllib.request.proxy_bypass(netloc):
@@ -251,7 +251,7 @@ def basic_authorization(user: str, password: str) -> str:
 
 
 def _read_netrc(origin: str) -> str | None:
-    """Return the header for a server by the netrc file; None if it has none, or cannot be read."""
+    """Return the netrc file's header `Authorization` for a server; None if the file has none or cannot be read."""
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
         credentials = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
@@ -261,7 +261,7 @@ def _read_netrc(origin: str) -> str | None:
 
 
 def _redirect_target(url: str, location: str | None, request: Request, status: int) -> str:
-    """Return the address of a redirect."""
+    """Return the address of a redirect; raise RemoteError if it is refused."""
     if not location:
         raise request.error("a redirect without an address", status)
     target = scheme = ""
@@ -280,7 +280,7 @@ def _redirect_target(url: str, location: str | None, request: Request, status: i
 
 
 def parse_retry_after(text: str | None) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if it has neither."""
+    """Return the seconds from now that a `Retry-After` header asks for; None if it is not valid."""
     with suppress(HTTPError, ValueError, OverflowError):
         return None if text is None else float(urllib3.Retry().parse_retry_after(text[:40]))
     return None

@@ -28,7 +28,7 @@ class Copy:
         self._file.close()
 
     def fill(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> None:
-        """Copy the body of a response for an object with this state; None if its length is not known yet."""
+        """Copy the body of a response; `state` is None if the object's length is unknown."""
         piece, nbytes = memoryview(bytearray(_PIECE)), 0
         while count := response.read_into(piece):
             nbytes += count
@@ -71,7 +71,7 @@ class Copies:
         self._turns: dict[str, threading.Lock] = {}
 
     def get(self, url: str, state: ObjectInfo | None) -> Copy | None:
-        """Return the copy of an object in a state."""
+        """Return the copy of an object; None if there is none with this state."""
         with self._lock:
             copy = self._copies.get(url)
             if copy is None or state is None or copy.state.nbytes != state.nbytes:

@@ -63,7 +63,7 @@ class ObjectFolder:
 
     @cached_property
     def _client(self) -> StoreClient:
-        """A client of the present environment, whose variables a caller may have mended since an earlier writer failed."""
+        """A new client: the caller may have corrected the environment after an earlier writer failed."""
         check_writable(self.path)
         return StoreClient(origin_of(self.path))
 
@@ -236,7 +236,7 @@ def _version(meta: Any) -> _Version:
 
 
 def _check_tag(url: str, version: _Version) -> None:
-    """Raise RemoteError if a version has no strong ETag, so that no condition can name it."""
+    """Raise RemoteError if a version has no strong ETag, which conditions need."""
     if version.get("e_tag", "W/").startswith("W/"):
         raise Request(url).error(NO_TAGS)
 

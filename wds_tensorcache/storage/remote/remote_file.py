@@ -1,4 +1,4 @@
-"""A remote shard with the surface of an open local file, as far as reads at given offsets need it."""
+"""A remote shard with the reading methods of a local one."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class RemoteFile:
         fetch_many(ranges)
 
     def check_unchanged(self) -> None:
-        """Do nothing: every read carries the tag, and compares tag and length."""
+        """Do nothing: every read compares tag and length."""
 
     def __repr__(self) -> str:
         return f"RemoteFile({self.path!r}, nbytes={self.identity[0]})"

@@ -90,8 +90,8 @@ def _check_endpoint(scheme: str, request: Request) -> None:
 class StoreClient:
     """A client of one bucket or container, which also writes. Each call is one attempt; see `Client`.
 
-    The store is made from the environment, as obstore does. The strong ETag goes with every read (`If-Match`). obstore's calls
-    block, and end by themselves when the time of the request is over.
+    obstore reads the settings from the environment. Every read sends the strong ETag (`If-Match`). obstore's calls block, and
+    end when the time of the request is over.
 
     Threads/fork/pickle: as `Client`; refused in a child that was forked after its parent used obstore.
     """
@@ -141,7 +141,7 @@ class StoreClient:
         raise request.error(f"the store cannot be opened ({name}); check {_SETTINGS[self.scheme]}")
 
     def call(self, request: Request, send: Callable[[Any, str], _Result], *, is_upload: bool = False) -> _Result:
-        """Return the result of a function of a store of obstore and the object's key.
+        """Return `send(store, key)` for a store of obstore and the object's key.
 
         Raises:
             Unmet: The condition of the request is not met.

@@ -14,7 +14,7 @@ from wds_tensorcache.storage.urls import conceal
 
 _MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each is twice as long as the one before
 _NUM_REQUESTS = 4
-_MEMORY = Pool(1 << 26)
+_MEMORY = Pool(1 << 25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Piece:
 class RemoteStream:
     """The bytes of a remote object, for one reader that reads them in order. Requests for the next bytes are in flight.
 
-    Every request has `If-Match`, so all bytes are those of one state of the object. A failed read fails again when repeated.
+    Every response must have the state that the object had at the opening. A failed read fails again when repeated.
 
     Args:
         url: The object. Opening it takes one request.
@@ -48,7 +48,7 @@ class RemoteStream:
         FileNotFoundError: The object does not exist.
         RemoteError: A request failed.
 
-    Memory: up to 20 MiB: four requests of at most 4 MiB, and the piece that is being read.
+    Memory: up to 20 MiB, for four requests of at most 4 MiB and the piece that is being read; recycled by the next stream.
     Threads/fork/pickle: one reader, in the process that opened the stream. Call `close`.
     """
 
