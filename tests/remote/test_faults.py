@@ -181,6 +181,8 @@ def test_a_wrong_content_range(server: HttpServer, url: str, extent: tuple[int, 
 def test_content_range_may_omit_the_total(server: HttpServer, url: str, extent: Any, expected: Any) -> None:
     server.script_all(RANGE.script("c", "q", {"content_range": f"bytes {extent[0]}-{extent[1]}/*"}))
     assert read_cache(f"{url}?q") == expected["range"][0]
+    server.script("c/manifest.json?q", {"content_range": "bytes 0-9/*"})
+    assert "length" in str(refused(tc.RemoteError, read_cache, f"{url}?q"))
 
 
 @pytest.mark.parametrize("nbytes", [0, 129, 131, 10**17])
@@ -322,6 +324,7 @@ def test_a_server_without_ranges(server: HttpServer, url: str, folders: list[Pat
         with tc.open(url) as changed:
             assert changed[0]["seed"] == 1
         refused(tc.FormatError, lambda: cache[0])
+    assert KINDS["stat"].read(url) == expected["stat"][1]
 
 
 def test_at_most_32_copies_are_kept(server: HttpServer, url: str) -> None:

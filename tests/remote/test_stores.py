@@ -65,6 +65,7 @@ def test_changed_and_missing_objects(write_server: WriteServer, files: dict[str,
 @pytest.mark.parametrize("url", ["s3://bucket/../a.tar", "s3://bucket/a//b.tar"])
 def test_impossible_urls(write_server: WriteServer, url: str) -> None:
     refused(tc.RemoteError, tc.open, url)
+    refused(tc.RemoteError, lambda: list(tc.tarfile_to_samples()([{"url": "s3://bucket"}])))
 
 
 @pytest.mark.parametrize("call", [tc.open, tc.ShardWriter, tc.write_index])

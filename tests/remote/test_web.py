@@ -138,6 +138,7 @@ def test_unknown_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(tc.RemoteError, tc.open, "http://name.invalid/a.tar")
     for url in ("http://127.0.0.1:99999/a", "http://127.0.0.1:9/a\r\nHost: b"):
         refused((tc.RemoteError, ValueError), tc.open, url)
+        refused((tc.RemoteError, ValueError), lambda url=url: list(tc.tarfile_to_samples()([{"url": url}])))
 
 
 NAMES = ["a b", "a\r\nX-Evil: 1", "#1", "a?b", "100%", "%41", "ü/é", "a&b=c+d;e,f", "'\"<>`", "[x]", "{1..2}", "50%25"]

@@ -47,9 +47,6 @@ class HttpClient:
         self._is_warned = False
         self._copies = Copies()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.origin!r})"
-
     def _locate(self, request: Request) -> str:
         """Return the url for the request."""
         try:

@@ -105,9 +105,6 @@ class StoreClient:
         _check_endpoint(self.scheme, Request(origin))
         self._store(timeout_s(), Request(origin))
 
-    def __repr__(self) -> str:
-        return f"StoreClient({self.origin!r})"
-
     def _store(self, limit_s: float, request: Request, is_upload: bool = False) -> Any:
         """Return a client of obstore whose requests end after about `limit_s`."""
         global _pid
