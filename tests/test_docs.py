@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.remote.servers.http_server import HttpServer
-from tests.remote.servers.write_server import WriteServer
-from wds_tensorcache.storage.remote.clients import forget_clients
+from tests.remote.servers.write_server import shared_server
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
@@ -92,9 +91,9 @@ def test_python_blocks_run(
     with contextlib.ExitStack() as stack:
         server = None if address is None else stack.enter_context(HttpServer(tmp_path))
         if path.name in IN_STORES:
-            for name, value in stack.enter_context(WriteServer()).environment.items():
+            shared_server().clear()
+            for name, value in shared_server().environment.items():
                 monkeypatch.setenv(name, value)
-            forget_clients()
         for block in _blocks(path.read_text()):
             code = block if server is None else block.replace(str(address), server.url)
             exec(compile(code, str(path), "exec"), namespace)

@@ -14,8 +14,7 @@ import pytest
 
 from tests.remote.objects import Objects
 from tests.remote.servers.http_server import HttpServer
-from tests.remote.servers.write_server import WriteServer
-from wds_tensorcache.storage.remote.clients import forget_clients
+from tests.remote.servers.write_server import WriteServer, shared_server
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +51,10 @@ def http_server() -> Iterator[HttpServer]:
 
 
 @pytest.fixture(scope="session")
-def _write_process() -> Iterator[WriteServer]:
+def _write_process() -> WriteServer:
     pytest.importorskip("moto")
     pytest.importorskip("obstore")
-    with WriteServer() as server:
-        yield server
+    return shared_server()
 
 
 @pytest.fixture
@@ -69,7 +67,6 @@ def write_server(_write_process: WriteServer, monkeypatch: pytest.MonkeyPatch) -
     for name, value in _write_process.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "30")
-    forget_clients()
     return _write_process
 
 

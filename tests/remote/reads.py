@@ -1,38 +1,67 @@
-"""Reads of one object by url, in each of the ways in which a cache reads."""
+"""Reads of a small cache by url, by each kind of request that this package makes, and their faults."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from wds_tensorcache.storage.remote.fetch import run_all, stat
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
-from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
+import wds_tensorcache as tc
 
 # the third is `me:hunter2`, as it is sent
 SECRETS = ("secret", "hunter2", "bWU6aHVudGVyMg", "S1GNATURE", "test-access-key")
+PASS = {"headers": {}}  # a fault that is none
 
 
-def read(url: str, begin: int = 10, end: int = 140, state: ObjectInfo | None = None, nbytes: int = 150) -> bytes:
-    """Read a range into two buffers, of an object of 150 bytes unless its state is given."""
-    memory = memoryview(bytearray(end - begin))
-    file = RemoteFile(url, nbytes) if state is None else RemoteFile(url, state.nbytes, state.tag)
-    file.read_into([memory[:7], memory[7:]], begin)
-    return bytes(memory)
+def write_shard(folder: Path, seed: int = 0, num_samples: int = 1) -> dict[str, bytes]:
+    """Write a cache of one shard, `a.tar`, whose length does not depend on the seed; return its files."""
+    with tc.ShardWriter(folder / "a.tar", fsync=False, dali_index=False) as sink:
+        for i in range(num_samples):
+            generator = torch.Generator().manual_seed(100 * seed + i)
+            sink.write(f"{i}", {"x": torch.randint(256, (130,), dtype=torch.uint8, generator=generator), "seed": seed})
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def reads_of(content: bytes) -> dict[str, tuple[Callable[[str], bytes], bytes]]:
-    """Return functions of the url of an object with this content, 150 bytes, and what they return."""
-    return {
-        "read": (read, content[10:140]),
-        "whole range": (lambda url: read(url, 0, 150), content),
-        "tail": (lambda url: RemoteFile(url).read_tail(100), content[-100:]),
-        "whole": (lambda url: read_whole(url, 1 << 40), content),
-        "stat": (lambda url: str(stat(url).nbytes).encode(), b"150"),
-    }
+def read_cache(url: str) -> dict[str, Any]:
+    """Return the first sample of a cache."""
+    with tc.open(url) as cache:
+        sample = cache[0]
+        return {"x": sample["x"].load().tolist(), "seed": sample["seed"]}
+
+
+def read_stream(url: str) -> dict[str, Any]:
+    """Return the raw members of the first sample of the shard in a folder."""
+    folder, mark, query = url.partition("?")
+    shard = {"url": f"{folder}/a.tar{mark}{query}"}
+    (sample,) = tc.tarfile_to_samples()([shard])
+    return {**sample, "__url__": None}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request: the file, the number of earlier requests for it, and a read of a folder that makes it."""
+
+    file: str
+    num_before: int
+    read: Callable[[str], dict[str, Any]]
+
+    def script(self, folder: str, query: str, *faults: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+        """Return the faults of the reads of `folder?query`."""
+        return {f"{folder}/{self.file}?{query}": [*[PASS] * self.num_before, *faults]}
+
+
+KINDS = {
+    "head": Kind("manifest.json", 0, read_cache),
+    "tail": Kind("a.tar", 0, read_cache),
+    "range": Kind("a.tar", 2, read_cache),
+    "stat": Kind("a.tar", 0, read_stream),
+    "whole range": Kind("a.tar", 1, read_stream),
+}
 
 
 def outcomes(calls: Sequence[Callable[[], object]]) -> list[Any]:
@@ -44,7 +73,8 @@ def outcomes(calls: Sequence[Callable[[], object]]) -> list[Any]:
         except Exception as exc:
             return exc
 
-    return run_all([partial(outcome, call) for call in calls])
+    with ThreadPoolExecutor(32) as executor:
+        return list(executor.map(outcome, calls))
 
 
 def refused(kind: Any, call: Callable[..., object], *args: Any) -> Any:

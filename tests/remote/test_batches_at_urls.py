@@ -154,6 +154,9 @@ def test_neighbors_share_requests(server: HttpServer, cache: tc.TensorCache) -> 
     server.log()
     cache.read_batch(range(23), collate="list")["prompt"][0]
     assert len(server.log()) <= 10
+    with tc.open(f"{server.url}/big") as far:
+        far.select("small").read_tensors([0, 19])
+        assert [request.nbytes for request in server.log()][-2:] == [2500, 2500]
 
 
 def test_members(server: HttpServer, cache: tc.TensorCache, local: tc.TensorCache) -> None:

@@ -3,105 +3,111 @@
 from __future__ import annotations
 
 import json
-import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import wds_tensorcache as tc
-from tests.remote.reads import refused
+from tests.children import run_in_child
+from tests.remote.reads import read_cache, refused, write_shard
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.storage.remote.clients import client_for, forget_clients
-from wds_tensorcache.storage.remote.fetch import fetch_many, list_objects, stat
-from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
 
 pytest.importorskip("huggingface_hub")
-CONTENT = random.Random(8).randbytes(100_000)
-FOLDER = "hf://datasets/org/name/cache"
-URL = f"{FOLDER}/a b.tar"
-PATH = f"datasets/org/name/resolve/{'1' * 40}/cache/a b.tar"
+COMMITS = ["1" * 40, "2" * 40]
 
 
-def publish(server: HttpServer, commit: str, content: bytes) -> None:
-    """Let the hub's main branch be a commit with two files in a folder."""
-    repository = json.dumps({"id": "org/name", "sha": commit, "siblings": []}).encode()
-    for name in ("", "/revision/main", f"/revision/{commit}"):
-        server.put(f"api/datasets/org/name{name}", repository)
-    large = {"oid": "f" * 64, "size": 5, "pointerSize": 100}
-    tree = [
-        {"type": "file", "oid": commit, "size": len(content), "path": "cache/a b.tar"},
-        {"type": "file", "oid": "b" * 40, "size": 5, "path": "cache/large", "lfs": large},
-        {"type": "directory", "oid": "c" * 40, "size": 0, "path": "cache/folder"},
-    ]
-    server.put(f"api/datasets/org/name/tree/{commit}/cache", json.dumps(tree).encode())
-    server.put(f"datasets/org/name/resolve/{commit}/cache/a b.tar", content)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    return [write_shard(tmp_path_factory.mktemp("cache"), seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    with HttpServer() as server:
+        yield server
 
 
 @pytest.fixture
-def hub(http_server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> HttpServer:
-    monkeypatch.setenv("HF_ENDPOINT", http_server.url)
+def hub(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> HttpServer:
+    """A hub whose repositories each test publishes under a name of its own."""
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2")
-    publish(http_server, "1" * 40, CONTENT)
-    forget_clients()
-    return http_server
+    server.log()
+    return server
 
 
-def test_reads(hub: HttpServer) -> None:
-    assert stat(URL).nbytes == len(CONTENT)
-    assert RemoteFile(URL).read_tail(1000) == CONTENT[-1000:]
-    assert read_whole(URL, len(CONTENT)) == CONTENT
-    assert list_objects(FOLDER) == [URL, f"{FOLDER}/large"]
-    file = RemoteFile(URL, len(CONTENT))
-    buffers = [memoryview(bytearray(10)) for _ in range(9)]
-    fetch_many([(file, 10_000 * i, [buffers[i]]) for i in range(9)])
-    assert [bytes(buffer) for buffer in buffers] == [CONTENT[10_000 * i : 10_000 * i + 10] for i in range(9)]
-    for url in (URL.replace("name/", "name@main/"), URL.replace("name/", f"name@{'1' * 40}/")):
-        assert RemoteFile(url).read(5, 9) == CONTENT[5:9]
+def publish(server: HttpServer, name: str, commit: str, files: dict[str, bytes]) -> str:
+    """Let the main branch of a repository be a commit with a cache in a folder; return the url of the folder."""
+    repository = json.dumps({"id": f"org/{name}", "sha": commit, "siblings": []}).encode()
+    api = f"api/datasets/org/{name}"
+    for suffix in ("", "/revision/main", f"/revision/{commit}"):
+        server.put(f"{api}{suffix}", repository)
+    large = {"oid": "f" * 64, "size": 5, "pointerSize": 100}
+    tree = [
+        {"type": "file", "oid": commit, "size": len(files["a.tar"]), "path": "a cache/a.tar", "lfs": large},
+        {"type": "directory", "oid": "c" * 40, "size": 0, "path": "a cache/folder"},
+    ]
+    server.put(f"{api}/tree/{commit}/a cache", json.dumps(tree).encode())
+    for file, content in files.items():
+        server.put(f"datasets/org/{name}/resolve/{commit}/a cache/{file}", content)
+    return f"hf://datasets/org/{name}/a cache"
+
+
+def test_reads(hub: HttpServer, files: list[dict[str, bytes]]) -> None:
+    url = publish(hub, "reads", COMMITS[0], files[0])
+    for revision in ("", "@main", f"@{COMMITS[0]}"):
+        for name in ("", "/manifest.json", "/a.tar", "/*.tar"):
+            assert read_cache(url.replace("/a cache", f"{revision}/a cache") + name)["seed"] == 0
     requests = [request for request in hub.log() if "resolve" in request.path]
     assert {request.headers.get("authorization") for request in requests} == {"Bearer hf_hunter2"}
     assert not any("/main/" in request.path for request in requests)
 
 
-def test_large_files_are_on_another_server(hub: HttpServer) -> None:
+def test_large_files_are_on_another_server(hub: HttpServer, files: list[dict[str, bytes]], tmp_path: Path) -> None:
     """The token does not follow, and the tag is that of the hub: the other server has another one."""
+    url = publish(hub, "large", COMMITS[0], files[0])
     with HttpServer() as other:
-        url = other.put("blob", CONTENT) + "?S1GNATURE"
-        hub.script(PATH, {"redirect": url, "headers": {"X-Linked-Etag": '"f00"'}, "times": -1})
-        file = RemoteFile(URL)
-        assert file.read_tail(10) == CONTENT[-10:]
-        assert file.read(3, 70_000) == CONTENT[3:70_000]
-        assert file.state.tag == '"f00"'
+        redirect = other.put("blob", files[0]["a.tar"]) + "?S1GNATURE"
+        path = f"datasets/org/large/resolve/{COMMITS[0]}/a cache/a.tar"
+        hub.script(path, {"redirect": redirect, "headers": {"X-Linked-Etag": '"f00"'}, "times": -1})
+        for _ in range(2):
+            with tc.open(url, keep_indexes=tmp_path) as cache:
+                assert cache[0]["seed"] == 0
         requests = other.log()
-        assert len(requests) == 2
+        assert [request.range for request in requests[2:]] == ["bytes=0-0", requests[1].range]  # the index was kept
         assert not any({"authorization", "if-match"} & set(request.headers) for request in requests)
 
 
-def test_a_branch_that_moves(hub: HttpServer) -> None:
-    """One process reads one commit; another version is refused where the first is expected."""
-    file = RemoteFile(URL)
-    file.ask()
-    publish(hub, "2" * 40, CONTENT[::-1])
-    assert file.read(0, 10) == CONTENT[:10]
-    assert RemoteFile(URL).read(0, 10) == CONTENT[:10]
-    forget_clients()
-    assert RemoteFile(URL).read(0, 10) == CONTENT[::-1][:10]
-    with pytest.raises(tc.FormatError, match="changed"):
-        file.read(0, 10)
+def test_a_branch_that_moves(hub: HttpServer, files: list[dict[str, bytes]]) -> None:
+    """One process reads one commit, and a new process the next one."""
+    url = publish(hub, "moves", COMMITS[0], files[0])
+    with tc.open(url) as cache:
+        assert cache[0]["seed"] == 0
+        publish(hub, "moves", COMMITS[1], files[1])
+        assert [cache[0]["seed"], read_cache(url)["seed"]] == [0, 0]
+
+        def work() -> None:
+            assert read_cache(url)["seed"] == 1
+            with pytest.raises(tc.FormatError, match="changed"):
+                cache[0]
+
+        assert run_in_child(work) == 0
 
 
-def test_faults(hub: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.script(PATH, {"drop_after": 5}, {"drop_body_after": 5}, {"status": 503})
-    assert RemoteFile(URL).read(3, 90) == CONTENT[3:90]
-    for status in (401, 403, 416):
-        hub.script(PATH, {"status": status, "times": -1})
-        error = refused(tc.RemoteError, RemoteFile(URL, len(CONTENT)).read, 3, 90)
-        assert (error.status, error.begin, error.end, error.url) == (status, 3, 90, URL)
-    assert "hunter2" not in f"{client_for(URL)!r}"
-    forget_clients()
-    hub.script("api/datasets/org/name", {"status": 500}, {"status": 403, "times": -1})
-    assert refused(tc.RemoteError, stat, URL).status == 403
-    hub.script("api/datasets/org/name")
-    for url in (f"{FOLDER}/none", f"{FOLDER}/folder", "hf://datasets/org/other/a"):
-        with pytest.raises(tc.MissingShardError):
-            RemoteFile(url).ask()
-    for url in ("hf://datasets", "hf://", "hf://datasets/org"):
-        refused((tc.RemoteError, FileNotFoundError), stat, url)
+def test_faults(hub: HttpServer, files: list[dict[str, bytes]]) -> None:
+    url = publish(hub, "faults", COMMITS[0], files[0])
+    path = f"datasets/org/faults/resolve/{COMMITS[0]}/a cache/a.tar"
+    hub.script(path, {"drop_after": 5}, {"drop_body_after": 5}, {"status": 503})
+    with tc.open(url) as cache:
+        lazy = cache[0]["x"]
+        for status in (401, 403, 416):
+            hub.script(path, {"status": status, "times": -1})
+            error = refused(tc.RemoteError, lazy.load)
+            assert (error.status, error.end - error.begin, error.url) == (status, 130, f"{url}/a.tar")
+    hub.script("api/datasets/org/denied", {"status": 500}, {"status": 403, "times": -1})
+    assert refused(tc.RemoteError, tc.open, "hf://datasets/org/denied/a.tar").status == 403
+    for missing in (f"{url}/none.tar", f"{url}/folder.tar", "hf://datasets/org/other/a.tar"):
+        refused(tc.MissingShardError, tc.open, missing)
+    for invalid in ("hf://datasets", "hf://", "hf://datasets/org"):
+        refused((ValueError, tc.RemoteError, FileNotFoundError), tc.open, invalid)

@@ -10,7 +10,6 @@ import pytest
 import wds_tensorcache as tc
 from tests.remote.caches import listing, small, write_cache
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.reading.batches_ahead import BatchesAhead
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def server(folder: Path) -> Iterator[HttpServer]:
 
 
 def test_the_number_of_batches_ahead(server: HttpServer) -> None:
-    ahead = BatchesAhead(server.url)
+    ahead = tc.Loader(tc.open(f"{server.url}/cache"), 2)._ahead
     assert ahead.count == 4
     for _ in range(3):
         ahead.note(10_000, has_waited=False, has_requested=True)

@@ -66,7 +66,7 @@ def blocks(log: list[Request]) -> Counter[tuple[str, int]]:
     """Return how often each block of each shard was sent."""
     counts: Counter[tuple[str, int]] = Counter()
     for request in log:
-        if request.method == "GET" and request.range is not None and not request.range.startswith("bytes=-"):
+        if request.path.endswith(".tar") and request.range is not None and not request.range.startswith("bytes=-"):
             begin, last = map(int, request.range.removeprefix("bytes=").split("-"))
             counts.update((request.path, block) for block in range(begin // BLOCK, last // BLOCK + 1))
     return counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import struct
 from collections.abc import Callable, Iterator
@@ -15,10 +14,6 @@ import wds_tensorcache as tc
 from tests.remote.caches import listing, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.same import assert_same
-from wds_tensorcache.shards.footer import build_footer, parse_index
-from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.kept_indexes import KeptIndexes, default_folder
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
 
 SAMPLES = [small(i) for i in range(6)]
 
@@ -34,15 +29,21 @@ def shard(folder: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def bare(shard: bytes) -> bytes:
-    """The shard without a footer."""
-    end = scan_shard(lambda begin, end: shard[begin:end], len(shard)).end
-    return shard[: end + 1024]
+def folder_of_bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shard without a footer, and its index."""
+    folder = write_cache(tmp_path_factory.mktemp("bare"), SAMPLES, max_samples=100, footer=False)
+    tc.write_index(folder / "000.tar")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def sidecar(bare: bytes) -> bytes:
-    return build_footer(scan_shard(lambda begin, end: bare[begin:end], len(bare)), len(bare))
+def bare(folder_of_bare: Path) -> bytes:
+    return (folder_of_bare / "000.tar").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def sidecar(folder_of_bare: Path) -> bytes:
+    return (folder_of_bare / "000.tar.index").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +181,10 @@ def test_no_suffix_ranges(server: HttpServer, put: Callable[..., str], shard: by
 
 def test_a_scan(server: HttpServer, put: Callable[..., str], bare: bytes, tmp_path: Path) -> None:
     """A shard without an index is read in large pieces."""
-    with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False) as sink:
+    with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False, footer=False) as sink:
         for i in range(400):
             sink.write(f"{i:04d}", {"x": i, "bytes": bytes(70_000)})
     content = (tmp_path / "a-000000.tar").read_bytes()
-    content = content[: scan_shard(lambda begin, end: content[begin:end], len(content)).end + 1024]
     url = put(a_tar=content)
     cache = tc.open(url)
     requests = server.log()
@@ -278,21 +278,33 @@ def test_an_index_from_a_sidecar_is_kept_once_it_was_compared(
         assert_same(SAMPLES, list(cache))
 
 
-def test_where_indexes_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    for value, expected in (
-        ("", tmp_path / "xdg" / "wds_tensorcache" / "indexes"),
-        ("off", None),
-        ("OFF", None),
-        (str(tmp_path / "here"), tmp_path / "here"),
-    ):
-        monkeypatch.setenv("TENSORCACHE_INDEXES", value)
-        assert default_folder() == (None if expected is None else str(expected))
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"XDG_CACHE_HOME": "xdg"}, "xdg/wds_tensorcache/indexes"),
+        ({"XDG_CACHE_HOME": "xdg", "TENSORCACHE_INDEXES": ""}, "xdg/wds_tensorcache/indexes"),
+        ({"XDG_CACHE_HOME": "xdg", "TENSORCACHE_INDEXES": "here"}, "here"),
+        ({"TENSORCACHE_INDEXES": "off"}, None),
+        ({"TENSORCACHE_INDEXES": "OFF"}, None),
+        ({}, ".cache/wds_tensorcache/indexes"),
+    ],
+)
+def test_where_indexes_are_kept(
+    put: Callable[..., str],
+    shard: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    environment: dict[str, str],
+    expected: str | None,
+) -> None:
     monkeypatch.delenv("TENSORCACHE_INDEXES")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # XDG's rules: ignored
     monkeypatch.setenv("HOME", str(tmp_path))
-    if os.name == "posix":
-        assert default_folder() == str(tmp_path / ".cache" / "wds_tensorcache" / "indexes")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value if value in ("", "off", "OFF") else str(tmp_path / value))
+    tc.open(put(a_tar=shard)).close()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.parent for path in files] == ([] if expected is None else [tmp_path / expected])
 
 
 def test_a_folder_that_cannot_be_written(put: Callable[..., str], shard: bytes, tmp_path: Path) -> None:
@@ -303,21 +315,17 @@ def test_a_folder_that_cannot_be_written(put: Callable[..., str], shard: bytes, 
         assert_same(SAMPLES[0], cache[0])
 
 
-def test_a_bounded_folder(sidecar: bytes, bare: bytes, tmp_path: Path) -> None:
-    info = ObjectInfo(len(bare), "tag")
-    for i in range(200):
-        kept = KeptIndexes(str(tmp_path), 50 * (len(sidecar) + 200))  # each new one prunes once
-        kept.write(f"http://host/{i}.tar", info, sidecar)
-        assert kept.read("http://host/0.tar", info) is not None  # so it is used recently
-        os.utime(tmp_path)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 51 * (len(sidecar) + 200)
-    assert kept.read("http://host/199.tar", info) is not None
-    assert kept.read("http://host/100.tar", info) is None
-    for other in (ObjectInfo(len(bare) + 1, "tag"), ObjectInfo(len(bare), "other"), ObjectInfo(len(bare), None)):
-        assert kept.read("http://host/199.tar", other) is None
-    found = kept.read("http://host/199.tar", info)
-    assert found is not None
-    assert build_footer(found, len(bare)) == sidecar
-    assert parse_index(sidecar, len(bare)) is not None
-    shutil.rmtree(tmp_path)
-    assert kept.read("http://host/199.tar", info) is None
+def test_a_bounded_folder(
+    put: Callable[..., str], shard: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Indexes that were not used for the longest time are removed first."""
+    url, kept = put(a_tar=shard), tmp_path / "kept"
+    with tc.open(f"{url}?0", keep_indexes=kept):
+        (first,) = kept.iterdir()
+    limit = 20 * first.stat().st_size
+    monkeypatch.setattr("wds_tensorcache.shards.kept_indexes.KeptIndexes.__init__.__defaults__", (limit,))
+    for i in range(1, 60):
+        tc.open(f"{url}?{i}", keep_indexes=kept).close()
+        tc.open(f"{url}?0", keep_indexes=kept).close()  # so it was used recently
+    assert sum(path.stat().st_size for path in kept.iterdir()) <= 1.1 * limit
+    assert first.exists()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import io
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import wds_tensorcache as tc
+from tests.cli.command import run, run_any
 from tests.remote.caches import big, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.same import assert_same
-from wds_tensorcache.inspecting.survey import Survey
 
 SAMPLES = [small(i) for i in range(7)]
 
@@ -33,80 +36,59 @@ def server(folder: Path) -> Iterator[HttpServer]:
         yield server
 
 
-def _run(capsysbinary: pytest.CaptureFixture[bytes], *arguments: str) -> tuple[int, str, str]:
-    pytest.importorskip("click")
-    pytest.importorskip("rich")
-    from wds_tensorcache.cli.app import run
-
-    status = run(list(arguments))
-    out, err = capsysbinary.readouterr()
-    return status, out.decode("latin-1"), err.decode()
-
-
-def test_commands(server: HttpServer, folder: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    url, local = f"{server.url}/cache?signature=s3cret", str(folder / "cache")
-    for arguments in (
+def test_commands(server: HttpServer, folder: Path, tmp_path: Path) -> None:
+    url, local = f"{server.url}/cache?signature=s3cret", folder / "cache"
+    for command, *others in (
         ["ls", "--json"],
         ["ls", "-l"],
         ["schema", "--json"],
         ["show", "005", "--json"],
         ["stats", "--json"],
-        ["cat", "003", "latent"],
     ):
-        command, *others = arguments
-        expected = _run(capsysbinary, command, local, *others)
-        status, out, err = _run(capsysbinary, command, url, *others)
-        assert (status, out) == (0, expected[1]), err
-    page = tmp_path / "page.html"
-    assert _run(capsysbinary, "view", url, "-o", str(page))[0] == 0
-    assert "s3cret" not in page.read_text()
-    out = tmp_path / "out"
-    assert _run(capsysbinary, "export", url, str(out))[0] == 0
-    assert os.listdir(out)
-
-
-def test_pages_and_statistics_of_urls(
-    server: HttpServer, folder: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
+        assert run(command, url, *others).stdout == run(command, local, *others).stdout
+    command = [sys.executable, "-m", "wds_tensorcache.cli", "cat", url, "003", "latent"]
+    shown = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    assert np.array_equal(np.load(io.BytesIO(shown)), SAMPLES[3]["latent"].numpy())
     pages = []
-    for source in (str(folder / "cache"), f"{server.url}/cache"):
-        page = tmp_path / f"{len(pages)}.html"
-        assert _run(capsysbinary, "view", source, "-o", str(page))[0] == 0
-        pages.append(page.read_bytes())
+    for source in (local, f"{server.url}/cache", url):
+        run("view", source, "-o", tmp_path / "page.html")
+        pages.append((tmp_path / "page.html").read_text())
     assert pages[0] == pages[1]
+    assert "s3cret" not in pages[2]
+    run("export", url, tmp_path / "out")
+    assert os.listdir(tmp_path / "out")
+
+
+def test_statistics_take_few_requests(server: HttpServer) -> None:
     server.log()
-    with tc.open(f"{server.url}/cache") as cache:
-        list(cache.keys())
-        server.log()
-        found = Survey(cache, range(len(cache))).tensors
-        requests = server.log()
-    # values for the description, then for each sample its structure and all tensors
-    assert len(requests) <= 3 * len(SAMPLES)
-    with tc.open(folder / "cache") as cache:
-        assert Survey(cache, range(len(cache))).tensors == found
+    run("stats", f"{server.url}/cache")
+    # the manifest, the indexes, values for the description, then for each sample its structure and all tensors
+    assert len(server.log()) <= 1 + 3 + 3 * len(SAMPLES)
+
+
+def test_a_shard_that_changes_while_a_command_reads(server: HttpServer, folder: Path, tmp_path: Path) -> None:
+    """The page shows which samples cannot be read; statistics without them would be wrong."""
     for name in os.listdir(folder / "cache"):
         server.put(f"changed/{name}", (folder / "cache" / name).read_bytes())
-    with tc.open(f"{server.url}/changed") as cache:
-        list(cache.keys())
-        server.put("changed/001.tar", (folder / "cache" / "001.tar").read_bytes()[::-1])
-        survey = Survey(cache, range(len(cache)), for_page=True)
-        assert set(survey.errors) == {3, 4, 5}
-        assert set(survey.samples) == {0, 1, 2, 6}
-        with pytest.raises(tc.FormatError, match="changed"):
-            Survey(cache, range(len(cache)))
+    for command, *others in (["view", "-o", tmp_path / "page.html"], ["stats"]):
+        server.script("changed/001.tar", {"headers": {}}, {"etag": '"another"', "times": -1})
+        completed = run_any(command, f"{server.url}/changed", *others)
+        assert completed.returncode == 1
+        assert "001.tar: the shard was changed" in completed.stderr + (tmp_path / "page.html").read_text()
 
 
-def test_commands_that_fail(server: HttpServer, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    status, _, err = _run(capsysbinary, "ls", f"{server.url}/nothing?signature=s3cret")
-    assert (status, "s3cret" in err) == (2, False)
-    assert "nothing has no manifest.json" in err
+def test_commands_that_fail(server: HttpServer) -> None:
+    failed = run("ls", f"{server.url}/nothing?signature=s3cret", status=2).stderr
+    assert "nothing has no manifest.json" in failed
     server.script("cache/manifest.json", {"status": 403})
-    status, _, err = _run(capsysbinary, "ls", f"{server.url}/cache?signature=s3cret")
-    assert (status, "s3cret" in err, "403" in err) == (1, False, True)
+    failed += run("ls", f"{server.url}/cache?signature=s3cret", status=1).stderr
+    assert "403" in failed
     for command in ("verify", "bench", "repair", "merge", "reshard", "drop", "import"):
         others = {"verify": [], "bench": [], "drop": ["new", "003"]}.get(command, ["new"])
-        status, _, err = _run(capsysbinary, command, f"{server.url}/cache?signature=s3cret", *others)
-        assert (status, "local" in err, "s3cret" in err) == (2, True, False), err
+        error = run(command, f"{server.url}/cache?signature=s3cret", *others, status=2).stderr
+        assert "local" in error
+        failed += error
+    assert "s3cret" not in failed
 
 
 def test_dali(server: HttpServer) -> None:
@@ -129,10 +111,3 @@ def test_dali(server: HttpServer) -> None:
         ValueError, match=r"DALI's reader reads only local files, but shards are at urls; use fn.tensorcache"
     ):
         pipeline(fn.native_reader)
-
-
-def _manifest(server: HttpServer) -> Any:
-    import urllib.request
-
-    with urllib.request.urlopen(f"{server.url}/cache/manifest.json") as response:
-        return json.load(response)

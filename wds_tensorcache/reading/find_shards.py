@@ -276,5 +276,6 @@ def _read_listed(path: str) -> list[FoundShard] | None:
             raise FormatError(f"{problem}: one of the two is stale; {remedy}; {checks}", kind="index")
         shards.append(shard)
     if not shards:
-        raise FileNotFoundError(f"{path} lists no shards")
+        remedy = "if a writer with overwrite=True was killed, write the shards again"
+        raise FileNotFoundError(f"{path} lists no shards; {remedy}")
     return shards

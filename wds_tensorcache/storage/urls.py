@@ -1,10 +1,10 @@
-"""Urls of remote objects: their recognition, parts and secrets, and their form in messages, without secrets.
+"""Urls of remote objects: their parts, their secrets, and their form in messages.
 
-Secrets are user name, password and query, which may be a signature. Paths of shards are in errors, reprs, pickles and files. So
-`conceal` turns a url from the caller into a `SecretUrl`, whose text is public, and clients `reveal` the query in requests.
+Secrets are user name, password and query, which may be a signature. Errors, reprs, pickles and files show paths of shards. So
+`conceal` turns a url from the caller into a `SecretUrl` with a public text, and clients `reveal` the query in requests.
 
 In urls of web servers (`http`, `https`), names are percent-encoded, and `?` and `#` begin a query and a fragment. In urls of
-object stores and hubs (all other schemes), the rest after the bucket is the object's key, as it is.
+object stores and hubs (all other schemes), everything after the bucket is the object's key, without any encoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITABLE = frozenset({"s3", "gs", "az"})
 _WEB = frozenset({"http", "https"})
 _SETTINGS = {"s3": "AWS_…", "gs": "GOOGLE_…", "az": "AZURE_STORAGE_…"}  # variables that have credentials
 _IN_PATH = "/:@!$&'()*+,;=-._~"  # RFC 3986, 3.3
-_IN_QUERY = _IN_PATH + "?"
+_PARTS = re.compile(r"(?s)(.*?)://([^/?#]*)([^?#]*)(.*)").fullmatch
 _ANY_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE).match  # longer than the name of a drive
 _CHANGED_BY_PATHLIB = re.compile(r"(?:s3|gs|az|https?|hf):/(?!/)", re.IGNORECASE).match
 
@@ -77,20 +77,17 @@ ForkingPickler.register(SecretUrl, lambda url: (SecretUrl, url._parts()))
 
 
 def _split(url: str) -> tuple[str, str, str, str, str]:
-    """Return scheme, user info with `@`, host, path, and a web server's query and fragment with their marks."""
-    # `urlsplit` would drop characters, and would split keys of object stores at `?` and `#`
-    scheme, separator, rest = url.partition("://")
-    if not separator:
+    """Return scheme, user info with its `@`, host, path, and a web server's query and fragment, with their marks.
+
+    Unlike `urlsplit`, it drops no characters, and it leaves `?` and `#` in the keys of object stores.
+    """
+    match = _PARTS(url)
+    if match is None:
         return "", "", "", url, ""
-    end = _find_any(rest, "/?#")
+    scheme, server, path, rest = match.groups()
     # hf://NAME@REVISION/… has a revision there
-    user, at, host = ("", "", rest[:end]) if scheme.lower() == "hf" else rest[:end].rpartition("@")
-    stop = _find_any(rest, "?#", end) if is_web(url) else len(rest)
-    return scheme, user + at, host, rest[end:stop], rest[stop:]
-
-
-def _find_any(text: str, marks: str, begin: int = 0) -> int:
-    return min((at for mark in marks if (at := text.find(mark, begin)) >= 0), default=len(text))
+    user, at, host = ("", "", server) if scheme.lower() == "hf" else server.rpartition("@")
+    return scheme, user + at, host, *((path, rest) if is_web(url) else (path + rest, ""))
 
 
 def conceal(url: str) -> str:
@@ -194,7 +191,7 @@ def name_of(url: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return the parts of a url: the part up to the server or bucket, the path, and a web server's query, with its mark."""
+    """Return three parts of a url: scheme and server or bucket; the path; and a web server's query, with its mark."""
     scheme, user_info, host, path, rest = _split(url)
     return f"{scheme}://{user_info}{host}", path, rest
 
@@ -221,7 +218,7 @@ def origin_of(url: str) -> str:
 
 @lru_cache(4096)
 def web_url(url: str) -> str:
-    """Return a web server's url as it is sent: without credentials and fragment, other characters percent-encoded.
+    """Return a web server's url as it is sent: without credentials and fragment. urllib3 percent-encodes the rest.
 
     Raises:
         ValueError: The url has control characters, no server, or an impossible port.
@@ -233,22 +230,4 @@ def web_url(url: str) -> str:
     if not parts.hostname:
         raise ValueError(f"a url without a server: {shown(url)!r}")
     _ = parts.port  # raises ValueError
-    return urlunsplit(
-        (
-            parts.scheme.lower(),
-            parts.netloc.rpartition("@")[2],
-            _percent_encode(parts.path, _IN_PATH) or "/",
-            _percent_encode(parts.query, _IN_QUERY),
-            "",
-        )
-    )
-
-
-def _percent_encode(text: str, safe: str) -> str:
-    """Percent-encode a part of a url that may be encoded already: `%` stays where two hexadecimal digits follow."""
-    first, *rest = text.split("%")
-    encoded = [quote(first, safe=safe)]
-    for part in rest:
-        is_code = len(part) >= 2 and all(character in "0123456789abcdefABCDEF" for character in part[:2])
-        encoded.append(("%" if is_code else "%25") + quote(part, safe=safe))
-    return "".join(encoded)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], path=parts.path or "/", fragment=""))

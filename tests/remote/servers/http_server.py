@@ -15,7 +15,7 @@ Faults, in the order of requests to a path; each applies to one request, or to `
     redirect              address to which the answer redirects, with `status` (302)
     ignores_range         the whole object, with status 200, whatever the request asks for
     drip_s                one byte of the body each so many seconds
-    stall_s               wait before the answer
+    stall_s               wait before the answer; if the client does not, the log has an entry with status -1
     raw                   the whole answer, after which the connection is closed
     method                only requests with this method
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -43,6 +44,7 @@ from urllib.parse import quote, unquote
 from tests.remote.servers.process import ServerProcess
 
 _PIECE = 64 * 1024
+_addresses = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,10 @@ class HttpServer(ServerProcess):
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
         )
+
+    def new_address(self) -> str:
+        """Return the url by another address of this machine, whose clients know nothing of this server."""
+        return self.url.replace("127.0.0.1", f"127.1.{next(_addresses)}.1")
 
     def put(self, name: str, content: bytes) -> str:
         """Make or replace an object; return its url. An object `name?query` is the answer to this query of `name`."""
@@ -188,6 +194,11 @@ class _Server:
             self.requests.append(entry)
         fault = self._fault(method, unquote(target).lstrip("/")) or self._fault(method, name)
         whole = unquote(target).lstrip("/")
+        if "stall_s" in fault:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(reader.read(1), fault["stall_s"])
+                self.requests.append({**entry, "status": -1})
+                raise _Dropped
         await self._answer(method, whole if whole in self.objects else name, headers, fault, writer, entry)
         return headers.get("connection", "").lower() != "close"
 
@@ -239,7 +250,7 @@ class _Server:
         entry: dict[str, Any],
     ) -> None:
         options = self.options
-        await asyncio.sleep(options["latency_s"] + fault.get("stall_s", 0))
+        await asyncio.sleep(options["latency_s"])
         if "raw" in fault:
             writer.write(fault["raw"].encode("latin-1"))
             await writer.drain()

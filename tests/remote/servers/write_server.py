@@ -24,6 +24,7 @@ Faults, in the order of requests that match `method` and `suffix`, the end of th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
@@ -35,6 +36,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from tests.remote.servers.process import ServerProcess
@@ -94,6 +96,14 @@ class WriteServer(ServerProcess):
         request = urllib.request.Request(f"{self.endpoint}/{act}", body, {"X-Control": "1"}, method="POST")
         with self._opener.open(request, timeout=60) as response:
             return bytes(response.read())
+
+
+@lru_cache
+def shared_server() -> WriteServer:
+    """Return the one server of this process, whose clients of `s3://bucket` keep its address."""
+    server = WriteServer()
+    atexit.register(server.close)
+    return server
 
 
 def environment(endpoint: str) -> dict[str, str]:

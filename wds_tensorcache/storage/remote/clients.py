@@ -26,8 +26,8 @@ class Client(Protocol):
 
     pace: Pace
 
-    def stat(self, request: Request, /) -> ObjectInfo:
-        """Return the state of an object."""
+    def read_head(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        """Return the state of an object and its first `nbytes` bytes, or the whole object if it is shorter."""
         ...
 
     def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
@@ -37,12 +37,8 @@ class Client(Protocol):
     def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
         """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter.
 
-        None if the server does not serve the last bytes of this object without its length.
+        None if the server needs the object's length for that.
         """
-        ...
-
-    def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        """Return the state of an object and its bytes, `b""` if there are more than `nbytes`."""
         ...
 
     def list_objects(self, request: Request, /) -> list[str]:
@@ -55,13 +51,8 @@ _Clients = dict[tuple[str, "tuple[str, str] | None"], Client]
 _clients: Callable[[], _Clients] = per_process(dict)
 
 
-def forget_clients() -> None:
-    """Make new clients when they are next needed, for example after credentials in the environment have changed."""
-    _clients().clear()
-
-
 def client_for(url: str) -> Client:
-    """Return the client for an object's bucket, or for its server and the user name and password of the url.
+    """Return the client for a url: one for each bucket, and for each server and user.
 
     Do not keep it: a forked child needs another client.
 

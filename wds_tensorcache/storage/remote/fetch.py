@@ -1,10 +1,10 @@
-"""Read remote objects: many ranges at once, ends and whole objects, up to 128 requests at a time. Faults are retried here."""
+"""Read ranges of remote objects, by up to 128 requests at a time. Faults are retried here."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -37,7 +37,7 @@ Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
 
 
 class _Counts(threading.local):
-    """The number of requests that `fetch_many` has made so far for calls of the current thread."""
+    """Number of requests of `fetch_many` for the current thread so far."""
 
     num_requests = 0
 
@@ -98,7 +98,7 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
         run_all([request.read for request in requests])
 
 
-def _plan(ranges: Ranges, merges: bool = True) -> list[_Range]:
+def _plan(ranges: Ranges, merges: bool) -> list[_Range]:
     wanted = []
     for file, begin, buffers in ranges:
         views = [view for view in map(_bytes, buffers) if len(view)]
@@ -157,41 +157,46 @@ def _split(request: _Range) -> list[_Range]:
 
 def stat(url: str) -> ObjectInfo:
     """Return the state of an object by one request; raise FileNotFoundError if it does not exist."""
+    return read_head(url, 0)[0]
+
+
+def read_head(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
+    """Return the state of an object and its first `nbytes` bytes, or all of them."""
     request = Request(url)
-    return run(lambda: request.repeat(lambda: client_for(url).stat(request)))
+    return _run(lambda: request.repeat(lambda: client_for(url).read_head(request, nbytes)))
 
 
 def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return the state of an object and its last `nbytes` bytes, or all of them, in most cases by one request."""
+    """Return the state of an object and its last `nbytes` bytes, or all of them."""
     request = Request(url, nbytes=nbytes)
 
     def attempt() -> tuple[ObjectInfo, bytes]:
         client = client_for(url)
         if (tail := client.read_tail(request, nbytes)) is not None:
             return tail
-        state = client.stat(request)
+        state, _ = client.read_head(request, 0)
         content = bytearray(min(max(0, nbytes), state.nbytes))
         if content:
             part = Request(url, state.nbytes - len(content), state.nbytes, state)
             state = client.read_range(part, [memoryview(content)])
         return state, bytes(content)
 
-    return run(lambda: request.repeat(attempt))
+    return _run(lambda: request.repeat(attempt))
 
 
 def list_objects(folder: str) -> list[str]:
     """Return the sorted urls of the objects directly in a folder; raise RemoteError if the server has no listings."""
     request = Request(folder)
-    return run(lambda: request.repeat(lambda: client_for(folder).list_objects(request)))
+    return _run(lambda: request.repeat(lambda: client_for(folder).list_objects(request)))
 
 
 def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
-    """Begin to read from offset `begin` into a buffer; return the future, and its `Cancel`. Call `wait_for`."""
+    """Begin to read into a buffer; return the future, for `wait_for`, and its `Cancel`."""
     cancel = retry.Cancel()
     return _executor().submit(_work, _Range(file, begin, begin + len(view), [view]).read, cancel), cancel
 
 
-def run(call: Callable[[], _Result]) -> _Result:
+def _run(call: Callable[[], _Result]) -> _Result:
     """Run a call that makes requests on a thread of the executor, so that Ctrl-C ends the wait for it."""
     (result,) = run_all([call])
     return result
@@ -219,18 +224,11 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
 
 def wait_for(futures: Sequence[Future[Any]]) -> None:
     """Wait until all futures are done or one has failed; end requests whose time is over."""
-    done: list[Future[Any]] = []
-    is_over = threading.Event()
-
-    def note(future: Future[Any]) -> None:
-        done.append(future)
-        if len(done) == len(futures) or future.cancelled() or future.exception() is not None:
-            is_over.set()
-
-    # not `wait` in a loop, which takes the locks of all futures each time
-    for future in futures:
-        future.add_done_callback(note)
-    while futures and not is_over.wait(retry.TICK_S):
+    running = set(futures)
+    while running:
+        done, running = wait(running, retry.TICK_S, FIRST_EXCEPTION)
+        if any(future.cancelled() or future.exception() is not None for future in done):
+            return
         retry.end_overdue()
 
 

@@ -14,7 +14,6 @@ from wds_tensorcache.storage.remote.retry import Request, TransientError
 from wds_tensorcache.storage.urls import reveal, web_url
 
 _NO_SUFFIX = frozenset({400, 405, 416, 501})
-_MAX_UNKNOWN = 1 << 28  # bytes of a manifest or an index without Content-Length
 _NUM_REPEATED = 2  # requests whose range was ignored
 _IGNORED = "the server responds with the whole object instead of the range that was asked for"
 _NO_LENGTH = "the server sent no Content-Length, so a truncated body cannot be detected"
@@ -48,11 +47,8 @@ class HttpClient:
         self._is_warned = False
         self._copies = Copies()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.origin!r})"
-
     def _locate(self, request: Request) -> str:
-        """Return the url of an object, as it is sent."""
+        """Return the url for the request."""
         try:
             return web_url(reveal(request.url))
         except ValueError as exc:
@@ -74,10 +70,10 @@ class HttpClient:
         return {"If-Match" if tag.startswith('"') else "If-Unmodified-Since": tag}
 
     @contextmanager
-    def _get(self, request: Request, text: str | None) -> Iterator[tuple[Response, ObjectInfo | None]]:
+    def _get(self, request: Request, text: str) -> Iterator[tuple[Response, ObjectInfo | None]]:
         """Send a request for a range; yield the response and the state of the object, None if it is unknown."""
-        headers = {"Range": text} if text else {}
-        with self._transport.get(self._locate(request), {**headers, **self._conditions(request)}, request) as response:
+        headers = {"Range": text, **self._conditions(request)}
+        with self._transport.get(self._locate(request), headers, request) as response:
             state = None
             if response.status == 206:
                 self._has_ranges = True
@@ -91,25 +87,29 @@ class HttpClient:
                 state = request.check(ObjectInfo(nbytes, self._tag(response)))
             yield response, state
 
-    def stat(self, request: Request, /) -> ObjectInfo:
+    def read_head(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
         # not HEAD: a url may be signed for GET alone, and a head that was cut short cannot be told from a whole one
-        with self._get(request, "bytes=0-0") as (response, state):
+        with self._get(request, f"bytes=0-{max(nbytes, 1) - 1}") as (response, state):
             if response.status == 200:
-                return self._keep(response, state, request).state
-            if response.status != 206 and (response.status != 416 or state is None or state.nbytes):
+                if state is not None and state.nbytes <= nbytes:
+                    return state, self._read(response, request, state.nbytes)
+                copy = self._keep(response, state, request)
+                return copy.state, copy.read(request, 0, min(nbytes, copy.state.nbytes))
+            if response.status == 416 and state is not None and not state.nbytes:
+                return state, b""
+            if response.status != 206:
                 raise _refusal(response, request)
-        if state is None:
-            raise request.error("the server does not tell the object's length", response.status)
-        return state
+            if state is None:
+                raise request.error("the server does not send the object's length", response.status)
+            _check_range(response, request, 0, min(max(nbytes, 1), state.nbytes))
+            return state, self._read(response, request, min(nbytes, state.nbytes)) if nbytes else b""
 
     def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
         if nbytes > 0 and self._num_suffixes_ignored <= _NUM_REPEATED:
             with self._get(request, f"bytes=-{nbytes}") as (response, state):
                 if state is not None and response.status == 206:
                     self._num_suffixes_ignored = 0
-                    if _content_range(response, request) != (max(0, state.nbytes - nbytes), state.nbytes, state.nbytes):
-                        got = _show_range(response)
-                        raise request.error(f"asked for the last {nbytes} bytes, got Content-Range {got}", 206)
+                    _check_range(response, request, max(0, state.nbytes - nbytes), state.nbytes)
                     return state, self._read(response, request, min(nbytes, state.nbytes))
                 if response.status == 200 and self._may_have_ranges(response):
                     if state is not None and state.nbytes <= nbytes:
@@ -132,9 +132,7 @@ class HttpClient:
         if copy is None:
             with self._get(request, f"bytes={begin}-{end - 1}") as (response, state):
                 if state is not None and response.status == 206:
-                    if _content_range(response, request)[:2] != (begin, end):
-                        got = _show_range(response)
-                        raise request.error(f"asked for bytes {begin}-{end - 1}, got Content-Range {got}", 206)
+                    _check_range(response, request, begin, end)
                     self._fill(response, request, buffers, state)
                     return state
                 if state is not None and response.status == 200 and (begin, end) == (0, state.nbytes):
@@ -145,15 +143,6 @@ class HttpClient:
                 copy = self._keep(response, state, request)
         copy.read_into(request, buffers, begin)
         return copy.state
-
-    def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        with self._get(request, None) as (response, state):
-            if response.status != 200:
-                raise _refusal(response, request)
-            if state is None:
-                copy = self._keep(response, state, request, _MAX_UNKNOWN)
-                return copy.state, copy.read(request, 0, copy.state.nbytes)
-            return state, self._read(response, request, state.nbytes) if state.nbytes <= nbytes else b""
 
     def list_objects(self, request: Request, /) -> list[str]:
         raise request.error("web servers have no listings; list the shards, or let a manifest.json list them")
@@ -166,7 +155,7 @@ class HttpClient:
     def _fill(
         self, response: Response, request: Request, buffers: Sequence[memoryview], state: ObjectInfo | None
     ) -> None:
-        """Read a body into buffers. If it is cut short, `request` then asks for the rest of an object with this state."""
+        """Read a body into buffers; after a cut, let `request` continue there if `state` has a strong ETag."""
         _check_body(response, request, sum(map(len, buffers)))
         begun, done = self.pace.begin(response.head_s), 0
         try:
@@ -183,7 +172,7 @@ class HttpClient:
                 request.state, request.at = state, request.at + done
 
     def _may_have_ranges(self, response: Response) -> bool:
-        """Return whether a server that ignored a range obeyed another one, or says that it does."""
+        """Return whether the server has obeyed a range before, or announces ranges."""
         if self._has_ranges is None:
             return (response.headers.get("Accept-Ranges") or "").strip().lower() == "bytes"
         return self._has_ranges
@@ -193,28 +182,25 @@ class HttpClient:
             self._is_warned = True
             request.warn(f"{_IGNORED}; asking again. If it does so always, whole shards are read")
 
-    def _keep(
-        self, response: Response, state: ObjectInfo | None, request: Request, max_nbytes: int | None = None
-    ) -> Copy:
+    def _keep(self, response: Response, state: ObjectInfo | None, request: Request) -> Copy:
         """Return a copy of the whole object in a response that ignored the range."""
         # a server that ignores the range of a request three times has no ranges until it obeys one
-        if max_nbytes is None and self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
+        if self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
             request.num_ignored += 1
             self._warn_once(request)
             raise TransientError(_IGNORED, 200)
-        if max_nbytes is None:
-            self._has_ranges = False
+        self._has_ranges = False
         _check_encoding(response, request)
         if state is None and not response.is_chunked:
             raise request.error(_NO_LENGTH, 200)
         begun = self.pace.begin(response.head_s)
-        copy = self._copies.keep(response, request, state, self._tag(response), max_nbytes)
+        copy = self._copies.keep(response, request, state, self._tag(response))
         self.pace.end(begun, copy.state.nbytes)
         return copy
 
 
 def _length_of(response: Response) -> int | None:
-    """Return the length of the body in bytes by Content-Length; None if it is missing or is not a number."""
+    """Return `Content-Length`; None if it is missing or not a number."""
     text = (response.headers.get("Content-Length") or "").strip()
     return int(text) if _NUMBER.fullmatch(text) else None
 
@@ -236,14 +222,20 @@ def _content_range(response: Response, request: Request) -> tuple[int, int, int 
     return begin, end, total
 
 
+def _check_range(response: Response, request: Request, begin: int, end: int) -> None:
+    """Raise RemoteError unless a partial response has the bytes `[begin, end)`."""
+    if _content_range(response, request)[:2] != (begin, end):
+        raise request.error(f"asked for bytes {begin}-{end - 1}, got Content-Range {_show_range(response)}", 206)
+
+
 def _total_of(response: Response) -> int | None:
-    """Return the length of the object in bytes by the Content-Range of a refused range; None if the header lacks it."""
+    """Return the object's length by the `Content-Range` of a refusal; None if it is missing."""
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     return int(match[3]) if match and match[3] != "*" else None
 
 
 def _check_encoding(response: Response, request: Request) -> None:
-    """Raise RemoteError if the server has compressed the body, whose bytes are then not those of the object."""
+    """Raise RemoteError if the server has compressed the body."""
     encoding = (response.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
         problem = (
@@ -261,7 +253,7 @@ def _check_body(response: Response, request: Request, nbytes: int) -> None:
 
 
 def _refusal(response: Response, request: Request) -> Exception:
-    """Return the error for a response with a status that does not pass."""
+    """Return the error for a status that another attempt would get again."""
     status = response.status
     if status == 412:
         return request.changed_error("the server has another version of it")

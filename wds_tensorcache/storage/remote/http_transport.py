@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import email.utils
 import netrc
 import os
 import socket
@@ -11,10 +10,11 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException, HTTPResponse
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, TRANSIENT_STATUSES, Request, TransientError
@@ -132,10 +132,7 @@ class Response:
         self._response.release_conn()
 
 
-class _Route(NamedTuple):
-    manager: urllib3.PoolManager
-    pool: connectionpool.HTTPConnectionPool | None
-
+_Route = Callable[..., urllib3.BaseHTTPResponse]
 
 # urllib3 neither follows redirects nor repeats, reads or decodes
 _PLAIN: Any = {"redirect": False, "retries": False, "preload_content": False, "decode_content": False}
@@ -153,7 +150,6 @@ class Transport:
 
     def __init__(self, origin: str, authorization: str | None) -> None:
         self._origin = origin
-        self._managers: dict[str | None, urllib3.PoolManager] = {}  # by proxy
         # The environment and the netrc file are read once: for each request, that takes as long as the rest.
         self._routes: dict[str, _Route] = {}  # by origin
         self._authorization = authorization or _read_netrc(origin)
@@ -167,11 +163,11 @@ class Transport:
             url: As `web_url` returns it.
 
         Returns:
-            A response with any status except a redirect's and those that `TransientError` reports.
+            A response whose status is neither a redirect nor one of `TRANSIENT_STATUSES`.
 
         Raises:
             TransientError: There was no connection, no whole head in time, or a status that may pass.
-            RemoteError: The fault does not pass: a certificate, or a redirect that is refused.
+            RemoteError: The server's name is unknown, its certificate is not trusted, or a redirect is refused.
         """
         seen = {url}
         first_headers: Mapping[str, str] | None = None
@@ -195,20 +191,6 @@ class Transport:
             seen.add(url)
         raise request.error(f"more than {_MAX_REDIRECTS} redirects, the last to {shown(url)}", response.status)
 
-    def _route(self, origin: str) -> _Route:
-        """Return the connections for a server: direct ones, or those of the proxy that the environment names."""
-        route = self._routes.get(origin)
-        if route is None:
-            scheme, _, netloc = origin.partition("://")
-            proxy = urllib.request.getproxies().get(scheme)
-            if proxy is not None and urllib.request.proxy_bypass(netloc):
-                proxy = None
-            manager = self._managers.setdefault(proxy, _make_manager(proxy))
-            # a pool takes less time than its manager, but only the manager knows what a proxy needs
-            route = _Route(manager, None if proxy is not None else manager.connection_from_url(origin))
-            self._routes[origin] = route
-        return route
-
     def _send(self, url: str, headers: dict[str, str], request: Request) -> Response:
         begun = time.monotonic()
         remaining_s = request.deadline - begun
@@ -217,13 +199,10 @@ class Transport:
         failed: Exception
         try:
             origin = origin_of(url)
-            route = self._route(origin)
+            route = self._routes.get(origin) or self._routes.setdefault(origin, _make_route(origin))
             timeout = urllib3.Timeout(connect=min(_CONNECT_S, remaining_s), read=min(_STALL_S, remaining_s))
             _sent.request = request
-            if route.pool is None:
-                response = route.manager.urlopen("GET", url, headers=headers, timeout=timeout, **_PLAIN)
-            else:
-                response = route.pool.urlopen("GET", url[len(origin) :], headers=headers, timeout=timeout, **_PLAIN)
+            response = route(url, headers=headers, timeout=timeout, **_PLAIN)
             return Response(response, request, time.monotonic() - begun)
         except (HTTPError, HTTPException, OSError, ValueError) as exc:
             failed = exc
@@ -240,7 +219,12 @@ class Transport:
         raise TransientError(describe(failed))
 
 
-def _make_manager(proxy: str | None) -> urllib3.PoolManager:
+def _make_route(origin: str) -> _Route:
+    """Return a function that sends requests to a server, through the environment's proxy if there is one."""
+    scheme, _, netloc = origin.partition("://")
+    proxy = urllib.request.getproxies().get(scheme)
+    if proxy is not None and urllib.request.proxy_bypass(netloc):
+        proxy = None
     options: dict[str, Any] = {"num_pools": 256, "maxsize": MAX_REQUESTS, "block": False, "retries": False}
     manager: urllib3.PoolManager
     if proxy is None:
@@ -255,7 +239,10 @@ def _make_manager(proxy: str | None) -> urllib3.PoolManager:
         address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         manager = urllib3.ProxyManager(address, proxy_headers=headers, **options)
     manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
-    return manager
+    if proxy is not None:  # only the manager knows what a proxy needs
+        return partial(manager.urlopen, "GET")
+    pool = manager.connection_from_url(origin)  # takes less time than its manager
+    return lambda url, **options: pool.urlopen("GET", url[len(origin) :], **options)
 
 
 def basic_authorization(user: str, password: str) -> str:
@@ -264,7 +251,7 @@ def basic_authorization(user: str, password: str) -> str:
 
 
 def _read_netrc(origin: str) -> str | None:
-    """Return the header for a server by the netrc file; None if it has none, or cannot be read."""
+    """Return the netrc file's header `Authorization` for a server; None if the file has none or cannot be read."""
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
         credentials = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
@@ -274,7 +261,7 @@ def _read_netrc(origin: str) -> str | None:
 
 
 def _redirect_target(url: str, location: str | None, request: Request, status: int) -> str:
-    """Return the address of a redirect."""
+    """Return the address of a redirect; raise RemoteError if it is refused."""
     if not location:
         raise request.error("a redirect without an address", status)
     target = scheme = ""
@@ -293,17 +280,10 @@ def _redirect_target(url: str, location: str | None, request: Request, status: i
 
 
 def parse_retry_after(text: str | None) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if it has neither."""
-    if text is None:
-        return None
-    text = text.strip()
-    if text.isascii() and text.isdigit():
-        return float(text[:12])
-    try:
-        until = email.utils.parsedate_to_datetime(text)
-    except (TypeError, ValueError):
-        return None
-    return max(0.0, until.timestamp() - time.time())
+    """Return the seconds from now that a `Retry-After` header asks for; None if it is not valid."""
+    with suppress(HTTPError, ValueError, OverflowError):
+        return None if text is None else float(urllib3.Retry().parse_retry_after(text[:40]))
+    return None
 
 
 def _is_final(error: BaseException) -> bool:

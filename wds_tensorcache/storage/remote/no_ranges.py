@@ -27,15 +27,11 @@ class Copy:
     def __del__(self) -> None:
         self._file.close()
 
-    def fill(
-        self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None, max_nbytes: int | None
-    ) -> None:
-        """Copy the body of a response for an object with this state; None if its length is not known yet."""
+    def fill(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> None:
+        """Copy the body of a response; `state` is None if the object's length is unknown."""
         piece, nbytes = memoryview(bytearray(_PIECE)), 0
         while count := response.read_into(piece):
             nbytes += count
-            if max_nbytes is not None and nbytes > max_nbytes:
-                raise request.error(f"the object has more than {max_nbytes} bytes")
             self._write(piece[:count], request)
             request.extend(nbytes)
         if state is not None and nbytes != state.nbytes:
@@ -75,7 +71,7 @@ class Copies:
         self._turns: dict[str, threading.Lock] = {}
 
     def get(self, url: str, state: ObjectInfo | None) -> Copy | None:
-        """Return the copy of an object in a state."""
+        """Return the copy of an object; None if there is none with this state."""
         with self._lock:
             copy = self._copies.get(url)
             if copy is None or state is None or copy.state.nbytes != state.nbytes:
@@ -85,10 +81,8 @@ class Copies:
             self._copies[url] = self._copies.pop(url)  # the last is the latest used
             return copy
 
-    def keep(
-        self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None, max_nbytes: int | None
-    ) -> Copy:
-        """Copy the body of a response, unless another thread has done so; raise RemoteError beyond `max_nbytes`."""
+    def keep(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> Copy:
+        """Copy the body of a response, unless another thread has done so."""
         with self._lock:
             turn = self._turns.setdefault(request.url, threading.Lock())
         while not turn.acquire(timeout=TICK_S):
@@ -97,7 +91,7 @@ class Copies:
             copy = self.get(request.url, state)
             if copy is None:
                 copy = Copy()
-                copy.fill(response, request, state, tag, max_nbytes)
+                copy.fill(response, request, state, tag)
             with self._lock:
                 self._copies[request.url] = copy
                 while len(self._copies) > _MAX_COPIES:

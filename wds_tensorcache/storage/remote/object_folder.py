@@ -63,7 +63,7 @@ class ObjectFolder:
 
     @cached_property
     def _client(self) -> StoreClient:
-        """A client of the present environment, whose variables a caller may have mended since an earlier writer failed."""
+        """A new client: the caller may have corrected the environment after an earlier writer failed."""
         check_writable(self.path)
         return StoreClient(origin_of(self.path))
 
@@ -204,41 +204,31 @@ class ObjectFolder:
             problem = f"{nbytes:,} bytes, but one request stores at most {most:,}"
             raise Request(url).error(f"{problem}; pass a smaller max_nbytes=")
         request = Request(url, nbytes=nbytes // _UPLOAD_FACTOR)
-        return self._call(
-            request, lambda obstore, store, key: obstore.put(store, key, content, use_multipart=False, **options)
-        )
+        return self._call(request, lambda store, key: store.put(key, content, use_multipart=False, **options))
 
     def _read(self, url: str) -> tuple[bytes, _Version] | None:
         """Return the content of an object and its version; None if there is no such object."""
-
-        def read(obstore: Any, store: Any, key: str) -> tuple[bytes, _Version]:
-            result = obstore.get(store, key)
-            return bytes(result.bytes()), _version(result.meta)
-
-        with contextlib.suppress(FileNotFoundError):
-            return self._call(Request(url), read)
-        return None
+        return self._get(url, lambda response: (bytes(response.bytes()), _version(response.meta)))
 
     def _metadata(self, url: str) -> dict[str, str] | None:
         """Return the user-defined metadata of an object; None if there is no such object."""
+        return self._get(url, lambda response: dict(response.attributes), head=True)
 
-        def read(obstore: Any, store: Any, key: str) -> dict[str, str]:
-            return dict(obstore.get(store, key, options={"head": True}).attributes)
-
+    def _get(self, url: str, parse: Callable[[Any], _Result], **options: Any) -> _Result | None:
         with contextlib.suppress(FileNotFoundError):
-            return self._call(Request(url), read)
+            return self._call(Request(url), lambda store, key: parse(store.get(key, options=options)))
         return None
 
     def _delete(self, urls: list[str]) -> None:
         """Delete objects; ignore those that do not exist."""
         keys = [bucket_and_key(url)[1] for url in urls]
         with contextlib.suppress(FileNotFoundError):
-            self._call(Request(urls[0]), lambda obstore, store, _: obstore.delete(store, keys))
+            self._call(Request(urls[0]), lambda store, _: store.delete(keys))
 
-    def _call(self, request: Request, start: Callable[[Any, Any, str], _Result]) -> _Result:
+    def _call(self, request: Request, send: Callable[[Any, str], _Result]) -> _Result:
         """Return the result of a request of the store; repeat it after faults that may pass."""
         with retry.bind_cancel(self._cancel):
-            return request.repeat(lambda: self._client.call(request, start, is_upload=True))
+            return request.repeat(lambda: self._client.call(request, send, is_upload=True))
 
 
 def _version(meta: Any) -> _Version:
@@ -246,7 +236,7 @@ def _version(meta: Any) -> _Version:
 
 
 def _check_tag(url: str, version: _Version) -> None:
-    """Raise RemoteError if a version has no strong ETag, so that no condition can name it."""
+    """Raise RemoteError if a version has no strong ETag, which conditions need."""
     if version.get("e_tag", "W/").startswith("W/"):
         raise Request(url).error(NO_TAGS)
 

@@ -1,4 +1,4 @@
-"""A remote shard with the surface of an open local file, as far as reads at given offsets need it."""
+"""A remote shard with the reading methods of a local one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
-from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_tail, run, stat
+from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_head, read_tail, stat
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.retry import Request
 from wds_tensorcache.storage.threads import Threads, per_process
@@ -154,7 +153,7 @@ class RemoteFile:
         fetch_many(ranges)
 
     def check_unchanged(self) -> None:
-        """Do nothing: every read carries the tag, and compares tag and length."""
+        """Do nothing: every read compares tag and length."""
 
     def __repr__(self) -> str:
         return f"RemoteFile({self.path!r}, nbytes={self.identity[0]})"
@@ -165,10 +164,9 @@ class RemoteFile:
 
 def read_whole(url: str, max_nbytes: int) -> bytes:
     """Return the bytes of an object; raise RemoteError if there are more than `max_nbytes`."""
-    request = Request(url)
-    state, content = run(lambda: request.repeat(lambda: client_for(url).read_whole(request, PART_NBYTES)))
+    state, content = read_head(url, PART_NBYTES)
     if state.nbytes > max_nbytes:
-        raise request.error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
+        raise Request(url).error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
     if len(content) < state.nbytes:
-        return RemoteFile(url, state.nbytes, state.tag).read(0, state.nbytes)
+        content += RemoteFile(url, state.nbytes, state.tag).read(len(content), state.nbytes)
     return content

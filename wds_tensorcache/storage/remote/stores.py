@@ -39,12 +39,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 # S3 gives the first one status 400: no byte of an upload arrived for 20 s
 _TRANSIENT_CODES = frozenset({"RequestTimeout", "IncompleteBody", "BadDigest"})
 _EXPIRED = "the credentials of this process have expired"
-_CODES = {
-    "AccessDenied": (403, _NOT_PERMITTED),  # also in an answer to a request that deletes several objects
-    "ExpiredToken": (None, _EXPIRED),
-    "TokenRefreshRequired": (None, _EXPIRED),
-}
-# parts of the text of errors without a status
+# by parts of the text of an error without a status: the status, and the problem
 _TEXTS: dict[str, tuple[int | None, str]] = {
     "Requested ": (206, _OTHER_BYTES),
     "Received non-partial response": (200, _OTHER_BYTES),
@@ -53,13 +48,16 @@ _TEXTS: dict[str, tuple[int | None, str]] = {
     "builder error": (None, "the endpoint of the bucket is wrong"),
     "redirect without LOCATION": (None, "the region of the bucket is wrong"),
 }
-# by the name of a class of obstore: the status, and the problem
-_KINDS: dict[str, tuple[int | None, str]] = {
+# the same, by the name of a class of obstore, or by the code of S3
+_CAUSES: dict[str, tuple[int | None, str]] = {
     "PermissionDeniedError": (403, _NOT_PERMITTED),
     "UnauthenticatedError": (401, "the store does not permit this request with these credentials"),
     "InvalidPathError": (None, "the name has an empty part, `.` or `..`, or a control character; use another url"),
     "ValueError": (None, "the store cannot have an object of this name, or a setting is not valid"),
     "UnknownConfigurationKeyError": (None, "a setting is not valid"),
+    "AccessDenied": (403, _NOT_PERMITTED),  # also in an answer to a request that deletes several objects
+    "ExpiredToken": (None, _EXPIRED),
+    "TokenRefreshRequired": (None, _EXPIRED),
 }
 _FORKED = (
     "obstore does not work in a process that was forked after its first use; start worker processes by 'forkserver' or "
@@ -72,12 +70,6 @@ _pid: int | None = None  # of the process in which obstore started its threads
 
 class Unmet(Exception):
     """A request whose condition is not met: the object exists, or has another version."""
-
-
-def check_not_forked(request: Request) -> None:
-    """Raise RemoteError if this process was forked after its parent used obstore: a request would never end."""
-    if _pid is not None and _pid != os.getpid():
-        raise request.error(_FORKED)
 
 
 def _check_endpoint(scheme: str, request: Request) -> None:
@@ -98,8 +90,8 @@ def _check_endpoint(scheme: str, request: Request) -> None:
 class StoreClient:
     """A client of one bucket or container, which also writes. Each call is one attempt; see `Client`.
 
-    The store is made from the environment, as obstore does. The strong ETag goes with every read (`If-Match`). obstore's calls
-    block, and end by themselves when the time of the request is over.
+    obstore reads the settings from the environment. Every read sends the strong ETag (`If-Match`). obstore's calls block, and
+    end when the time of the request is over.
 
     Threads/fork/pickle: as `Client`; refused in a child that was forked after its parent used obstore.
     """
@@ -113,13 +105,12 @@ class StoreClient:
         _check_endpoint(self.scheme, Request(origin))
         self._store(timeout_s(), Request(origin))
 
-    def __repr__(self) -> str:
-        return f"StoreClient({self.origin!r})"
-
     def _store(self, limit_s: float, request: Request, is_upload: bool = False) -> Any:
         """Return a client of obstore whose requests end after about `limit_s`."""
         global _pid
-        check_not_forked(request)
+        # a request of a child that was forked after its parent used obstore would never end
+        if _pid is not None and _pid != os.getpid():
+            raise request.error(_FORKED)
         limit_s = 2.0 ** max(0, int(limit_s).bit_length())
         if (limit_s, is_upload) in self._stores:
             return self._stores[limit_s, is_upload]
@@ -146,8 +137,8 @@ class StoreClient:
         # raised here, so that obstore's error, whose text may have credentials, is not its context
         raise request.error(f"the store cannot be opened ({name}); check {_SETTINGS[self.scheme]}")
 
-    def call(self, request: Request, start: Callable[[Any, Any, str], _Result], *, is_upload: bool = False) -> _Result:
-        """Return the result of a function of the module obstore, a store and the object's key.
+    def call(self, request: Request, send: Callable[[Any, str], _Result], *, is_upload: bool = False) -> _Result:
+        """Return `send(store, key)` for a store of obstore and the object's key.
 
         Raises:
             Unmet: The condition of the request is not met.
@@ -157,7 +148,7 @@ class StoreClient:
         store = self._store(request.limit_s, request, is_upload)
         failed: Exception
         try:
-            return start(importlib.import_module("obstore"), store, key)
+            return send(store, key)
         except Exception as exc:
             failed = exc
         # raised here, so that obstore's error, whose text may have signed urls, is not its context
@@ -177,7 +168,7 @@ class StoreClient:
         code = next((code_match[1] or code_match[2] for code_match in _CODE.finditer(text)), "")
         if code in _TRANSIENT_CODES:
             return TransientError(f"the server answers with the error {code}", status)
-        cause = _KINDS.get(name) or _CODES.get(code)
+        cause = _CAUSES.get(name) or _CAUSES.get(code)
         if cause is None and status is None:
             cause = next((cause for part, cause in _TEXTS.items() if part in text), None)
         if cause is not None:
@@ -203,7 +194,7 @@ class StoreClient:
         if request.state is not None and (request.state.tag or "").startswith('"'):
             options["if_match"] = request.state.tag
         try:
-            result = self.call(request, lambda obstore, store, key: obstore.get(store, key, options=options))
+            result = self.call(request, lambda store, key: store.get(key, options=options))
         except Unmet:
             raise request.changed_error("the store has another version of it") from None
         return result, time.monotonic() - begun
@@ -221,8 +212,14 @@ class StoreClient:
         check_cancelled()
         return content
 
-    def stat(self, request: Request, /) -> ObjectInfo:
-        return _state(self._get(request, {"head": True})[0])
+    def read_head(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        result, head_s = self._get(request, {} if nbytes else {"head": True})
+        state = _state(result)
+        if nbytes and state.nbytes > nbytes:  # the body that has begun is dropped
+            result, head_s = self._get(request, {"range": (0, nbytes)})
+            state = _state(result)
+        nbytes = min(nbytes, state.nbytes)
+        return state, bytes(self._body(result, head_s, nbytes)) if nbytes else b""
 
     def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
         if nbytes > 0 and self._has_suffix_ranges:
@@ -254,16 +251,8 @@ class StoreClient:
             buffer[:], content = content[: len(buffer)], content[len(buffer) :]
         return state
 
-    def read_whole(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        result, head_s = self._get(request, {})
-        state = _state(result)
-        return state, bytes(self._body(result, head_s, state.nbytes)) if state.nbytes <= nbytes else b""
-
     def list_objects(self, request: Request, /) -> list[str]:
-        def list_all(obstore: Any, store: Any, key: str) -> Any:
-            return obstore.list_with_delimiter(store, key.rstrip("/") or None)
-
-        listed = self.call(request, list_all)
+        listed = self.call(request, lambda store, key: store.list_with_delimiter(key.rstrip("/") or None))
         return [f"{self.origin}/{path}" for path in sorted(entry["path"] for entry in listed["objects"])]
 
 

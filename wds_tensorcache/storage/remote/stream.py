@@ -6,32 +6,36 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import numpy as np
-
-from wds_tensorcache.storage.remote import retry
+from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.remote.fetch import start_read, stat, wait_for
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.remote.retry import Cancel
 from wds_tensorcache.storage.urls import conceal
 
 _MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each is twice as long as the one before
 _NUM_REQUESTS = 4
+_MEMORY = Pool(1 << 25)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The bytes `[begin, end)`, and the future of the read into the beginning of `memory`."""
+    """The bytes `[begin, end)`, and the future of the read into `memory`."""
 
     begin: int
     end: int
     memory: memoryview
-    cancel: retry.Cancel
     future: Future[None]
+    cancel: Cancel
+
+    def drop(self) -> None:
+        if not self.future.cancel() and not self.future.done():
+            self.cancel.set()
 
 
 class RemoteStream:
     """The bytes of a remote object, for one reader that reads them in order. Requests for the next bytes are in flight.
 
-    Every request has `If-Match`, so all bytes are those of one state of the object. A failed read fails again when repeated.
+    Every response must have the state that the object had at the opening. A failed read fails again when repeated.
 
     Args:
         url: The object. Opening it takes one request.
@@ -44,7 +48,7 @@ class RemoteStream:
         FileNotFoundError: The object does not exist.
         RemoteError: A request failed.
 
-    Memory: up to 20 MiB: four requests of at most 4 MiB, and the piece that is being read.
+    Memory: up to 20 MiB, for four requests of at most 4 MiB and the piece that is being read; recycled by the next stream.
     Threads/fork/pickle: one reader, in the process that opened the stream. Call `close`.
     """
 
@@ -56,7 +60,6 @@ class RemoteStream:
         self._requested = 0  # the end of the last request
         self._next_nbytes = _MIN_NBYTES
         self._pieces: deque[_Piece] = deque()  # in the order of their bytes, without gaps
-        self._spare: deque[memoryview] = deque()  # recycled memory
 
     def read(self, nbytes: int = -1) -> bytes:
         """Return the next `nbytes` bytes, fewer at the end of the object; all remaining bytes if negative. Memory: a copy.
@@ -87,40 +90,21 @@ class RemoteStream:
     def close(self) -> None:
         """End the requests in flight."""
         for piece in self._pieces:
-            piece.future.cancel()
-            piece.cancel.set()
+            piece.drop()
 
     def _piece(self) -> _Piece:
         """Return the piece that contains the next byte."""
         self._drop_passed()
         while len(self._pieces) <= _NUM_REQUESTS and self._requested < self.info.nbytes:
-            self._request()
+            begin = self._requested
+            self._requested = end = min(begin + self._next_nbytes, self.info.nbytes)
+            self._next_nbytes = min(2 * self._next_nbytes, _MAX_NBYTES)
+            memory = _MEMORY.lease(end - begin).data
+            self._pieces.append(_Piece(begin, end, memory, *start_read(self._file, begin, memory)))
         wait_for([self._pieces[0].future])
         self._pieces[0].future.result()
         return self._pieces[0]
 
     def _drop_passed(self) -> None:
         while self._pieces and self._pieces[0].end <= self._at:
-            piece = self._pieces.popleft()
-            if piece.future.cancel() or piece.future.done():
-                self._spare.append(piece.memory)
-            else:  # skipped, and still written to
-                piece.cancel.set()
-
-    def _request(self) -> None:
-        begin = self._requested
-        self._requested = end = min(begin + self._next_nbytes, self.info.nbytes)
-        self._next_nbytes = min(2 * self._next_nbytes, _MAX_NBYTES)
-        memory = self._spare.popleft() if self._spare else memoryview(b"")
-        if len(memory) < end - begin:
-            memory = np.empty(end - begin, np.uint8).data
-        future, cancel = start_read(self._file, begin, memory[: end - begin])
-        self._pieces.append(_Piece(begin, end, memory, cancel, future))
-
-
-def num_requests(nbytes: int) -> int:
-    """Return the number of requests for the bytes of an object that is read to its end."""
-    count, next_nbytes = 0, _MIN_NBYTES
-    while nbytes > 0 and next_nbytes < _MAX_NBYTES:
-        count, nbytes, next_nbytes = count + 1, nbytes - next_nbytes, 2 * next_nbytes
-    return count + max(0, -(-nbytes // _MAX_NBYTES))
+            self._pieces.popleft().drop()
