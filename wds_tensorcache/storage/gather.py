@@ -125,10 +125,14 @@ def _copy(
     target, nbytes = ranges.target, ranges.nbytes
     is_short = monotonic() < _short_until  # a fault on a missing page may read megabytes: samples are announced first
     cold = _find_cold(files, ranges, base) if is_short else np.arange(0)
-    is_equal = (nbytes == nbytes[:, :1]).all(1) & (nbytes[:, 0] > 0)
+    # Distances of targets differ if other samples of the batch are read in another way.
+    pitches = np.diff(target, axis=1)
+    is_equal = (nbytes == nbytes[:, :1]).all(1) & (nbytes[:, 0] > 0) & (pitches == pitches[:, :1]).all(1)
     is_equal &= len(ranges.file) >= _FEW and _openmp_setter() is not None
     rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])[:, ~is_equal]
-    equal = _as_rows(memory, target[is_equal], source[is_equal], nbytes[is_equal, 0].tolist())
+    equal = _as_rows(
+        memory, source[is_equal], nbytes[is_equal, 0], target[is_equal, 0], pitches[is_equal, :1].reshape(-1)
+    )
 
     def announce_some(samples: Array) -> None:
         if len(samples):
@@ -149,31 +153,31 @@ def _copy(
     _run(copy, nbytes.sum(0), num_threads, executor, first)
 
 
-def _as_rows(memory: Array, targets: Array, sources: Array, widths: Sequence[int]) -> list[_Rows]:
+def _as_rows(memory: Array, sources: Array, widths: Array, firsts: Array, pitches: Array) -> list[_Rows]:
     """Return the rows of tensors, for `_select`.
 
     Args:
-        targets: Offsets of the rows in `memory`, `[T, B]`, with equal distances in a tensor.
-        sources: Addresses of the rows, `[T, B]`.
-        widths: Length in bytes of a row of each tensor.
+        sources: Addresses of the rows, int64 `[T, B]`.
+        widths, firsts, pitches: Of each tensor, the length of a row, the offset in `memory` of its first row, and the distance
+            from row to row, int64 `[T]`.
     """
     if not len(widths):
         return []
-    origin, count = int(sources.min()) & -_MAX_UNIT, targets.shape[1]
+    origin = int(sources.min()) & -_MAX_UNIT
     offsets = sources - origin
-    end, all_bits = int(offsets.max()), np.bitwise_or.reduce(offsets, 1).tolist()
-    span = view_address(origin, end + max(widths) + _MAX_UNIT, None)
+    end, count = int(offsets.max()), sources.shape[1]
+    span = view_address(origin, end + int(widths.max()) + _MAX_UNIT, None)
+    # torch copies large elements faster: their length is the largest power of two that divides all lengths and offsets
+    bits = np.bitwise_or.reduce(offsets, 1) | widths | firsts | pitches | _MAX_UNIT
     tensors = []
-    for tensor, (width, bits, first, last) in enumerate(
-        zip(widths, all_bits, targets[:, 0].tolist(), targets[:, -1].tolist(), strict=True)
+    for numbers, *of_tensor in zip(
+        offsets, widths.tolist(), firsts.tolist(), pitches.tolist(), (bits & -bits).tolist(), strict=True
     ):
-        pitch = (last - first) // (count - 1)
-        bits |= width | pitch | first | _MAX_UNIT
-        unit = bits & -bits  # of all lengths and offsets; torch copies large elements faster
+        width, first, pitch, unit = of_tensor
         dtype, length = _DTYPES[unit], width // unit
         windows = np.ndarray((end // unit + 1, length), dtype, span, 0, (unit, unit))
         rows = np.ndarray((count, length), dtype, memory, first, (pitch, unit))
-        tensors.append((windows, offsets[tensor] // unit, rows))
+        tensors.append((windows, numbers // unit, rows))
     return tensors
 
 
