@@ -166,7 +166,7 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
         left_out = _describe_left_out(path, [shard.path for shard in shards], has_manifest=names is None)
     else:
         left_out = _describe_packed(sorted(filter(_is_packed, names or ())))
-    if not shards:
+    if not shards and names is not None:
         raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar{f'; {left_out}' if left_out else kinds}")
     if left_out:
         messages.append(f"{path}: {left_out}")

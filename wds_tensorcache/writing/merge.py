@@ -143,8 +143,12 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     texts, first = set(map(_text, parts[0])), parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
+            stored, expected = (
+                {name: value for name, value in (part.fingerprint or {}).items() if name != SOURCE}
+                for part in (shard, first)
+            )
             try:
-                check_same(shard.path, shard.fingerprint, first.fingerprint)
+                check_same(shard.path, stored, expected)
             except StaleCacheError as exc:
                 raise StaleCacheError(f"{exc}; merge them with --mixed (mixed=True) if they belong together") from exc
 
