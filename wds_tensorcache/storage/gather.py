@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from ctypes import CDLL, memmove
+from ctypes import PyDLL, memmove
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -30,6 +30,7 @@ Array = np.ndarray[Any, Any]
 _FEW = 8
 _DTYPES = {np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "i2", "i4", "i8", "c16")}
 _MAX_UNIT = max(_DTYPES)
+_SMALL_NBYTES = 1 << 16  # up to here, numpy takes less time than torch, although it copies twice
 _Rows = tuple[Array, Array, Array]  # all windows of memory that may be rows, the numbers of the rows, and where they go
 # A thread for less than 1 MiB costs more than it saves.
 _PART_NBYTES = 1 << 20
@@ -182,7 +183,7 @@ def _as_rows(memory: Array, sources: Array, widths: Array, firsts: Array, pitche
 
 
 def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
-    """Copy rows `[begin, end)` of tensors, in one call for each tensor, which does not hold the GIL.
+    """Copy rows `[begin, end)` of tensors, in one call for each tensor, which does not hold the GIL unless they are small.
 
     Threads: the caller's alone. One thread of OpenMP that starts late would stop all others, and a forked child has none.
     """
@@ -192,8 +193,11 @@ def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
     set_num_threads(1)
     try:
         for windows, numbers, rows in tensors:
-            out = torch.from_numpy(rows[begin:end])
-            torch.index_select(torch.from_numpy(windows), 0, torch.from_numpy(numbers[begin:end]), out=out)
+            out, chosen = rows[begin:end], numbers[begin:end]
+            if out.nbytes <= _SMALL_NBYTES:
+                out[:] = windows[chosen]
+            else:
+                torch.index_select(torch.from_numpy(windows), 0, torch.from_numpy(chosen), out=torch.from_numpy(out))
     finally:
         set_num_threads(num_threads)
 
@@ -204,7 +208,7 @@ def _openmp_setter() -> Callable[[int], object] | None:
     num_threads = torch.get_num_threads()
     for library in (None, torch._C.__file__):  # a preloaded library comes before torch's own
         with suppress(OSError, AttributeError):
-            set_num_threads: Callable[[int], object] = CDLL(library).omp_set_num_threads
+            set_num_threads: Callable[[int], object] = PyDLL(library).omp_set_num_threads
             set_num_threads(num_threads + 1)
             is_used = torch.get_num_threads() == num_threads + 1
             set_num_threads(num_threads)
