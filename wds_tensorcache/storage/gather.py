@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from ctypes import PyDLL, memmove
+from ctypes import PYFUNCTYPE, PyDLL, c_size_t, c_void_p, cast, memmove
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -31,6 +31,9 @@ _FEW = 8
 _DTYPES = {np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "i2", "i4", "i8", "c16")}
 _MAX_UNIT = max(_DTYPES)
 _SMALL_NBYTES = 1 << 16  # up to here, numpy takes less time than torch, although it copies twice
+# For smaller rows, to release the GIL and to wait for it takes longer than the copy.
+_LONG_NBYTES = 1 << 16
+_memmove_with_gil = PYFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
 _Rows = tuple[Array, Array, Array]  # all windows of memory that may be rows, the numbers of the rows, and where they go
 # A thread for less than 1 MiB costs more than it saves.
 _PART_NBYTES = 1 << 20
@@ -135,6 +138,8 @@ def _copy(
         memory, source[is_equal], nbytes[is_equal, 0], target[is_equal, 0], pitches[is_equal, :1].reshape(-1)
     )
 
+    move = memmove if rows[2].sum() >= _LONG_NBYTES * rows[2].size else _memmove_with_gil
+
     def announce_some(samples: Array) -> None:
         if len(samples):
             samples, first, last = _extents(ranges, samples)
@@ -144,8 +149,7 @@ def _copy(
     def copy(begin: int, end: int, owners: Any = (memory, files)) -> None:
         announce_some(cold[(cold >= begin) & (cold < end)])
         _select(equal, begin, end)
-        # releases the GIL for each row
-        deque(map(memmove, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
+        deque(map(move, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
     def first() -> None:
         if not is_short:  # meanwhile, other threads copy

@@ -118,9 +118,9 @@ def _read_tensors(
         shapes, placement, paddings = place(layouts, columns, ways.ways_for(columns.names))
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
     ahead = request.skeletons_ahead() if request.store.has_remote and allowed_ways is WAYS else ()
-    _read_rows(request.store, layouts, columns, placement, memory.array, ahead)
     if paddings:
         fill_paddings(paddings, layouts, columns, placement, memory.array)
+    _read_rows(request.store, layouts, columns, placement, memory.array, ahead)
     if device is not None:
         memory.move(device)
     tensors: dict[str, Any] = {}

@@ -128,12 +128,11 @@ def padded_shape(columns: Columns, layouts: Layouts, tensor: int, way: Pad) -> t
 def fill_paddings(
     paddings: Sequence[Padding], layouts: Layouts, columns: Columns, placement: Placement, memory: Array
 ) -> None:
-    """Fill the ends of shorter rows in a batch's memory."""
-    # one numpy assignment per padded tensor and sample
+    """Fill rows in a batch's memory from the end of the shortest one on; rows are copied afterwards."""
     for tensor, row_nbytes, dtype, bits in paddings:
-        lengths = columns.nbytes[tensor, layouts.which].tolist()
-        for begin, length in zip(placement.rows[tensor].tolist(), lengths, strict=True):
-            memory[begin + length : begin + row_nbytes].view(dtype)[...] = bits
+        shortest, begin = int(columns.nbytes[tensor, layouts.which].min()), placement.begins[tensor]
+        rows = memory[begin : begin + row_nbytes * len(layouts.which)].reshape(-1, row_nbytes)
+        rows[:, shortest:].view(dtype)[...] = bits
 
 
 def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]:
