@@ -76,7 +76,7 @@ def _open(folder: SourceFolder) -> Source:
         for at, name in enumerate(chain.from_iterable(map(repeat, names, counts))):
             yield name, partial(_read, dataset, at)
 
-    samples, bad = open_indexes(folder, find_indexes(folder, "chunks"), open_index)
+    samples, bad = open_indexes(find_indexes(folder, "chunks"), open_index)
     return Source(samples, {"data_format": next(iter(formats.values())) if len(formats) == 1 else formats}, bad)
 
 

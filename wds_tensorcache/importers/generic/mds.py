@@ -79,7 +79,7 @@ def _open(folder: SourceFolder) -> Source:
             for row in range(reader.samples):
                 yield file, partial(_read, read, reader, row, shard["column_encodings"])
 
-    samples, bad = open_indexes(folder, find_indexes(folder, "shards"), open_index)
+    samples, bad = open_indexes(find_indexes(folder, "shards"), open_index)
     return Source(samples, {"columns": columns}, bad)
 
 
