@@ -2,7 +2,7 @@
 
 OneTrainer writes `{cache_dir}/image/{hash}/variation-{n}/` and `{cache_dir}/text/{hash}/variation-{n}/`, where a hash stands
 for a concept and its settings. Each variation contains `0.pt`, `1.pt`, …, one for each file of the concept, and
-`aggregate.pt`, a list with more of each:
+`aggregate.pt`, a list with more entries of each file:
 
 - images: `latent_image`, `original_resolution`, `crop_offset`, for some models `latent_mask`, `latent_conditioning_image`; in
   `aggregate.pt` `crop_resolution`, `image_path`;
