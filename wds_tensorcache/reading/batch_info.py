@@ -73,7 +73,7 @@ class BatchInfo:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors that have one number of dimensions in the batch.
+        """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors with the same number of dimensions in all rows.
 
         The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out. After
         `tc.drop_text` and `tc.sample_moments`, the shapes are those of the tensors in the batch.

@@ -48,7 +48,7 @@ _PART = re.compile(r"^(.+)_(\d{5,})-\d{3,}(?:-(\d+))?\Z", re.DOTALL)
 
 _TABLE = Table(
     "musubi-tuner",
-    # texts of kohya have the number of their tokens in front of `_te`
+    # texts of kohya have the number of their tokens before `_te`
     re.compile(r"(?!.+_\d+(?:_m)?_te\.)(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_te\.safetensors", re.DOTALL),
     has_crops=False,
     per_file={"latents": re.compile("width|height|frame_count"), "text": re.compile("caption1")},
