@@ -253,9 +253,9 @@ class SharedDataset(Cache[Any]):
         return self._view(self._indices, (*self._selections, with_trees(patterns)), self._store)
 
     def close(self) -> None:
-        """Stop holding the shared memory. If no process holds it, it is freed when no tensor in use aliases it.
+        """Stop holding the shared memory. Unless persistent, it is freed when no process holds it and no tensor aliases it.
 
-        To close a view also closes the dataset and all its other views.
+        Closing a view also closes the dataset and all its other views.
 
         Raises:
             IsADirectoryError: Another program has made a folder in the folder of the shared memory, which then remains.
