@@ -149,7 +149,7 @@ def native_reader(
         KeyError: A tensor or member is unknown; the message lists similar names.
         TypeError: `paths` is a joined cache.
         ValueError: `paths` is a view of some samples, some samples lack a member, or there are fewer samples than ranks. Or
-            `index_paths` has not one existing file for each shard.
+            `index_paths` does not have one existing file for each shard.
         RuntimeError: No pipeline is being defined.
     """
     pipeline = _current_pipeline("native_reader", device)

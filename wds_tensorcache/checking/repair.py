@@ -113,10 +113,8 @@ def _write(parts: list[Checked], folder: str, report: RepairReport, show: Callab
     for part in parts:
         if files.get(part.path).identity != part.identity:
             raise FormatError(f"{part.path}: the shard was changed during the repair; try again")
-        path, origins = (
-            os.path.join(folder, os.path.basename(part.path)),
-            map(part.index.origin, range(len(part.index.keys))),
-        )
+        path = os.path.join(folder, os.path.basename(part.path))
+        origins = map(part.index.origin, range(len(part.index.keys)))
         index = write_shard(path, part.ranges, files, part.fingerprint, origins)
         with suppress(InvalidKeyError):  # DALI's index cannot contain some names
             write_dali_index(folder_of(folder), os.path.basename(path), index)

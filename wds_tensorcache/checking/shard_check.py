@@ -45,7 +45,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Sample:
-    """Adjacent members with one key, and their faults."""
+    """Adjacent members with the same key, and their faults."""
 
     key: str
     first: int

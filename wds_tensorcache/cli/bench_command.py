@@ -168,7 +168,7 @@ def _find_collate(cache: tc.TensorCache) -> Any:
 
 
 def _measure(steps: Iterator[int], seconds: float) -> float:
-    """Return bytes per second of steps, from the bytes of each."""
+    """Run steps, which yield their numbers of bytes, for some seconds; return bytes per second."""
     total, elapsed, began = 0, 0.0, perf_counter()
     with closing(steps):  # type: ignore[type-var]  # a generator
         for nbytes in steps:

@@ -109,7 +109,7 @@ class Conversion:
         progress: bool | Callable[[int, int | None], object] | None,
         num_present: int,
     ) -> list[Written]:
-        """Write shards by number; return the counts of each.
+        """Write the samples of each shard, by the shard's number; return the counts of each shard.
 
         Raises:
             ChildProcessError: A worker process was killed.

@@ -14,7 +14,7 @@ class Skipped:
     Attributes:
         name: Name of the sample, or of the file.
         files: Relative paths of its files.
-        what: Description of the fault, for people.
+        what: Description of the fault.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ImportReport:
         num_gone: Number of samples in the cache that the source no longer has.
         lacking: Top-level entries, and members such as `.txt`, that only some of the samples written by this call have: how
             many samples lack each, and the name of the first of these.
-        notes: Sentences about what the files do not tell, for people: for example, why there are more samples than files.
+        notes: Sentences about facts that the files do not contain, for example why there are more samples than files.
         unused: Relative paths of files that belong to no sample, for example pictures.
         nbytes: Bytes of the written tensors.
         nbytes_narrowed: Bytes that `narrow=True` has saved.

@@ -42,7 +42,7 @@ REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Put the name of a file in front of errors; raise FormatError for errors of other packages."""
+    """Add the name of a file to errors; raise FormatError for errors of other packages."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -58,7 +58,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
-    """Return the arrays of an `.npz` file by name, as by `as_tensor`; unpickle objects only in trusted files."""
+    """Return the arrays of an `.npz` file by name, converted by `as_tensor`; unpickle objects only in trusted files."""
     with naming(name), folder.open(name) as file:
         files = arrays.list_zip(file)
         begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
@@ -90,13 +90,13 @@ def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> mem
 
 
 def load_npy(folder: SourceFolder, name: str) -> Any:
-    """Return the array in an `.npy` file, as by `as_tensor`; unpickle objects only in a trusted file."""
+    """Return the array in an `.npy` file, converted by `as_tensor`; unpickle objects only in a trusted file."""
     with naming(name):
         return as_tensor(parse_npy(folder.view(name), folder.trust))
 
 
 def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
-    """Return the object in a file of `torch.save`, as by `parse_torch`.
+    """Return the object in a file of `torch.save`; see `parse_torch`.
 
     Memory: tensors alias the content; never write to them. With `is_mapped`, and in a long file, the content is read on use.
     """
@@ -158,7 +158,7 @@ def load_pickle(folder: SourceFolder, name: str) -> Any:
 
 
 def tensors_of(value: Any) -> Any:
-    """Return a nested structure with tensors in place of arrays, as by `as_tensor`."""
+    """Return a nested structure with tensors in place of arrays; see `as_tensor`."""
     return rebuild(value, lambda leaf: as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf)
 
 

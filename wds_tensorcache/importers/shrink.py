@@ -60,13 +60,13 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
     cut: dict[int, torch.Tensor] = {}
     num_saved = 0
     for name, mask_name in masks.items():
-        for each in (name, mask_name):
-            if not isinstance(tensors.get(each), torch.Tensor):
-                raise FormatError(f"trim: {unknown_name('tensor', each, tensors)}")
+        for needed in (name, mask_name):
+            if not isinstance(tensors.get(needed), torch.Tensor):
+                raise FormatError(f"trim: {unknown_name('tensor', needed, tensors)}")
         tensor, mask = tensors[name], tensors[mask_name]
         if places[id(tensor)] > 1:
-            same = next(each for each in tensors if each != name and tensors[each] is tensor)
-            raise FormatError(f"trim: {name!r} is the same tensor as {same!r}, which would also be cut")
+            double = next(other for other in tensors if other != name and tensors[other] is tensor)
+            raise FormatError(f"trim: {name!r} is the same tensor as {double!r}, which would also be cut")
         dim = 1 if tensor.ndim > 1 and mask.ndim > 1 and tensor.shape[0] == mask.shape[0] == 1 else 0
         if tensor.ndim <= dim or mask.ndim != dim + 1 or tensor.shape[dim] != mask.shape[dim]:
             raise FormatError(

@@ -111,13 +111,13 @@ def one_or_all(names: set[str]) -> str | list[str]:
 def name_media(paths: Sequence[str]) -> list[str]:
     """Return distinct names of media files with these absolute paths.
 
-    A name is relative to the folder that contains all files, and without suffix if it is unique then. A repeated name gets a
-    number: `clips/a`, `clips/a~2`.
+    A name is the path relative to the folder that contains all files, without its suffix if no other file then has the same
+    name. A repeated name gets a number: `clips/a`, `clips/a~2`.
     """
-    parts = [path.replace("\\", "/").strip("/").split("/") for path in paths]
-    folders = [each[:-1] for each in parts] or [[]]
+    split = [path.replace("\\", "/").strip("/").split("/") for path in paths]
+    folders = [parts[:-1] for parts in split] or [[]]
     common = num_common(min(folders), max(folders))
-    names = ["/".join(each[common:]) for each in parts]
+    names = ["/".join(parts[common:]) for parts in split]
     stems = {name: os.path.splitext(name)[0] for name in names}
     counts = Counter(stems.values())
     return number_repeats(stems[name] if counts[stems[name]] == 1 else name for name in names)

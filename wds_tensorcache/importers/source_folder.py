@@ -144,7 +144,7 @@ class SourceFolder:
         return bytes(self.view(name, begin, end))
 
     def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """Return bytes of a listed file, as by `view_open`."""
+        """Return bytes of a listed file; see `view_open`."""
         with self.open(name) as file:
             return self.view_open(file, name, begin, end)
 

@@ -92,7 +92,7 @@ def check_content(content: Any, file: zipfile.ZipInfo) -> None:
 def parse_npz(
     content: memoryview, files: dict[str, zipfile.ZipInfo], limit: int, remedy: str, trust: bool = False
 ) -> dict[str, Array]:
-    """Return the arrays of an `.npz` file by name, as by `parse_npy`.
+    """Return the arrays of an `.npz` file by name; see `parse_npy`.
 
     Args:
         files: The result of `list_zip`.

@@ -281,10 +281,10 @@ class _Export:
     def _as_json(self, name: str, leaf: Any) -> Any:
         """Return a value that JSON can hold, or a text in its place."""
         try:
-            same = json.loads(json.dumps(leaf, allow_nan=False))
+            decoded = json.loads(json.dumps(leaf, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
-            same = None
-        if same == leaf or (isinstance(leaf, tuple) and same == list(leaf)):
+            decoded = None
+        if decoded == leaf or (isinstance(leaf, tuple) and decoded == list(leaf)):
             return leaf
         self.report.as_text[name] = type(leaf).__name__
         return shown_value(leaf)

@@ -220,7 +220,7 @@ class ResumablePipeline(IterableDataset[Any]):
                     return
 
     def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard that are not done; read a remote shard from the first one."""
+        """Yield the samples of a shard that are not done. A remote shard is read from the first of these on."""
         url, listed = self._urls[shard], self._listed[shard]
         source, first = {"url": url}, (0, 0)
         if is_remote(url):

@@ -32,8 +32,8 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`, or an exact sample is damaged.
-        EncodeError: Two columns have one place in the sample. Or the columns lack a part of the sample, for example its lists;
-            read it with `read_ray(…, exact=True)`.
+        EncodeError: Two columns have the same place in the sample. Or the columns lack a part of the sample, for example its
+            lists; read it with `read_ray(…, exact=True)`.
         UnsafeSkeletonError: The sample contains a class that is not in `allow`.
 
     Memory: tensors are newly allocated, on the CPU.

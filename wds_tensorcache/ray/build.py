@@ -54,7 +54,8 @@ def build_ray(
             The model is called with a batch, as `ray_to_torch` returns it: tensors `[B, …]` or lists of B values by column.
             It returns nested dicts of tensors, arrays and lists `[B, …]`, or a list of B samples, as `fn` of `tc.build` does.
         out: A folder that the driver and all nodes share, or a url, as for `write_ray`.
-        fingerprint: Description of how the model makes the samples, as for `tc.build`. A folder with another one is refused.
+        fingerprint: Description of how the model makes the samples, as for `tc.build`. A folder with another fingerprint
+            is refused.
         key: Name of the column with the keys of the samples: texts, or integers. Keys must be unique.
         batch_size: Number of rows in a call. Other rows may form a batch after an interruption.
         num_gpus, num_cpus: GPUs and CPUs that each actor reserves.
@@ -74,7 +75,7 @@ def build_ray(
     Raises:
         StaleCacheError: The folder contains shards with another fingerprint.
         FileExistsError: Another write into the folder is in progress.
-        InvalidKeyError: Two items have one key, or a key is neither text nor an integer.
+        InvalidKeyError: Two items have the same key, or a key is neither text nor an integer.
         KeyError: There is no column `key`.
         ValueError: The model returned fewer or more samples than rows.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
@@ -83,7 +84,7 @@ def build_ray(
         Exception: The model raised it. A note names the folder; samples in finished shards are kept.
 
     Cost: the driver reads the indexes of all finished shards. Each node holds 16 bytes per finished sample. The dataset is read
-        as a whole also when most samples are finished, because Ray reads all columns of a row together.
+        as a whole even if most samples are finished, because Ray reads all columns of a row together.
     """
     check_options(build_ray, options, WRITER_OPTIONS)
     described = as_fingerprint(fingerprint)

@@ -329,7 +329,7 @@ def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan:
     request = cache._request_chosen(numbers, plan.randomness)
     regular = tuple(name for name in names if not isinstance(plan.schema[name].dtype, tuple))
     if regular:
-        # if structures differ between samples, each sample is read for itself
+        # if structures differ between samples, each sample is read by itself
         with contextlib.suppress(BatchError):
             narrow = request if len(regular) == len(plan.schema) else request.keeping(regular)
             tensors.update(cache._read_batch(narrow, None, False, "auto", 0, TENSOR_WAYS))

@@ -180,7 +180,7 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
 
 
 def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] = ()) -> Any:
-    """Return the nested sample of a row; raise EncodeError if its columns are not all of it."""
+    """Return the nested sample of a row; raise EncodeError if the row's columns lack a part of the sample."""
     sample: Any = {}
     members: tuple[Any, Any] = row.get(SKELETON), row.get(TENSORS)
     if members != (None, None):

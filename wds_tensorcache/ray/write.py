@@ -81,8 +81,8 @@ def write_ray(
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
             integer, or some reader would misread it. Nothing of the dataset is listed.
         KeyError: There is no column `key`.
-        EncodeError: A value cannot be stored, or two columns have one place in the sample. Or columns of `read_ray` lack a part
-            of the sample, for example its lists: pass `exact=True` to it.
+        EncodeError: A value cannot be stored, or two columns have the same place in the sample. Or columns of `read_ray` lack a
+            part of the sample, for example its lists: pass `exact=True` to it.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.

@@ -73,7 +73,7 @@ class BatchInfo:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors that have one number of dimensions in the batch.
+        """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors with the same number of dimensions in all rows.
 
         The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out. After
         `tc.drop_text` and `tc.sample_moments`, the shapes are those of the tensors in the batch.
@@ -99,8 +99,8 @@ class BatchInfo:
         A seed is a pure function of the loader's seed, the epoch and the sample index. So it does not depend on the batch
         size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over the
         sample's cache replaces the epoch. So a sample has another seed in each pass. A sample that `weights` draw twice in an
-        epoch has the same seed twice. In a mix with weights of samples, as many draws as the cache or bucket has samples count
-        as one pass. A row that fills an epoch's last step has the seed of the row that it repeats.
+        epoch has the same seed twice. In a mix with weights of samples, a pass is as many draws as the cache or bucket has
+        samples. A row that fills an epoch's last step has the seed of the row that it repeats.
         """
         return self._randomness.seeds(self.indices)
 

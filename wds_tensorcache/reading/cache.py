@@ -520,9 +520,8 @@ class TensorCache(Cache[_Sample]):
         everything = range(len(store))
         self._order = None if isinstance(order, range) and order == everything else order  # None for all samples
         self._where: Positions = everything if self._order is None else self._order
-        self._ascending: Array | None = (
-            None  # indices of this view by their positions in the store, after a look-up by key
-        )
+        # indices of this view by their positions in the store, after a look-up by key
+        self._ascending: Array | None = None
         self._patterns = patterns
         self._narrow_to(name_matcher(patterns) if patterns is not None else None, optional)
         # an argument `collate`, and the result of `_fixed_by`

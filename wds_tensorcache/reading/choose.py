@@ -1,7 +1,7 @@
 """`choose=`: alternatives among the tensors and values of a sample; a batch has the chosen one.
 
-A chosen tensor is another name of its alternative. So a batch reads it like any other tensor, and reads none of the other
-alternatives. Chosen values are taken from the decoded samples.
+For a batch, the chosen alternative is an ordinary tensor under another name. So the batch reads no other alternative.
+Chosen values are taken from the decoded samples.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Group:
         return purpose_of("choose", self.whole_names)
 
     def without(self, prefix: str) -> Group | None:
-        """Return the group in the joined cache whose names have this prefix; None if a name or an alternative lacks it."""
+        """Return the group without this prefix, that of a joined cache; None if a name or an alternative lacks the prefix."""
         if not all(text.startswith(prefix) for texts in (self.names, *self.patterns) for text in texts):
             return None
         names, *patterns = (tuple(text[len(prefix) :] for text in texts) for texts in (self.names, *self.patterns))
@@ -200,7 +200,7 @@ class Alternatives:
         return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the average bytes that a batch has of a sample; `sizes` has the bytes of its tensors."""
+        """Return the average bytes of a sample in a batch; `sizes` has the bytes of all its tensors by name."""
         total = sum(size for name, size in sizes.items() if not self.covers(name))
         for patterns in self.patterns.values():
             alternatives = _expand(patterns, list(sizes))
@@ -361,10 +361,10 @@ class ChosenRequest(Request):
 
     Attributes:
         base: The request for whole samples.
-        alternatives, chooser: Alternatives that were chosen from, and how.
+        alternatives, chooser: Alternatives to choose from, and the function that chooses.
         picked: Layouts of the samples, with the chosen tensors.
         counts, choices: By group, the number of alternatives of each sample, and its choice, int64 `[B]`. Groups without
-            tensors are missing before `values`.
+            tensors are missing until `values` is called.
         of_values: Names whose alternatives are not tensors, each with its group and the patterns.
         known_values: Result of `values`; empty before.
         decoded: The values of the batch; None if it was not read.
@@ -573,7 +573,7 @@ class _Rest(Structures):
         return kept[1]
 
     def whole(self, sample: Any) -> Any:
-        """Return a sample without its alternatives, without None in their places, and without containers of nothing else."""
+        """Return a sample without its alternatives, None in their places, and containers that held nothing else."""
         kept = project(super().whole(sample), lambda name: not self._alternatives.covers(name), prunes=True)
         if kept is None and type(sample) is dict:
             kept = {}

@@ -247,9 +247,9 @@ class JoinedCache(Cache[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> JoinedCache[_Sample]:
         patterns = as_patterns(patterns)
         whole = [[prefix + name for name in cache.schema] for prefix, cache in self._prefixed()]
-        every = list(chain.from_iterable(whole))
-        if (unknown := find_unknown(patterns, every)) is not None:
-            raise KeyError(unknown_name("tensor", unknown, every))
+        all_names = list(chain.from_iterable(whole))
+        if (unknown := find_unknown(patterns, all_names)) is not None:
+            raise KeyError(unknown_name("tensor", unknown, all_names))
         views, matches = [], name_matcher(with_trees(patterns))
         for (prefix, cache), names in zip(self._prefixed(), whole, strict=True):
             views.append(cache.select([glob.escape(name[len(prefix) :]) for name in filter(matches, names)]))

@@ -22,9 +22,10 @@ _Extent = tuple[int, int, int]  # shard number, and the range of bytes `[begin, 
 def fetch(
     extents: Mapping[int, tuple[File, int, int]], ranges: Iterable[tuple[File, int, list[Any]]] = ()
 ) -> dict[int, bytes]:
-    """Return the bytes of extents of remote shards (file, begin and end by any number), and read ranges straight into memory.
+    """Read ranges of remote shards straight into memory, and return the bytes of extents, by their numbers.
 
-    A range is a file, the offset of the first byte, and 1-D byte buffers, which are filled in order.
+    An extent is a file and the bytes `[begin, end)`. A range is a file, the offset of the first byte, and 1-D byte buffers,
+    which are filled in order.
     """
     contents = {i: bytearray(end - begin) for i, (_, begin, end) in extents.items()}
     read_remote([*ranges, *((file, begin, [contents[i]]) for i, (file, begin, _) in extents.items())])

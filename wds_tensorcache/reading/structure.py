@@ -2,7 +2,7 @@
 
 Samples may lack tensors. The place of an *optional* tensor contains the tensor in some samples of a batch. In other samples, it
 contains None, or nothing if the place is in a dict. The same holds for a container of tensors. A batch has the structure of the
-sample with most tensors. Tensors that this sample lacks are placed by their names.
+sample with the most tensors. Tensors that this sample lacks are placed by their names.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _END: Any = object()  # takes the place of a sequence's item that only one of tw
 
 
 def insert(sample: Any, name: str) -> Any:
-    """Return a sample with a placeholder of a tensor at the path `name`, in place of None or of nothing.
+    """Return a sample with a placeholder of a tensor at the path `name`, where the sample has None or nothing.
 
     Raises:
-        ValueError: The sample has another value there, or in place of a container of the tensor. Or the name does not determine
-        the type of a container that the sample lacks.
+        ValueError: The path is that of another value, or leads through a value that is not a container. Or the name does not
+            determine the type of a container that the sample lacks.
     """
     lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
     return _insert(sample, name.split("."), lazy)
@@ -92,10 +92,10 @@ def drop_none(sample: Any, name: str) -> None:
 
 
 def put(sample: Any, name: str, value: Any) -> None:
-    """Put a chosen tensor or value into nested dicts, at the path `name`; add the dicts that are not there.
+    """Put a chosen tensor or value into nested dicts, at the path `name`; add missing dicts.
 
     Raises:
-        BatchError: Another value is there, or something else in place of a dict.
+        BatchError: The path is that of another value, or leads through a value that is not a dict.
     """
     container = sample
     parts = name.split(".")
@@ -173,7 +173,7 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
 def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[str, str, str] | None:
     """Return the first difference of the structures of two samples, as texts: the place, and the part of each; None if equal.
 
-    `first` may have tensors that `other` lacks. Tensors whose names `wanted` refuses are all equal.
+    `first` may have tensors that `other` lacks. Tensors whose names `wanted` refuses count as equal.
 
     If a container occurs several times in the first sample, the other sample must have one container in the same places:
     `map_leaves` visits it only once.
@@ -196,7 +196,7 @@ class _Difference:
         return cls if cls in DICTS or (cls in SEQUENCES and self._holds(value)) else None
 
     def _is_lacking(self, first: Any, other: Any) -> bool:
-        """Return whether `other` may take the place of `first` in a sample that lacks its tensors."""
+        """Return whether a sample that lacks the tensors in `first` may have `other` in its place."""
         if (other is not None and other is not _NOTHING) or not self._holds(first):
             return False
         names = flatten(first).keys() & flatten(self._other).keys()

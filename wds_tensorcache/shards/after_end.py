@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 def find_unseen(index: ShardIndex, path: str, nbytes: int) -> TarFormatError | None:
-    """Return the error for members that a scan with this result has missed; `nbytes` is 0 for a remote shard."""
+    """Return the error for members that the scan that made `index` has missed; `nbytes` is 0 for a remote shard."""
     if index.hidden is not None:
         return hidden_members(index.end, index.hidden).at(path)
     # if zeros have overwritten members, and the footer with them, only the manifest lists these members
@@ -61,7 +61,7 @@ def load_whole(path: str) -> ShardIndex:
 
 
 def check_end(file: ShardFile, end: int, num_samples: int) -> None:
-    """Raise TarFormatError if a shard has more members than a scan saw; `end` and `num_samples` are its results."""
+    """Raise TarFormatError if a shard has more members than a scan saw; the scan returned `end` and `num_samples`."""
 
     def refuse(problem: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
         raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind=kind).at(file.path)

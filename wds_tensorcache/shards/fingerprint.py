@@ -50,6 +50,6 @@ def check_same(where: str, stored: Mapping[str, Any] | None, expected: Mapping[s
 
 def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
     """Return the fields on which all fingerprints agree."""
-    every = [fingerprint or {} for fingerprint in fingerprints]
-    first = every[0] if every else {}
-    return {name: value for name, value in first.items() if all(other.get(name, _NONE) == value for other in every)}
+    parts = [fingerprint or {} for fingerprint in fingerprints]
+    first = parts[0] if parts else {}
+    return {name: value for name, value in first.items() if all(other.get(name, _NONE) == value for other in parts)}

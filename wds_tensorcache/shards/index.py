@@ -215,7 +215,7 @@ class ShardIndex:
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
     def origin(self, row: int) -> tuple[int, str | None]:
-        """Return the digest of a sample's item, 0 if unknown, and the original name, None if the key holds it."""
+        """Return the digest of a sample's item, 0 if unknown, and the original name, None if the key contains it."""
         origins = self.origins
         if origins is None:
             return 0, None

@@ -163,7 +163,7 @@ class Shard:
         return index
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that a scan with this result has missed; None without a sign of such members."""
+        """Return the error for members that the scan that made `index` has missed; None without a sign of such members."""
         # the numbers of samples of shards in a manifest are compared in any case
         is_alone = index.digest is None and not self.is_remote and self._entry is None
         if index.hidden is None and not is_alone:

@@ -253,9 +253,9 @@ class SharedDataset(Cache[Any]):
         return self._view(self._indices, (*self._selections, with_trees(patterns)), self._store)
 
     def close(self) -> None:
-        """Stop holding the shared memory. Without another holder it is freed, except under tensors that are in use.
+        """Stop holding the shared memory. Unless persistent, it is freed when no process holds it and no tensor aliases it.
 
-        This closes the dataset and all its views, whichever of them is closed.
+        Closing a view also closes the dataset and all its other views.
 
         Raises:
             IsADirectoryError: Another program has made a folder in the folder of the shared memory, which then remains.

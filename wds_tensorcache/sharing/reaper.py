@@ -17,7 +17,7 @@ HEAD = "head.json"  # name, fingerprint and boot id
 HOLDERS = "holders"  # each process that holds the folder has shared locks on byte `pid` and byte `IN_USE` of this file
 IS_PERSISTENT = "persistent"  # the folder is kept if a file with this name exists
 NUM_HOLDER_BYTES = 1 << 40
-IN_USE = NUM_HOLDER_BYTES  # the reaper waits for this byte, so that it never stands in the way of who removes the folder first
+IN_USE = NUM_HOLDER_BYTES  # the reaper waits for this byte, so that it never delays a process that removes the folder
 _REAPER = NUM_HOLDER_BYTES + 1  # locked by the reaper
 
 

@@ -1,6 +1,7 @@
 """The bytes of the samples: append-only files, which every process maps privately, so that views are copied on write.
 
-A segment is a file of records. A record is the header `_RECORD`, a skeleton, padding, and a `.safetensors` member.
+A segment is a file of records. A record is the header `_RECORD`, a skeleton, padding, and a `.safetensors` member. No record is
+freed by itself: `reaper.py` removes the whole folder.
 """
 
 from __future__ import annotations

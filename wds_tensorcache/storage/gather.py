@@ -45,7 +45,7 @@ _NUM_PROBES = 4
 _NUM_LOOKS = 8
 _LOOK_S = 0.004
 _SHORT_S = 1.0
-_next_look = _short_until = 0.0  # on the clock of `monotonic`; until the second time, memory counts as short
+_next_look = _short_until = 0.0  # by `monotonic`; memory counts as short until the latter
 _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
 # Bytes before the first tensor of a sample that are announced, too: its skeleton is often there.
 _BEFORE_NBYTES = 1 << 12
@@ -151,11 +151,11 @@ def _copy(
         _select(equal, begin, end)
         deque(map(move, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
-    def first() -> None:
+    def announce_cold() -> None:
         if not is_short:  # meanwhile, other threads copy
             announce_some(_find_cold(files, ranges, base))
 
-    _run(copy, nbytes.sum(0), num_threads, executor, first)
+    _run(copy, nbytes.sum(0), num_threads, executor, announce_cold)
 
 
 def _as_rows(memory: Array, sources: Array, widths: Array, firsts: Array, pitches: Array) -> list[_Rows]:
@@ -175,10 +175,10 @@ def _as_rows(memory: Array, sources: Array, widths: Array, firsts: Array, pitche
     # torch copies large elements faster: their length is the largest power of two that divides all lengths and offsets
     bits = np.bitwise_or.reduce(offsets, 1) | widths | firsts | pitches | _MAX_UNIT
     tensors = []
-    for numbers, *of_tensor in zip(
-        offsets, widths.tolist(), firsts.tolist(), pitches.tolist(), (bits & -bits).tolist(), strict=True
+    units = (bits & -bits).tolist()
+    for numbers, width, first, pitch, unit in zip(
+        offsets, widths.tolist(), firsts.tolist(), pitches.tolist(), units, strict=True
     ):
-        width, first, pitch, unit = of_tensor
         dtype, length = _DTYPES[unit], width // unit
         windows = np.ndarray((end // unit + 1, length), dtype, span, 0, (unit, unit))
         rows = np.ndarray((count, length), dtype, memory, first, (pitch, unit))
@@ -249,13 +249,13 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
 
 
 def _find_incomplete(ranges: Ranges, base: Array, samples: Array) -> Array:
-    """Return those of some samples that are not wholly in memory."""
+    """Return the numbers of those `samples` that are not wholly in memory."""
     samples, first, last = _extents(ranges, samples)
     return np.unique(samples[~are_resident(base[samples] + first, last - first)])
 
 
 def _extents(ranges: Ranges, samples: Array) -> tuple[Array, Array, Array]:
-    """Return the byte ranges to announce for samples: numbers of samples, begins and ends, one of each for a range."""
+    """Return the byte ranges to announce for samples: of each range, the number of its sample, its begin and its end."""
     begins = ranges.begin[:, samples]
     ends = begins + ranges.nbytes[:, samples]
     first, last = begins.min(0), ends.max(0)
@@ -275,16 +275,15 @@ def _read(
     ranges = ranges.select(np.lexsort((ranges.begin[0], ranges.file)))  # in the order in which a disk has them
     cold, numbers = _find_cold(files, ranges, None), ranges.file.tolist()
 
-    def read(first: int, last: int) -> None:
-        step = _IN_FLIGHT if len(cold) else max(1, last - first)
-        for at in range(first, last, step):
-            end = min(last, at + step)
-            if len(part := cold[(cold >= at) & (cold < end)]):
-                samples, begins, ends = (column.tolist() for column in _extents(ranges, part))
-                for sample, begin, stop in zip(samples, begins, ends, strict=True):
-                    files[numbers[sample]].will_need(begin, stop)
-            for number, begin, buffers in runs(ranges.select(slice(at, end)), memory, _GAP_NBYTES):
-                files[number].read_into(buffers, begin)
+    def read(begin: int, end: int) -> None:
+        step = _IN_FLIGHT if len(cold) else max(1, end - begin)
+        for at in range(begin, end, step):
+            stop = min(end, at + step)
+            if len(part := cold[(cold >= at) & (cold < stop)]):
+                for sample, first, last in zip(*(column.tolist() for column in _extents(ranges, part)), strict=True):
+                    files[numbers[sample]].will_need(first, last)
+            for number, offset, buffers in runs(ranges.select(slice(at, stop)), memory, _GAP_NBYTES):
+                files[number].read_into(buffers, offset)
 
     _run(read, ranges.nbytes.sum(0), num_threads, executor)
 
@@ -321,17 +320,17 @@ def _run(
     nbytes: Array,
     num_threads: int,
     executor: Callable[[], Executor | None],
-    first: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> None:
     """Call a function with all samples of `nbytes` bytes, `[begin, end)`, in parts on several threads.
 
-    The caller's thread calls `first` before its part, when the other threads have started.
+    The caller's thread calls `prepare` before its part, when the other threads have started.
     """
     count = len(nbytes)
     parts = max(1, min(num_threads, count, int(nbytes.sum()) // _PART_NBYTES))
     pool = executor() if parts > 1 else None
     if pool is None:
-        first()
+        prepare()
         call(0, count)
         return
     ends = nbytes.cumsum()
@@ -340,7 +339,7 @@ def _run(
     futures: list[Future[None]] = []
     try:
         futures.extend(pool.submit(call, begin, end) for begin, end in pairwise(edges))
-        first()
+        prepare()
         call(0, edges[0])
     finally:
         # A thread that still runs would write into memory that another batch may use.

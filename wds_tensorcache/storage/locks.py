@@ -115,7 +115,7 @@ def is_being_written(folder: str) -> bool:
 
 
 def is_held(path: str) -> bool:
-    """Return whether a process may hold the lock of a file. `Flock` waits for this look if its `wait_s` is not 0."""
+    """Return whether a process may hold the lock of a file. The check takes the lock for an instant."""
     try:
         file = OwnedFile(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as exc:

@@ -64,7 +64,7 @@ class Pool:
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
-        """Return idle arenas of at least `nbytes` in total to the system, or all; but keep those of length `kept`."""
+        """Return idle arenas to the system, at least `nbytes` in total if there are so many; keep those of length `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
                 with contextlib.suppress(IndexError):  # another thread has taken the last one

@@ -15,7 +15,6 @@ from wds_tensorcache.storage.threads import run_in_order
 
 _PIECE_NBYTES = 1 << 21
 _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
-
 _REREAD_NBYTES = 1 << 16
 _MEMORY = Pool(1 << 26)
 
@@ -47,7 +46,7 @@ class Readers:
 class ReadAhead:
     """The bytes of a file, for a caller that reads them mostly in order.
 
-    If a piece cannot be read, `read` and `digest` read only the bytes that they need again. So only requests for unreadable
+    If a piece cannot be read, `read` and `digest` try again with only the bytes that they need. So only requests for unreadable
     bytes fail.
 
     Args:

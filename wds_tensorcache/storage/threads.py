@@ -1,4 +1,4 @@
-"""Run jobs in order on the threads of an executor; values that each process makes for itself."""
+"""Executors whose results come in the order of the jobs, and values that each process makes for itself."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def join_url(folder: str, name: str) -> str:
 
 
 def name_of(url: str) -> str:
-    """Return the last part of an object's name, decoded in a web server's url."""
+    """Return the last part of an object's name. That of a web server's url is decoded."""
     if not is_web(url):
         return url.rpartition("/")[2]
     return unquote(_split(url)[3].rpartition("/")[2])

@@ -59,8 +59,8 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
 class DropText:
     """A transform made by `drop_text`, which explains the fields.
 
-    Threads/fork/pickle: safe everywhere. It keeps a copy of the replacements for each device and stream that it met; a pickled
-        copy does not.
+    Threads/fork/pickle: safe everywhere. It keeps a copy of the replacements for each device and stream on which it ran; a
+        pickled copy does not.
     """
 
     p: float
@@ -265,7 +265,7 @@ def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
     """Return the container of a value, and its key there, by its name: `cond.text` is `batch["cond"]["text"]`.
 
     Raises:
-        KeyError: The batch has no such value; with `is_new`, no dict in which it could be.
+        KeyError: The batch has no such value. With `is_new`, the batch has no dict for it.
         ValueError: With `is_new`, the dict has such a value.
     """
     container, parts = batch, name.split(".")

@@ -75,7 +75,7 @@ def build(
         out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by one
             rename when the version is complete. An existing version is opened if it has exactly the samples of these items.
         fingerprint: Description of how `fn` makes the samples (model, revision, dtype, crop, …), as JSON values. A cache with
-            another one is refused, as `out` and as `reuse`. Readers check it with `tc.open(out, expect=fingerprint)`.
+            a different one is refused, as `out` and as `reuse`. Readers check it with `tc.open(out, expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
             unless `out` is a pattern.
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
@@ -94,7 +94,7 @@ def build(
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
-        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none;
+        The cache, opened. On several ranks, it contains the shards that all ranks have finished so far, perhaps none;
         until a version is written, it is empty.
 
     Raises:

@@ -140,6 +140,6 @@ def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys:
         if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
             raise ValueError(
                 f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
-                "items have one key, or the ranks have another batch_size, or their items are not in the same order; mend "
-                f"that, and {remedy}"
+                "items have the same key, or the ranks have another batch_size, or their items are not in the same order; "
+                f"mend that, and {remedy}"
             )

@@ -139,12 +139,12 @@ def _unite_sources(shards: list[OldShard]) -> None:
 
 
 def _check_fingerprints(parts: list[list[OldShard]]) -> None:
-    """Raise StaleCacheError if a shard has a fingerprint that the first cache does not have."""
+    """Raise StaleCacheError if the fingerprint of a shard is not one of those in the first cache."""
     texts, first = set(map(_text, parts[0])), parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
             stored, expected = (
-                {name: value for name, value in (part.fingerprint or {}).items() if name != SOURCE}
+                part.fingerprint and {name: value for name, value in part.fingerprint.items() if name != SOURCE}
                 for part in (shard, first)
             )
             try:

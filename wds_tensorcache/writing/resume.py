@@ -103,7 +103,7 @@ def load_finished(
 ) -> FinishedShards:
     """Load the indexes of finished shards; raise FormatError if a shard is damaged, or differs from its entry in a manifest.
 
-    `shards` has, by path or url, the entry in a manifest, and the fingerprint for an index without one.
+    `shards` has, by path or url, the entry of each shard in a manifest, and a fingerprint, used if its index has none.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
     remote = _load_remote(list(filter(is_url, shards)), files)

@@ -50,7 +50,7 @@ def show_command(
 ) -> None:
     """Show the sample KEY in CACHE: its structure, values, tensors and other members.
 
-    A heat map shows one plane of a tensor, such as the first channel of a latent, or of the middle frame of a video: dark for
+    A heat map shows one plane of a tensor, such as the first channel of a latent or of a video's middle frame: dark for
     low values, bright for high values, red for NaN and infinity. Colors range from the 1st to the 99th percentile. --tensor
     shows more planes.
     """

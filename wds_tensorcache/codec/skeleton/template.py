@@ -248,7 +248,7 @@ class _MarkingWriter(SkeletonWriter):
         return not constants.isdisjoint(values)
 
     def segments(self, marks: Iterable[int]) -> tuple[bytes, ...]:
-        """Return the bytes between the values at these marks. Call `body` first, which completes the parts."""
+        """Return the bytes between the values at these marks. Call `body` before."""
         edges = [-1, *marks, len(self._parts)]
         segments = [b"".join(self._parts[begin + 1 : end]) for begin, end in pairwise(edges)]
         return (*segments[:-1], segments[-1] + CODE[STOP])
@@ -346,7 +346,7 @@ class Family:
     num_misses: int = 0  # samples since the last one that matched the template
 
     def miss(self, sample: Any, body: bytes) -> None:
-        """Count a sample that did not match and has this body, and sometimes learn from it."""
+        """Count a sample that did not match; make the template from some of these samples and their bodies."""
         self.num_misses += 1
         # Learning takes as long as writing three samples. So it skips the first sample, which may be the only one or an
         # exception, and becomes rarer with each further miss.

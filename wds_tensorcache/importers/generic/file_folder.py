@@ -9,10 +9,10 @@ and `.json` files become members of the sample with the same path. All other fil
 without tensors. Paths that differ only in case are different samples. The metadata of a `.safetensors` file is the member
 `metadata.json`.
 
-An `.npy` file is one sample, also if its first dimension counts samples.
+An `.npy` file is one sample, even if its first dimension counts samples.
 
 The files of an extracted shard, `KEY.skel.pyd`, `KEY.safetensors` and `KEY.EXTENSION`, make the sample again, bit for bit and
-with the same key. Of named caches, pack the files again with tar: that is a shard.
+with the same key. If their cache has a name, pack the files with tar instead: the tar is a shard.
 """
 
 from __future__ import annotations

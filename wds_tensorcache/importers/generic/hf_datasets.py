@@ -67,7 +67,7 @@ def _open(folder: SourceFolder) -> Source:
 
     infos = [name for name in folder.by_suffix.get(".json", ()) if name.split("/")[-1] == _INFO]
     indexes = [index for name in infos if (index := name[: -len(_INFO)] + _STATE) in folder]
-    samples, bad = open_indexes(folder, indexes, open_index)
+    samples, bad = open_indexes(indexes, open_index)
     one = next(iter(described.values())) if len(described) == 1 else described
     return Source(samples, {"features": one}, bad, metadata_files=infos)
 

@@ -76,7 +76,7 @@ def _open(folder: SourceFolder) -> Source:
         for at, name in enumerate(chain.from_iterable(map(repeat, names, counts))):
             yield name, partial(_read, dataset, at)
 
-    samples, bad = open_indexes(folder, find_indexes(folder, "chunks"), open_index)
+    samples, bad = open_indexes(find_indexes(folder, "chunks"), open_index)
     return Source(samples, {"data_format": next(iter(formats.values())) if len(formats) == 1 else formats}, bad)
 
 
@@ -86,10 +86,10 @@ def _check_config(config: dict[str, Any], trust: bool) -> None:
         raise FormatError(f"chunks for {config['item_loader']!r:.80} are not read, only for PyTreeLoader")
     if config.get("encryption"):
         raise FormatError("the chunks are encrypted, which is not supported")
-    for each in config["data_format"]:
-        kind = each.partition(":")[0]
+    for form in config["data_format"]:
+        kind = form.partition(":")[0]
         if kind not in _PLAIN | _MEDIA.keys() and not (trust and kind == "pickle"):
-            raise FormatError(f"a leaf has the kind {each!r:.80}, which may run code{REMEDY * (kind == 'pickle')}")
+            raise FormatError(f"a leaf has the kind {form!r:.80}, which may run code{REMEDY * (kind == 'pickle')}")
     todo = [json.loads(config["data_spec"])[1]]
     while todo:
         spec = todo.pop()
@@ -101,7 +101,7 @@ def _check_config(config: dict[str, Any], trust: bool) -> None:
 def _check_chunk(folder: SourceFolder, start: str, name: str, nbytes: int, codec: str | None) -> None:
     if name not in folder:
         raise FormatError("is missing, although the index lists it").at(name)
-    if "/" in name.removeprefix(start):  # two chunks could have one place in the temporary folder
+    if "/" in name.removeprefix(start):  # two chunks could have the same place in the temporary folder
         raise FormatError("is in a subfolder, where litdata writes no chunk").at(name)
     # Hazard: litdata waits minutes for a chunk to grow to its length
     size = os.path.getsize(folder.locate(name))

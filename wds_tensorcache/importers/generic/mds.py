@@ -70,7 +70,7 @@ def _open(folder: SourceFolder) -> Source:
         streaming = import_library("streaming.base.format.mds", _PACKAGE)
         for shard, file in zip(shards, files, strict=True):
             columns.update(zip(shard["column_names"], shard["column_encodings"], strict=True))
-            encodings = ["bytes" if each in _MEDIA or each in _LISTS else each for each in shard["column_encodings"]]
+            encodings = ["bytes" if name in _MEDIA or name in _LISTS else name for name in shard["column_encodings"]]
             reader = streaming.MDSReader.from_json(folder.path, None, {**shard, "column_encodings": encodings})
             if file == start + shard["raw_data"]["basename"]:
                 read = partial(folder.read_range, file)
@@ -79,7 +79,7 @@ def _open(folder: SourceFolder) -> Source:
             for row in range(reader.samples):
                 yield file, partial(_read, read, reader, row, shard["column_encodings"])
 
-    samples, bad = open_indexes(folder, find_indexes(folder, "shards"), open_index)
+    samples, bad = open_indexes(find_indexes(folder, "shards"), open_index)
     return Source(samples, {"columns": columns}, bad)
 
 

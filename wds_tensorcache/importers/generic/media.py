@@ -53,7 +53,7 @@ def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
 
 
 def open_indexes(
-    folder: SourceFolder, indexes: Iterable[str], open_index: Callable[[str, str], Iterable[Row]]
+    indexes: Iterable[str], open_index: Callable[[str, str], Iterable[Row]]
 ) -> tuple[list[SourceSample], dict[str, str]]:
     """Return the samples of all indexes, and the bad indexes with their faults.
 

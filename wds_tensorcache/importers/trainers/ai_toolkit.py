@@ -28,7 +28,7 @@ Files of other crops, sizes or models stay in the folder when the settings chang
 their files: `_latent_cache/photo_2rOEG1vU3l4zJd5dAdyDDA`.
 
 If an image has several files of text, for example with the empty caption for dropout, the hash in the name tells which one
-belongs to the caption, unless a trigger word or a control image is part of it. That file is `text`, and the rest are
+belongs to the caption, unless a trigger word or a control image is part of it. That file is `text`, and the others are
 `other_texts`: a dict by hash. If no hash fits, all of them are in `other_texts`.
 
 Files of `_clip_vision_cache` become separate samples, `{"clip_vision": …, "info": …}`, named like their files.
@@ -121,7 +121,7 @@ def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
 
 
 def _load_text(folder: SourceFolder, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a text, with lists of numbered ones, and the metadata."""
+    """Return the tensors of a text, with numbered ones as lists, and the metadata."""
     tensors, metadata = load_safetensors(folder, name)
     info = _info(metadata)
     if "class_name" in info:  # such a class has any names

@@ -129,8 +129,8 @@ def _open(folder: SourceFolder) -> Source:
             for number, item in enumerate(chain.from_iterable(specs.values())):
                 samples.append(_sample(folder, f"{place}/{cache}/{number:08d}", item, {}))
     for place, caches in unconds.items():
-        every = {cache: [*chain.from_iterable(specs.values())] for cache, specs in caches.items()}
-        samples.append(_sample(folder, f"{place}/uncond", None, every))
+        items_of = {cache: [*chain.from_iterable(specs.values())] for cache, specs in caches.items()}
+        samples.append(_sample(folder, f"{place}/uncond", None, items_of))
     return Source(samples, {"fingerprints": fingerprints}, bad, databases)
 
 
@@ -147,7 +147,9 @@ def _latent_samples(
         for item, spec, name in zip(items, specs, names, strict=True):
             places = [place for place in candidates if any(spec in items_of for items_of in texts[place].values())]
             used.update((place, spec) for place in places)
-            captions = {each: items_of.get(spec, []) for place in places for each, items_of in texts[place].items()}
+            captions = {
+                text_cache: items_of.get(spec, []) for place in places for text_cache, items_of in texts[place].items()
+            }
             problem = f"has text embeddings in {' and '.join(places) or 'no folder'}, expected exactly one folder"
             is_joined = len(places) == 1 or not candidates
             where = parent if cache == "latents" else path
@@ -173,7 +175,8 @@ def _text_folders(parent: str, texts: dict[str, _Texts]) -> list[str]:
 def _sample(
     folder: SourceFolder, name: str, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None = None
 ) -> SourceSample:
-    files = tuple(dict.fromkeys(each.file for each in (item, *chain.from_iterable(captions.values())) if each))
+    items = filter(None, (item, *chain.from_iterable(captions.values())))
+    files = tuple(dict.fromkeys(part.file for part in items))
     return SourceSample(name.lstrip("/"), files, partial(_load, folder, item, captions, problem))
 
 
@@ -189,10 +192,10 @@ def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_It
     if problem:
         raise FormatError(problem).at(item.where if item else "uncond")
     if captions:
-        loaded = [[each.load(folder) for each in items] for items in captions.values()]
+        loaded = [[text.load(folder) for text in items] for items in captions.values()]
         value["text"] = [
-            {key: part for each in parts for key, part in each.items() if key != "image_spec"}
-            for parts in zip(*loaded, strict=True)
+            {key: part for text in texts for key, part in text.items() if key != "image_spec"}
+            for texts in zip(*loaded, strict=True)
         ]
     return Loaded(value)
 

@@ -74,18 +74,18 @@ def join_files(
     """
     images: dict[tuple[str, str], list[ImageFile]] = {}
     texts_of: dict[tuple[str, str], list[ImageFile]] = {}
-    for files, by_stem in ((latents, images), (texts, texts_of)):
-        for file in files:
+    for listed, by_stem in ((latents, images), (texts, texts_of)):
+        for file in listed:
             by_stem.setdefault((file.model, file.stem), []).append(file)
     has_many_models = len({model for model, _ in (*images, *texts_of)}) > 1
     alone = set(texts_of)
     # model and name of each sample, its file of latents with one resolution, its files of texts
     rows: list[tuple[str, str, list[ImageFile], str, list[ImageFile]]] = []
-    for (model, stem), same in images.items():
+    for (model, stem), files in images.items():
         key = (model, stem) if (model, stem) in texts_of else (model, text_stem(stem))
         alone.discard(key)
-        for file in same:
-            label = f"_{file.label}" if len(same) > 1 and file.label else ""
+        for file in files:
+            label = f"_{file.label}" if len(files) > 1 and file.label else ""
             for resolution in file.resolutions:
                 end = resolution if len(file.resolutions) > 1 else ""
                 rows.append((model, stem + label + end, [file], resolution, texts_of.get(key, [])))
@@ -93,12 +93,12 @@ def join_files(
     counts = Counter((model, name) for model, name, *_ in rows)
     samples = [*others]
     for model, name, image, resolution, text in rows:
-        every = [*image, *text]
+        files = [*image, *text]
         if counts[model, name] > 1:  # the image `a_64x64`, and the resolution 64x64 of the image `a`
-            name = os.path.splitext(every[0].name)[0] + resolution
+            name = os.path.splitext(files[0].name)[0] + resolution
         name = f"{model}/{name}" if has_many_models else name
-        sidecars = [path for suffix in captions if (path := every[0].stem + suffix) in folder]
-        paths = (*(file.name for file in every), *sidecars)
+        sidecars = [path for suffix in captions if (path := files[0].stem + suffix) in folder]
+        paths = (*(file.name for file in files), *sidecars)
         samples.append(SourceSample(name, paths, partial(load, Joined(image, resolution, text, sidecars))))
     samples.sort(key=lambda sample: sample.name)
     return Source(samples, provenance, bad, notes=_note_resolutions(latents))
@@ -141,7 +141,7 @@ def find_resolutions(keys: Iterable[str]) -> list[str]:
 
 
 def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name tensors by content, and sort them; if several have one content, all but the widest keep their keys."""
+    """Name tensors by content, and sort them; if several have the same content, all but the widest keep their keys."""
 
     def rank(key: str) -> int:
         dtype = parse_key(key).dtype

@@ -27,7 +27,7 @@ A file may contain several resolutions: those of several training resolutions, a
 changed. sd-scripts does not record which are in use. Each becomes a sample of the same structure, so that batches and
 `bucket_by="latents"` work, with the resolution in its name: `photo_64x64` and `photo_128x128` (height x width of the latents).
 The text is in each of them. Choose with `cache.filter(lambda entry: entry.shapes["latents"][-2] >= 96)`.
-If an image has several files of latents, for example since it was resized, the sizes are in the names: `photo_0512x0512`.
+If an image has several files of latents, for example because it was resized, the sizes are in the names: `photo_0512x0512`.
 If the folder has the caches of several models, the model comes first: `flux/photo` and `sdxl/photo`.
 
 Latents are stored as sd-scripts wrote them: for SD, SDXL and SD3 without the scale and shift of the model, for FLUX with them.

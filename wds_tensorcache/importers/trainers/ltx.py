@@ -6,7 +6,7 @@ file for each media file:
 - `latents/`: `{"latents", "num_frames", "height", "width", "fps"}`. The latents are `[C, F, H, W]`, or `[F * H * W, C]` from
   old versions; the sizes are those of the latents.
 - `conditions/`: `{"prompt_embeds", "prompt_attention_mask"}`, from LTX-2 `{"video_prompt_embeds", "prompt_attention_mask"}`,
-  and `audio_prompt_embeds` for audio. Padding is on the left, and newer versions store it cut off.
+  and `audio_prompt_embeds` for audio. Padding is on the left, and newer versions do not store it.
 - `audio_latents/`, `reference_latents/`, masks, and any other folder that the training configuration names.
 
 Each sample is one media file: a dict with the content of its files by folder, as the trainer's dataset returns it:

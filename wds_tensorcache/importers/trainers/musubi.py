@@ -25,9 +25,10 @@ Tensors that were `varlen_` are as long as the text: use `collate={"text.t5": tc
 several dtypes, the widest one has the name, and the other ones have their whole keys. `metadata` contains the other entries of
 the metadata, unless they are the same in all files.
 
-If two files of latents have one stem, for example since images of two folders share a cache folder, the sizes are in the names:
-`photo_0512x0512`. There is only one file of text encoder outputs for both, so one of them may have the text of the other image,
-as in musubi-tuner. If the folder has the caches of several architectures, the short name comes first: `wan/clip_00000-081`.
+If two files of latents have the same stem, for example because images of two folders share a cache folder, the sizes are in the
+names: `photo_0512x0512`. There is only one file of text encoder outputs for both, so one of them may have the text of the other
+image, as in musubi-tuner. If the folder has the caches of several architectures, the short name comes first:
+`wan/clip_00000-081`.
 
 Samples without text have no `text` and `caption` (musubi-tuner skips these), and texts without latents are samples too.
 """
@@ -47,7 +48,7 @@ _PART = re.compile(r"^(.+)_(\d{5,})-\d{3,}(?:-(\d+))?\Z", re.DOTALL)
 
 _TABLE = Table(
     "musubi-tuner",
-    # texts of kohya have the number of their tokens in front of `_te`
+    # texts of kohya have the number of their tokens before `_te`
     re.compile(r"(?!.+_\d+(?:_m)?_te\.)(?P<stem>.+)_(?P<model>[a-z][a-z0-9]*)_te\.safetensors", re.DOTALL),
     has_crops=False,
     per_file={"latents": re.compile("width|height|frame_count"), "text": re.compile("caption1")},

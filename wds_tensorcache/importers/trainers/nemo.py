@@ -12,7 +12,7 @@ Each sample is one file: its dict, and the entries of its item that it lacks, su
 the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dimension of 1 that the files have.
 
 `cache_file` is looked up in the imported folder by its last parts, so a cache that was moved or copied can be imported, and
-no file out of the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
+no file outside the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
 files are samples, and all `.pt` files in `{W}x{H}` folders.
 
 `.meta` files of old versions are pickles with arrays of numpy, which stay arrays. Without `metadata.json`, they need

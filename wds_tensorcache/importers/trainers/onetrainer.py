@@ -2,7 +2,7 @@
 
 OneTrainer writes `{cache_dir}/image/{hash}/variation-{n}/` and `{cache_dir}/text/{hash}/variation-{n}/`, where a hash stands
 for a concept and its settings. Each variation contains `0.pt`, `1.pt`, …, one for each file of the concept, and
-`aggregate.pt`, a list with more of each:
+`aggregate.pt`, a list with more entries of each file:
 
 - images: `latent_image`, `original_resolution`, `crop_offset`, for some models `latent_mask`, `latent_conditioning_image`; in
   `aggregate.pt` `crop_resolution`, `image_path`;
@@ -80,8 +80,8 @@ def _open(folder: SourceFolder) -> Source:
     texts = {group.path: group for group in groups}
     samples = []
     for (group, at), name in zip(rows, names, strict=True):
-        parts = {each.part: each for each in (group, texts.get(pairs.get(group.path, ""))) if each}
-        files = tuple(f"{variation}/{at}.pt" for each in parts.values() for variation in each.variations)
+        parts = {part.part: part for part in (group, texts.get(pairs.get(group.path, ""))) if part}
+        files = tuple(f"{variation}/{at}.pt" for part in parts.values() for variation in part.variations)
         samples.append(SourceSample(name, files, partial(_load, folder, parts, at, lists)))
     described = {group.path: {"items": len(group.images), "variations": len(group.variations)} for group in groups}
     aggregates = [f"{variation}/aggregate.pt" for group in groups for variation in group.variations]
@@ -98,8 +98,8 @@ def _read_group(folder: SourceFolder, path: str, variations: dict[int, list[str]
             paths = [entry.get("image_path") for entry in entries]
             images = [path if isinstance(path, str) else None for path in paths]
             if group.variations and images != group.images:
-                what = "was cached from other files than the first variation; let OneTrainer cache them again"
-                raise FormatError(what)
+                problem = "was cached from other files than the first variation; let OneTrainer cache them again"
+                raise FormatError(problem)
         except FormatError as exc:
             bad.update(dict.fromkeys(files, f"{variation}: {exc.reason}"))
             continue

@@ -19,7 +19,7 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
   file name without suffix, otherwise the path of the file without suffix.
 - `text` has one dict for each caption that the cache contains. Captions are found in `.txt` files next to the images, in the
   file names of images, and in `instance_prompt`. If captions of an image are in a `.txt` file, but none is in the cache, the
-  sample is bad, unless no image has text. Embeddings that several images share are stored with each.
+  sample is bad, unless no image has text. Embeddings that several images share are stored with each image.
 
 So import the folder that contains the images' JSON and `.txt` files and both caches. If the caches are elsewhere, import each
 of them separately: the VAE cache gives samples `{"latents": …}`, the text cache gives samples `{"text": [{…}]}`.
@@ -181,13 +181,13 @@ def _best_image(name: str, images: list[_Image]) -> _Image | None:
         return num_same + num_common(parts[num_same:], reversed(cache))
 
     scores = list(map(score, images))
-    best = [image for image, each in zip(images, scores, strict=True) if each == max(scores)]
-    is_known = bool(best) and all((each.path, each.metadata) == (best[0].path, best[0].metadata) for each in best)
+    best = [image for image, number in zip(images, scores, strict=True) if number == max(scores)]
+    is_known = bool(best) and all((image.path, image.metadata) == (best[0].path, best[0].metadata) for image in best)
     return best[0] if is_known else None
 
 
 def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
-    """Return the `.txt` file of an image; its folder may have been moved."""
+    """Return the `.txt` file of an image, also if the folder of the image was moved."""
     paths = (image.backend.folder + "/".join(image.parts[at:]) for at in range(len(image.parts)))
     return next((file for path in paths if (file := os.path.splitext(path)[0] + ".txt") in folder), None)
 

@@ -1,4 +1,4 @@
-"""`Leaves`: the values of a batch that are not tensors, as a list-like object whose numbers torch computes with."""
+"""`Leaves`: a list-like object with the values of a batch that are not tensors; torch can compute with its numbers."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class Structure:
     """The nesting of a batch. Batches with the same template and the same missing tensors share it.
 
     Attributes:
-        sample: Sample of the batch with most tensors, completed by the tensors that it lacks. It shows the containers and their
-            keys; tensors that are not selected remain.
+        sample: Sample of the batch with the most tensors, completed by the tensors that it lacks. It shows the containers and
+            their keys; tensors that are not selected remain.
         names: Names of the selected tensors.
         template: Template that the sample matches, if any.
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
@@ -112,7 +112,7 @@ class Structures:
         return sample
 
     def find_base(self, layouts: Layouts) -> int:
-        """Return the first sample of the batch that has most selected tensors, and among these most tensors."""
+        """Return the first sample with the most selected tensors; of several, the one with the most tensors in all."""
         if not layouts.is_mixed:
             return 0
         wanted = self.wanted or (lambda name: True)
@@ -181,7 +181,7 @@ class Structures:
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
-    """Compare the tensors of a sample with the index, which old writers wrote without further names.
+    """Compare the tensors of a sample with the index, in which old writers did not list further names.
 
     Raises:
         FormatError: The index has other kinds, dtypes or names.

@@ -107,7 +107,7 @@ class Decoded:
             return _in_order(groups, [group.column(path) for group in groups])
 
     def find(self, find: Find) -> list[Any]:
-        """Return the names and values that `find` returns for each sample without tensors; [] if one matches no template."""
+        """Return the result of `find` for each sample, called without its tensors; [] if a sample matches no template."""
         with self._lock:
             groups = self._groups = self._groups or self._read(may_build=False)
             if not groups or any(group.template is None for group in groups):

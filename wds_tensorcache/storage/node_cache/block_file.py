@@ -22,9 +22,8 @@ from wds_tensorcache.storage.system import SHORTAGES, boot_id
 # bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes
 BLOCK = 4096
 SUFFIX = ".blocks"
-MAPPED = (
-    1 << 62
-)  # the byte that processes lock while they have mapped a file; locks of blocks are locks of smaller bytes
+# the byte that processes lock while they have mapped a file; the lock of a block is that of a smaller byte
+MAPPED = 1 << 62
 _MAGIC = b"wds_tensorcache node cache 1\n".ljust(32, b"\0")
 _PRESENT = b"\1"  # bytes of the map
 _KNOWN = bytes(value == 1 for value in range(256))

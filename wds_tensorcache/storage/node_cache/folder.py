@@ -38,7 +38,7 @@ _SPARE = 64  # eviction frees this part of the limit at once, so that it does no
 
 
 class Bypass(Exception):
-    """A reason to read bytes without the cache, in the message; empty if the next read may find room.
+    """Signal to read bytes without the cache. The message has the reason; it is empty if the next read may find room.
 
     Attributes:
         rest_s: Time in seconds before the next attempt.
@@ -70,7 +70,7 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
         NotADirectoryError: The path is a file, or leads through one.
         OSError: The folder cannot be created for any other reason.
 
-    A folder that cannot be created on a disk that is full or read-only has no effect but a warning, when it is needed.
+    If the disk is full or read-only, or permissions are missing, nothing is raised: reads warn once, and do without the cache.
     """
     if max_nbytes is not None and max_nbytes < 1:
         raise ValueError(f"cache_nbytes={max_nbytes}, expected at least 1, or None")

@@ -37,7 +37,7 @@ class Client(Protocol):
     def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
         """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter.
 
-        None if the server needs the object's length for that.
+        Return None if the server needs the object's length for that.
         """
         ...
 

@@ -29,7 +29,7 @@ class HttpClient:
     ones.
 
     With a weak ETag or a date, some changes may go unnoticed: those within a second, and those that the server calls
-    equivalent. Without any of them, only its length is compared.
+    equivalent. Without any of them, only the object's length is compared.
 
     Some servers ignore `Range`, and respond with the whole object. This client then keeps that body in a temporary file, and
     reads from there. A server that has obeyed ranges, or says that it does, is first asked twice more: its proxy may respond
