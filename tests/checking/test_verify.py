@@ -226,6 +226,7 @@ def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytes
     path = write(tmp_path / "a", 100, dali_index=False, manifest=False)
     bad, _ = members(path)["052.safetensors"]
     break_disk(monkeypatch, str(path), bad + 130, bad + 150)
+    assert {key for key, _ in faults(path)} == {"052"}
     report = tc.repair(path, tmp_path / "out")
     assert {fault.kind for fault in report.faults} == {"unreadable"}
     assert {fault.key for fault in report.faults} == {"052"}
