@@ -166,9 +166,6 @@ def test_shards_of_another_size(folder: Path) -> None:
         tc.FormatError, match=r"train-000001.tar has \d+ bytes, but .*manifest.json says \d+: one of the two is stale"
     ):
         tc.open(folder)
-    os.remove(folder / "train-000001.tar")
-    with pytest.raises(FileNotFoundError, match=r"train-000001.tar"):
-        tc.open(folder)
 
 
 @pytest.mark.parametrize("count", [0, 4, 6])
@@ -197,7 +194,7 @@ def test_another_number_of_samples(folder: Path, count: int, table: str) -> None
 
 
 @pytest.mark.parametrize(
-    "counts", [3, [], {"": 0}, {"": -1}, {"": "5"}, {"": None}, {"": 1 << 70}, {"": True}], ids=repr
+    "counts", [3, [], {"": 0}, {"": -1}, {"": "5"}, {"": None}, {"": 1 << 63}, {"": True}], ids=repr
 )
 def test_counts_that_are_none(folder: Path, counts: Any) -> None:
     change(folder, lambda document: document["tensorcache"]["caches"].update({"train-000001.tar": counts}))
@@ -205,14 +202,6 @@ def test_counts_that_are_none(folder: Path, counts: Any) -> None:
         tc.FormatError, match=r"manifest.json: train-000001.tar has caches .*, expected numbers of samples"
     ):
         tc.open(folder)
-
-
-@pytest.mark.parametrize("caches", [None, 3, [], {}])
-def test_manifests_without_counts(folder: Path, caches: Any) -> None:
-    change(folder, lambda document: document["tensorcache"].update({"caches": caches}))
-    check(folder)
-    change(folder, lambda document: document.pop("tensorcache"))
-    check(folder)
 
 
 # --- io ---
