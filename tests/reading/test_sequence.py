@@ -18,19 +18,10 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests import strategies
 from tests.conftest import diffusion_sample
-from tests.reading.batches import assert_all_same
+from tests.reading.batches import assert_all_same, write
 from tests.same import assert_same
 
 COUNT = 20
-
-
-def write(folder: Path, samples: list[Any], *, name: str = "", max_samples: int = 7) -> str:
-    """Write samples under the keys "000", "001", …; returns the folder."""
-    field = f"{name}.tensorcache" if name else "tensorcache"
-    with tc.ShardWriter(folder / "train-%03d.tar", max_samples=max_samples, fsync=False) as writer:
-        for i, sample in enumerate(samples):
-            writer.write(f"{i:03d}", **{field: sample})
-    return str(folder)
 
 
 WRITTEN = [diffusion_sample(i) for i in range(COUNT)]
@@ -39,7 +30,7 @@ KEYS = [f"{i:03d}" for i in range(COUNT)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("sequence"), WRITTEN)
+    return write(tmp_path_factory.mktemp("sequence"), WRITTEN, max_samples=7)
 
 
 @pytest.fixture

@@ -17,16 +17,14 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 
 COUNT = 40
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Any]:
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=9, fsync=False) as sink:
-        for i in range(COUNT):
-            sink.write(f"{i:03d}", {"x": torch.full((1000,), i)})
-    with tc.open(tmp_path) as opened:
+    with tc.open(write(tmp_path, [{"x": torch.full((1000,), i)} for i in range(COUNT)], max_samples=9)) as opened:
         opened.read_batch(range(COUNT))  # every shard is open
         yield opened
 
