@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import io
-import multiprocessing
 import operator
 import pickle
 from collections.abc import Sequence
@@ -357,8 +356,3 @@ def test_arrays_fail_when_they_are_saved() -> None:
             save(value)
     array = torch.load(save(tc.realize(lazy)), weights_only=False)["x"]
     assert array.tolist() == [0, 1, 2]
-
-
-def test_other_processes() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert torch.equal(pool.map(tc.realize, [lazy_of(SAMPLE)])[0]["half"], SAMPLE["half"])

@@ -123,7 +123,6 @@ def test_batches(joined: Any, named: Any) -> None:
             assert_same(expected, sample)
             assert not isinstance(sample.get("pooled"), tc.LazyTensor)
         for numbers, collate, error, message in (
-            ([0], "cat", ValueError, "collate='cat', expected"),
             ([], "stack", ValueError, "no indices"),
             ([0, 11], "stack", IndexError, r"indices\[1\] = 11 out of range"),
             ([0, 1], "stack", tc.BatchError, "tensor '(texts.)?states' is"),

@@ -99,10 +99,6 @@ def test_keys(cache: tc.TensorCache) -> None:
     for key in KEYS:
         assert_same(WRITTEN[int(key)], cache[key])
     assert 3 not in cache
-    with pytest.raises(KeyError, match="no sample 'x' among the 20 samples"):
-        cache["x"]
-    with pytest.raises(KeyError, match="no sample '000' among the 3 samples"):
-        cache[5:8]["000"]
 
 
 def test_the_same_key_in_several_shards(tmp_path: Path) -> None:
@@ -161,8 +157,6 @@ def test_select(cache: tc.TensorCache) -> None:
     assert list(cache.select([]).schema) == []
     assert cache.select([])[0]["cond"] == [[None, {"prompt": "photo 0", "size": (64, 48)}]]
     assert list(cache.select(["cond.*"]).select(["*pooled*"])[2:].schema) == ["cond.0.1.pooled_output"]
-    with pytest.raises(KeyError, match=r"unknown tensor 'laten'; there are 'latent.samples', '.*'"):
-        cache.select(["laten"])
     with pytest.raises(KeyError, match="unknown tensor 'latent.samples'"):
         view.select(["latent.samples"])
 
