@@ -1,4 +1,4 @@
-"""The sources that `tc.open` takes, its errors for the rest, and how it decides how files are read."""
+"""The sources that `tc.open` takes, and its errors for the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from wds_tensorcache.storage import system
 
 COUNT = 12
 
@@ -202,17 +201,3 @@ def test_counts_that_are_none(folder: Path, counts: Any) -> None:
         tc.FormatError, match=r"manifest.json: train-000001.tar has caches .*, expected numbers of samples"
     ):
         tc.open(folder)
-
-
-# --- io ---
-
-
-def test_files_on_a_network_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map of such a file waits for the network at each page."""
-    for kind in ("nfs4", "ext4"):
-        monkeypatch.setattr(system, "_DEVICES", {})
-        monkeypatch.setattr(system, "file_system", lambda path, kind=kind: (kind, kind == "nfs4"))
-        with tc.open(folder) as cache:
-            assert len(cache.read_batch(range(COUNT))["latent"]["samples"]) == COUNT
-            mapped = Path("/proc/self/maps").read_text().count(str(folder))
-            assert mapped == (0 if kind == "nfs4" else 3)
