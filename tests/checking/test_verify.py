@@ -207,7 +207,9 @@ def test_large_samples_in_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_large_sample_in_front_of_a_missing_end(tmp_path: Path, threads: int) -> None:
+def test_a_large_sample_in_front_of_a_missing_end(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tc.ShardWriter(tmp_path / "0.tar", footer=False, dali_index=False, manifest=False) as sink:
         for number in range(3):
             sink.write(str(number), {"x": torch.full((1_700_000 + number,), number)})
@@ -219,6 +221,13 @@ def test_a_large_sample_in_front_of_a_missing_end(tmp_path: Path, threads: int) 
     assert (report.num_samples, report.num_damaged) == (3, 0)
     flip(path, end - 1)
     assert [key for key, _ in faults(path)] == ["2", None]
+    flip(path, end - 1)
+    bad = members(path)["1.safetensors"][1] - 200
+    break_disk(monkeypatch, str(path), bad, bad + 1)
+    assert {fault.key: fault.kind for fault in tc.verify(path, num_threads=threads).faults} == {
+        "1": "unreadable",
+        None: "truncated",
+    }
 
 
 def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +235,7 @@ def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytes
     path = write(tmp_path / "a", 100, dali_index=False, manifest=False)
     bad, _ = members(path)["052.safetensors"]
     break_disk(monkeypatch, str(path), bad + 130, bad + 150)
+    assert {key for key, _ in faults(path)} == {"052"}
     report = tc.repair(path, tmp_path / "out")
     assert {fault.kind for fault in report.faults} == {"unreadable"}
     assert {fault.key for fault in report.faults} == {"052"}

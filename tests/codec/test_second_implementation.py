@@ -161,14 +161,6 @@ def test_preambles() -> None:
         assert decode_both(refused, tensors) is None
 
 
-def test_a_member_without_digits_may_have_another_length() -> None:
-    skeleton, _ = tc.encode_sample({"a": torch.arange(3)})
-    rewritten = safetensors.torch.save({"a": torch.arange(50)})
-    assert len(decode_both(skeleton, rewritten)["a"]) == 50
-    with pytest.raises(tc.FormatError, match="cannot be verified"):
-        tc.decode_sample(skeleton, rewritten, verify=True)
-
-
 BOUND = tc.encode_sample({"x": torch.arange(2)})
 MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
     "no samples": (True, {}),
@@ -250,7 +242,7 @@ READ_MANIFESTS = [
     ('"version": 1, ', ""),
     ('"index": "', '"index": null, "x": "'),
     ('{"": 1}', "null"),
-    ('{"a.tar": {"": 1}}', "[]"),
+    ('{"a.tar": {"": 1}}', "{}"),
     ('{"a.tar"', '{"b.tar": {"": 0}, "a.tar"'),
     ('{"a.tar"', '{"./a.tar": {"": 0}, "a.tar"'),
     ('"caches"', '"fingerprints": {"b.tar": "m"}, "caches"'),
@@ -263,10 +255,7 @@ REFUSED_MANIFESTS = [
     ('"nsamples": 1', '"nsamples": -0'),
     ('"version": 1', '"version": 1e0'),
     ('"wids_version": 1', '"wids_version": 1.0'),
-    ('{"": 1}', '{"": 0}'),
     ('{"": 1}', '{"": 1.0}'),
-    ('{"": 1}', '{"": 9223372036854775808}'),
-    ('{"": 1}', "[1]"),
     ('"caches"', '"fingerprints": {"a.tar": "m"}, "caches"'),
 ]
 

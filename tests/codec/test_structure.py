@@ -60,15 +60,6 @@ def test_tensors_without_a_path_are_counted() -> None:
     assert element is list(lazy)[1][1]
 
 
-def test_aliases_come_back_as_one_object() -> None:
-    shared: list[Any] = [T, T]
-    sample = tc.decode_sample(*tc.encode_sample({"a": T, "b": shared, "c": {"d": shared}}))
-    assert sample["a"] is sample["b"][0] is sample["b"][1]
-    assert sample["b"] is sample["c"]["d"]
-    eager = tc.decode_sample(*tc.encode_sample({"a": T, "b": T}), lazy=False)
-    assert eager["a"] is eager["b"]
-
-
 def make_loop(kind: type) -> Any:
     if kind is tuple:
         inner: list[Any] = []

@@ -153,8 +153,6 @@ BAD = {
     "gz: bomb in parts": ("txt.gz", gzip.compress(bytes(1 << 20)) * 80),
     "txt": ("txt", b"\xff"),
     "cls": ("cls", b"seven"),
-    "pth: text": ("pth", b"something else"),
-    "pth: zip": ("pth", b"PK\x03\x04" + bytes(60)),
     "pyd: nothing": ("pyd", b""),
     "pkl: text": ("pkl", b"something else"),
     "pickle: cut": ("pickle", b"\x80\x02}"),

@@ -144,6 +144,7 @@ def overlapping() -> bytes:
     [
         (saved([1], _use_new_zipfile_serialization=False), "expected a zip file"),
         (b"", "is empty"),
+        (b"PK\x03\x04" + bytes(60), "cannot be decoded"),
         (PICKLED[:-30], "cannot be decoded"),
         (PICKLED[: len(PICKLED) // 2], "cannot be decoded"),
         (zipped(ONE, zipfile.ZIP_DEFLATED, **{"data/0": bytes(16)}), "compressed"),

@@ -35,6 +35,7 @@ DECODED: dict[str, tuple[bytes, bytes]] = {
     "tensors that are not there": (refer("tensor:x", "tensor:y"), header({"x": X})),
     "tensors that no skeleton names": (SKELETON, header({"x": X, "y": {**X, "data_offsets": [2, 4]}}, b"abcd")),
     "bools that are 7": (SKELETON, header({"x": BOOLS}, b"\x00\x07")),
+    "bools of an array that are 2": (refer("ndarray:x"), header({"x": BOOLS}, b"\x00\x02")),
     "text beyond Unicode": (refer("ndarray:x?dtype=U1"), header({"x": {**WIDE, "shape": [1]}}, b"\0\0\x11\0")),
     "no skeleton": (b"", header({"x": X})),
 }  # fmt: skip
@@ -59,7 +60,7 @@ def test_skeletons_and_tensors(tmp_path: Path, what: str) -> None:
     skeleton, tensors = DECODED[what]
     path = put(tmp_path / "x.tar", {"a.skel.pyd": skeleton, "a.safetensors": tensors})
     for reader in ("samples", "batch", "stream"):
-        if what == "bools that are 7" or what.startswith("text"):
+        if what.startswith(("bools", "text")):
             with pytest.raises(tc.FormatError, match="other than 0 and 1|Unicode|code point"):
                 READERS[reader](path)
         else:

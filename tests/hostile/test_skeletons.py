@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -18,13 +17,6 @@ import torch
 
 import wds_tensorcache as tc
 from tests.hostile.pickles import NO_TENSORS, ONE_TENSOR, PROTO, call, decode, fetch, reference, refused, text
-
-
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3])
-def test_old_protocols(protocol: int) -> None:
-    with pytest.raises(tc.FormatError, match="protocol 4 or 5"):
-        tc.decode_sample(pickle.dumps({"a": 1}, protocol), NO_TENSORS)
-
 
 DECIMAL, LIST, FORMAT = fetch("decimal", "Decimal"), fetch("builtins", "list"), fetch("builtins", "format")
 DEFAULTDICT, COMPLEX = fetch("collections", "defaultdict"), fetch("builtins", "complex")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from ray.data.block import BlockAccessor
 import wds_tensorcache as tc
 from tests.ray_data.conftest import in_order
 from tests.same import assert_same
-from tests.strategies import arrays, samples, tensors
+from tests.strategies import TORCH_DTYPES, arrays, samples, tensors
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 FORMATS = st.sampled_from(["numpy", "pandas", "pyarrow"])
@@ -103,10 +104,13 @@ def test_columns_that_are_refused(write_cache: Callable[..., Path]) -> None:
         tc.ray.ray_table(["a", "b"], [{}])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in TORCH_DTYPES if re.match(r"torch\.(bf|.*float[48]|complex)", str(dtype))]
+)
 def test_dtypes_of_new_columns_are_recorded(dtype: torch.dtype) -> None:
     """Also in a batch that no cache is the source of."""
-    tensor, batch = torch.arange(4).view(2, 2).to(dtype), {"id": np.arange(2)}
+    bits = torch.arange(4 * dtype.itemsize, dtype=torch.uint8)
+    tensor, batch = bits.view(dtype).view(2, 2), {"id": np.arange(2)}
     with pytest.raises(ValueError, match="pass the batch"):
         tc.ray.ray_from_torch({"x": tensor})
     columns = tc.ray.ray_from_torch({"x": tensor, "rows": [None, tensor[1]], "text": tensor}, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +78,6 @@ def _holds_tensor(value: Any) -> bool:
         return True
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return any(map(_holds_tensor, parts))
-
-
-def member_of(path: str | Path, name: str) -> tuple[int, bytes]:
-    """Return where a member of a shard begins, and its bytes."""
-    with tarfile.open(path) as tar:
-        member = tar.getmember(name)
-        content = tar.extractfile(member)
-        assert content is not None
-        return member.offset_data, content.read()
 
 
 def damage(path: str, at: int, content: bytes) -> bytes:

@@ -64,8 +64,6 @@ def test_indices_of_every_kind(small: str) -> None:
         for empty in ([], (), np.array([], np.int64), iter(())):
             with pytest.raises(ValueError, match="no indices: a batch has at least one sample"):
                 cache.read_batch(empty)
-        with pytest.raises(ValueError, match="collate='cat', expected 'stack', 'list', 'pad', tc.pad"):
-            cache.read_batch([0], collate="cat")
 
 
 @pytest.mark.parametrize("dtype", strategies.TORCH_DTYPES, ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +43,6 @@ def test_samples_that_differ(tmp_path: Path, samples: list[Any]) -> None:
             tensors = [sample.get("x") for sample in read if isinstance(sample, dict)]
             assert not any(x.data_ptr() % x.itemsize for x in tensors if isinstance(x, torch.Tensor))
         assert cache.read_batch([0, 1], collate=len) == 2
-
-
-def test_a_defaultdict_makes_nothing_up(tmp_path: Path) -> None:
-    samples = [{"x": torch.ones(2), "d": defaultdict(list, k=1)}, {"x": torch.ones(2), "d": defaultdict(list)}]
-    with tc.open(write(tmp_path, samples)) as cache:
-        batch = cache.read_batch([0, 1])
-        with pytest.raises(tc.BatchError, match="sample '001' has nothing at 'd.k'"):
-            list(batch["d"]["k"])
 
 
 def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:

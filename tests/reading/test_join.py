@@ -123,7 +123,6 @@ def test_batches(joined: Any, named: Any) -> None:
             assert_same(expected, sample)
             assert not isinstance(sample.get("pooled"), tc.LazyTensor)
         for numbers, collate, error, message in (
-            ([0], "cat", ValueError, "collate='cat', expected"),
             ([], "stack", ValueError, "no indices"),
             ([0, 11], "stack", IndexError, r"indices\[1\] = 11 out of range"),
             ([0, 1], "stack", tc.BatchError, "tensor '(texts.)?states' is"),
@@ -245,11 +244,9 @@ def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> No
 
 def test_names_of_caches_are_parts_of_tensor_names(tmp_path: Path) -> None:
     """A dot in a name is escaped, as in the key of a dict, so that no two tensors have one name."""
-    with tc.ShardWriter(tmp_path / "x.tar") as sink:
-        sink.write("0", {"b": {"c": torch.ones(2)}})
-    with tc.ShardWriter(tmp_path / "y.tar") as sink:
-        sink.write("0", {"c": torch.full((2,), 2.0)})
-    with tc.join({"a": tmp_path / "x.tar", "a.b": tmp_path / "y.tar"}) as joined:
+    one = write(tmp_path / "x", lambda i: {"b": {"c": torch.ones(2)}}, [0])
+    other = write(tmp_path / "y", lambda i: {"c": torch.full((2,), 2.0)}, [0])
+    with tc.join({"a": one, "a.b": other}) as joined:
         assert list(joined.schema) == ["a.b.c", "a%2Eb.c"]
         read = joined.read_tensors([0])
         assert {name: tensor[0, 0].item() for name, tensor in read.items()} == {"a.b.c": 1.0, "a%2Eb.c": 2.0}

@@ -181,10 +181,8 @@ def test_what_is_no_number(batch: Any) -> None:
 
 @pytest.mark.parametrize("lists", [[[], [1]], [[[], [2]], [[], [3]]]])
 def test_lists_of_which_the_first_is_empty(tmp_path: Path, lists: list[Any]) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar", fsync=False) as sink:
-        for i, ids in enumerate(lists):
-            sink.write(str(i), {"x": torch.ones(1), "ids": ids})
-    with tc.open(tmp_path / "a.tar") as cache, pytest.raises(tc.BatchError, match="lists of different lengths"):
+    folder = write(tmp_path, [{"x": torch.ones(1), "ids": ids} for ids in lists])
+    with tc.open(folder) as cache, pytest.raises(tc.BatchError, match="lists of different lengths"):
         torch.clone(cache.read_batch([0, 1])["ids"])
 
 

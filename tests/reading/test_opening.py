@@ -1,4 +1,4 @@
-"""The sources that `tc.open` takes, its errors for the rest, and how it decides how files are read."""
+"""The sources that `tc.open` takes, and its errors for the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from wds_tensorcache.storage import system
 
 COUNT = 12
 
@@ -166,9 +165,6 @@ def test_shards_of_another_size(folder: Path) -> None:
         tc.FormatError, match=r"train-000001.tar has \d+ bytes, but .*manifest.json says \d+: one of the two is stale"
     ):
         tc.open(folder)
-    os.remove(folder / "train-000001.tar")
-    with pytest.raises(FileNotFoundError, match=r"train-000001.tar"):
-        tc.open(folder)
 
 
 @pytest.mark.parametrize("count", [0, 4, 6])
@@ -197,7 +193,7 @@ def test_another_number_of_samples(folder: Path, count: int, table: str) -> None
 
 
 @pytest.mark.parametrize(
-    "counts", [3, [], {"": 0}, {"": -1}, {"": "5"}, {"": None}, {"": 1 << 70}, {"": True}], ids=repr
+    "counts", [3, [], {"": 0}, {"": -1}, {"": "5"}, {"": None}, {"": 1 << 63}, {"": True}], ids=repr
 )
 def test_counts_that_are_none(folder: Path, counts: Any) -> None:
     change(folder, lambda document: document["tensorcache"]["caches"].update({"train-000001.tar": counts}))
@@ -205,25 +201,3 @@ def test_counts_that_are_none(folder: Path, counts: Any) -> None:
         tc.FormatError, match=r"manifest.json: train-000001.tar has caches .*, expected numbers of samples"
     ):
         tc.open(folder)
-
-
-@pytest.mark.parametrize("caches", [None, 3, [], {}])
-def test_manifests_without_counts(folder: Path, caches: Any) -> None:
-    change(folder, lambda document: document["tensorcache"].update({"caches": caches}))
-    check(folder)
-    change(folder, lambda document: document.pop("tensorcache"))
-    check(folder)
-
-
-# --- io ---
-
-
-def test_files_on_a_network_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map of such a file waits for the network at each page."""
-    for kind in ("nfs4", "ext4"):
-        monkeypatch.setattr(system, "_DEVICES", {})
-        monkeypatch.setattr(system, "file_system", lambda path, kind=kind: (kind, kind == "nfs4"))
-        with tc.open(folder) as cache:
-            assert len(cache.read_batch(range(COUNT))["latent"]["samples"]) == COUNT
-            mapped = Path("/proc/self/maps").read_text().count(str(folder))
-            assert mapped == (0 if kind == "nfs4" else 3)

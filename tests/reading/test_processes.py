@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 import wds_tensorcache as tc
 from tests.children import run_in_child
 from tests.conftest import diffusion_sample
+from tests.reading.batches import write
 from tests.same import assert_same
 
 COUNT = 24
@@ -30,11 +31,7 @@ FORK = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(),
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("processes")
-    with tc.ShardWriter(path / "%d.tar", max_samples=7, fsync=False) as writer:
-        for i, sample in enumerate(WRITTEN):
-            writer.write(f"{i:03d}", sample)
-    return str(path)
+    return write(tmp_path_factory.mktemp("processes"), WRITTEN, max_samples=7)
 
 
 @pytest.fixture

@@ -18,19 +18,10 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests import strategies
 from tests.conftest import diffusion_sample
-from tests.reading.batches import assert_all_same
+from tests.reading.batches import assert_all_same, write
 from tests.same import assert_same
 
 COUNT = 20
-
-
-def write(folder: Path, samples: list[Any], *, name: str = "", max_samples: int = 7) -> str:
-    """Write samples under the keys "000", "001", …; returns the folder."""
-    field = f"{name}.tensorcache" if name else "tensorcache"
-    with tc.ShardWriter(folder / "train-%03d.tar", max_samples=max_samples, fsync=False) as writer:
-        for i, sample in enumerate(samples):
-            writer.write(f"{i:03d}", **{field: sample})
-    return str(folder)
 
 
 WRITTEN = [diffusion_sample(i) for i in range(COUNT)]
@@ -39,7 +30,7 @@ KEYS = [f"{i:03d}" for i in range(COUNT)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("sequence"), WRITTEN)
+    return write(tmp_path_factory.mktemp("sequence"), WRITTEN, max_samples=7)
 
 
 @pytest.fixture
@@ -108,10 +99,6 @@ def test_keys(cache: tc.TensorCache) -> None:
     for key in KEYS:
         assert_same(WRITTEN[int(key)], cache[key])
     assert 3 not in cache
-    with pytest.raises(KeyError, match="no sample 'x' among the 20 samples"):
-        cache["x"]
-    with pytest.raises(KeyError, match="no sample '000' among the 3 samples"):
-        cache[5:8]["000"]
 
 
 def test_the_same_key_in_several_shards(tmp_path: Path) -> None:
@@ -170,8 +157,6 @@ def test_select(cache: tc.TensorCache) -> None:
     assert list(cache.select([]).schema) == []
     assert cache.select([])[0]["cond"] == [[None, {"prompt": "photo 0", "size": (64, 48)}]]
     assert list(cache.select(["cond.*"]).select(["*pooled*"])[2:].schema) == ["cond.0.1.pooled_output"]
-    with pytest.raises(KeyError, match=r"unknown tensor 'laten'; there are 'latent.samples', '.*'"):
-        cache.select(["laten"])
     with pytest.raises(KeyError, match="unknown tensor 'latent.samples'"):
         view.select(["latent.samples"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ SMALL = {
     "a value more": [{"t": A, "a": 1}, {"t": A, "a": 2, "b": 3}],
     "an empty dict": [{"t": A, "m": {}}, {"t": A, "m": {"x": 1}}],
     "a dict or a text": [{"t": A, "m": {0: "q"}}, {"t": A, "m": "hello"}],
+    "a defaultdict makes nothing up": [{"t": A, "m": defaultdict(list, k=1)}, {"t": A, "m": defaultdict(list)}],
     "inside of a list": [{"t": [A, {"a": 1}]}, {"t": [A, {"a": 1, "b": 2}]}],
 }
 

@@ -58,7 +58,6 @@ INVALID = {
     "no shardlist": (document(shardlist=None), "shardlist is None, expected a list"),
     "a bool": (shardlist(nsamples=True), r"shardlist\[1\]: nsamples is True, expected a non-negative integer"),
     "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
-    "absolute url": (shardlist(url="/y"), r"lists '/y', which is outside the manifest's folder; .*tc.open"),
     "empty": ("", f"{NOT_JSON}Expecting value"),
     "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),
     "a number of many digits": ("9" * 100_000, f"{NOT_JSON}Exceeds the limit"),
@@ -74,7 +73,6 @@ INVALID = {
     "url with NUL": (shardlist(url="a\0b"), r"shardlist\[1\]: url is 'a\\x00b', expected a path or a url"),
     "url with half a pair": (shardlist(url="\ud800"), r"shardlist\[1\]: url is '\\ud800', expected a path or a url"),
     "url twice": (shardlist(url="x.tar"), r"shardlist\[1\]: url 'x.tar' occurs twice"),
-    "url goes up": (shardlist(url="../y"), r"lists '../y', which is outside the manifest's folder; .*tc.open"),
     "negative": (shardlist(nsamples=-1), r"shardlist\[1\]: nsamples is -1, expected a non-negative integer"),
     "more than 63 bits": (shardlist(filesize=1 << 63), r"shardlist\[1\]: filesize is 9223372036854775808, expected"),
 }
@@ -228,7 +226,6 @@ UNREADABLE = {
     "loop.tar": "'loop.tar' is not a possible path",
     "sub": "is a folder, pipe or device, expected a file",
     "pipe.tar": "is a folder, pipe or device, expected a file",
-    "/dev/zero": "lists '/dev/zero', which is outside the manifest's folder",
     "0.tar/../1.tar": "lists '0.tar/../1.tar', which is outside the manifest's folder",
 }
 

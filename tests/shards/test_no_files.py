@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
+from tests.shards.damage import write
 
 
 def _socket(path: Path) -> None:
@@ -54,12 +55,6 @@ def nothing_waits() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def write(folder: Path, **options: Any) -> None:
-    with tc.ShardWriter(folder / "%06d.tar", max_samples=2, fsync=False, **options) as sink:
-        for i in range(4):
-            sink.write(f"{i}", {"x": i})
-
-
 def build(folder: Path) -> None:
     tc.build(range(4), lambda items: [{"x": i} for i in items], folder, fingerprint={}, max_samples=2, fsync=False)
 
@@ -69,7 +64,7 @@ def build(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["000001.tar", "000001.tar.index", "000001.idx", "manifest.json"])
 def test_what_is_called_like_a_file_of_ours(tmp_path: Path, name: str, kind: str) -> None:
     """Everything says what is wrong, or does without."""
-    write(tmp_path, footer="index" not in name)
+    write(tmp_path, per_shard=2, footer="index" not in name)
     (tmp_path / name).unlink(missing_ok=True)
     if kind == "link to itself":
         (tmp_path / "manifest.json").unlink(missing_ok=True)  # the folder's listing has it
@@ -81,9 +76,9 @@ def test_what_is_called_like_a_file_of_ours(tmp_path: Path, name: str, kind: str
         "index": lambda: tc.write_index(tmp_path / "000001.tar"),
         "repair": lambda: tc.repair(tmp_path, tmp_path / "mended"),
         "build": lambda: build(tmp_path),
-        "resume": lambda: write(tmp_path, resume=True),
-        "new": lambda: write(tmp_path),
-        "overwrite": lambda: write(tmp_path, overwrite=True),
+        "resume": lambda: write(tmp_path, per_shard=2, resume=True),
+        "new": lambda: write(tmp_path, per_shard=2),
+        "overwrite": lambda: write(tmp_path, per_shard=2, overwrite=True),
     }
     for what, call in calls.items():
         try:
@@ -105,9 +100,9 @@ def test_what_is_called_like_a_stray(tmp_path: Path, kind: str) -> None:
         KINDS[kind](name)
     KINDS[kind](tmp_path / ".mended.0123abcd.tmp")
     before = [os.lstat(name).st_ino for name in names]
-    write(tmp_path)
-    write(tmp_path, overwrite=True)
-    write(tmp_path, resume=True)
+    write(tmp_path, per_shard=2)
+    write(tmp_path, per_shard=2, overwrite=True)
+    write(tmp_path, per_shard=2, resume=True)
     assert len(tc.open(tmp_path)) == 4
     tc.write_index(tmp_path / "000001.tar")
     assert tc.verify(tmp_path).ok

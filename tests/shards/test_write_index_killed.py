@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
+from tests.children import run_in_child
 from tests.shards.damage import flip, write
 from tests.writing.test_full_disk import strays
 
@@ -24,23 +25,22 @@ CALLS = frozenset("open write pwrite truncate ftruncate fsync replace remove unl
 
 def is_killed(act: Callable[[], object], number: int) -> bool:
     """Act in a child that kills itself before its call `number` that may change a file; return whether it did."""
-    child = os.fork()
-    if child == 0:
-        left = number
+    left = number
 
-        def look(_: Any, event: str, function: Any) -> None:
-            nonlocal left
-            if event == "c_call" and function.__name__ in CALLS:
-                if not left:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
+    def look(_: Any, event: str, function: Any) -> None:
+        nonlocal left
+        if event == "c_call" and function.__name__ in CALLS:
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
 
-        try:
-            sys.setprofile(look)
-            act()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    def work() -> None:
+        sys.setprofile(look)
+        act()
+
+    code = run_in_child(work)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 def prepare(folder: Path, before: str) -> Path:

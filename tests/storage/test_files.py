@@ -17,6 +17,7 @@ import torch
 
 import wds_tensorcache as tc
 from wds_tensorcache.storage import files as storage
+from wds_tensorcache.storage import system as systems
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,17 @@ def test_a_batch_on_every_system(tmp_path: Path, system: str) -> None:
             assert batch["x"][:, 999].tolist() == [29, 3, 3, 17]
             assert (batch["i"].tolist(), batch["y"][2].tolist()) == ([29, 3, 3, 17], [29, 3, 3, 17])
             assert [int(sample["x"][7]) for sample in cache] == list(range(30))
+
+
+def test_files_on_a_network_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map of such a file waits for the network at each page."""
+    many_shards(tmp_path, 3)
+    for kind in ("nfs4", "ext4"):
+        monkeypatch.setattr(systems, "_DEVICES", {})
+        monkeypatch.setattr(systems, "file_system", lambda path, kind=kind: (kind, kind == "nfs4"))
+        with tc.open(tmp_path) as cache:
+            assert cache.read_batch(range(6))["x"][:, 0].tolist() == list(range(6))
+            assert len(maps(tmp_path)) == (0 if kind == "nfs4" else 3)
 
 
 # --- open files ---

@@ -32,24 +32,18 @@ def without_gc() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Samples of 80 and 120 KB, too large for separate memory, and a small one."""
-    folder = tmp_path_factory.mktemp("arena")
-    with tc.ShardWriter(folder / "%d.tar", max_samples=20, fsync=False) as sink:
-        for i in range(40):
-            sink.write(
-                str(i),
-                {
-                    "x": torch.full((20_000,), i, dtype=torch.int32),
-                    "y": np.full((3, 10_000), i, np.float32),
-                    "small": torch.full((4,), i),
-                },
-            )
-    return folder
+
+    def sample(i: int) -> Any:
+        x, y = torch.full((20_000,), i, dtype=torch.int32), np.full((3, 10_000), i, np.float32)
+        return {"x": x, "y": y, "small": torch.full((4,), i)}
+
+    return write(tmp_path_factory.mktemp("arena"), [sample(i) for i in range(40)], max_samples=20)
 
 
 @pytest.fixture
-def cache(shards: Path) -> Iterator[Any]:
+def cache(shards: str) -> Iterator[Any]:
     with tc.open(shards, pool_nbytes=16 * MIB, num_threads=2) as opened:
         yield opened
 
@@ -139,7 +133,7 @@ def test_it_comes_back_when_the_last_holder_goes(cache: Any, without_gc: None, h
 
 
 @pytest.mark.parametrize("num_batches", [1, 3])
-def test_idle_memory_is_bounded(shards: Path, num_batches: int) -> None:
+def test_idle_memory_is_bounded(shards: str, num_batches: int) -> None:
     """Whether batches of one size exceed the limit, or those of several sizes."""
     with tc.open(shards, pool_nbytes=16 * MIB) as opened:
         indices = [list(range(40)) * (16 - number) for number in range(num_batches)]  # up to 128 MB each

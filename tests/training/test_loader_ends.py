@@ -17,16 +17,15 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.children import run_in_child
+from tests.reading.batches import write
 
 COUNT = 40
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Any]:
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=9, fsync=False) as sink:
-        for i in range(COUNT):
-            sink.write(f"{i:03d}", {"x": torch.full((1000,), i)})
-    with tc.open(tmp_path) as opened:
+    with tc.open(write(tmp_path, [{"x": torch.full((1000,), i)} for i in range(COUNT)], max_samples=9)) as opened:
         opened.read_batch(range(COUNT))  # every shard is open
         yield opened
 
@@ -85,15 +84,13 @@ def test_a_fork_in_an_iteration(cache: Any) -> None:
     iterator = iter(loader)
     next(iterator)
     loader.pause()  # a fork while another thread reads is not supported
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def work() -> None:
+        with pytest.raises(RuntimeError, match="process that began it"):
             next(iterator)
-        except RuntimeError as exc:
-            # a new iteration has its own threads
-            os._exit("process that began it" in str(exc) and len(list(loader)) == 10)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        assert len(list(loader)) == 10  # a new iteration has its own threads
+
+    assert run_in_child(work) == 0
     assert len(list(iterator)) == 9
 
 

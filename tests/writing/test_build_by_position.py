@@ -106,8 +106,7 @@ def test_a_version_has_the_right_pairs(tmp_path: Path, how: str, kind: str) -> N
     """Items that are not the ones of their old samples are computed again, and only these."""
     if how == "none":
         return
-    items = ITEMS
-    build(SOURCES[kind](items), tmp_path / "a").close()
+    build(SOURCES[kind](ITEMS), tmp_path / "a").close()
     called: list[Any] = []
 
     def fn(batch: list[Any]) -> list[Any]:
@@ -116,9 +115,9 @@ def test_a_version_has_the_right_pairs(tmp_path: Path, how: str, kind: str) -> N
 
     wanted = CHANGES[how][0]
     assert values(build(SOURCES[kind](wanted), tmp_path / "b", fn, reuse=tmp_path / "a")) == wanted
-    assert len(called) == sum(old != new for old, new in zip(items, wanted, strict=False)) + max(0, len(wanted) - COUNT)
+    assert len(called) == sum(old != new for old, new in zip(ITEMS, wanted, strict=False)) + max(0, len(wanted) - COUNT)
     with pytest.raises(tc.StaleCacheError, match="of 50 items compared, 1 differ"):
-        build(SOURCES[kind]([*items[:2], 5, *items[3:]]), tmp_path / "a", fn)
+        build(SOURCES[kind]([*ITEMS[:2], 5, *ITEMS[3:]]), tmp_path / "a", fn)
     with pytest.raises(tc.StaleCacheError, match="differ|changed"):  # an existing version is compared, too
         build(SOURCES[kind]([77, *wanted]), tmp_path / "b", fn, reuse=tmp_path / "a")
 
@@ -129,15 +128,14 @@ def test_an_interrupted_build_is_compared(tmp_path: Path) -> None:
             raise RuntimeError("no")
         return encode(batch)
 
-    items = ITEMS
     for keys in (None, "position"):
-        build(items, tmp_path / f"whole{keys}", keys=keys).close()
+        build(ITEMS, tmp_path / f"whole{keys}", keys=keys).close()
         with pytest.raises(RuntimeError, match="no"):
-            build(items, tmp_path / f"part{keys}", fail, keys=keys)
+            build(ITEMS, tmp_path / f"part{keys}", fail, keys=keys)
     with pytest.raises(tc.StaleCacheError, match="item 0 is not the one .* of 24 items compared, 24 differ"):
-        build([99, *items], tmp_path / "partNone")
-    assert values(build([*items[:24], 99, *items[24:]], tmp_path / "partNone")) == [*range(24), 99, *range(24, COUNT)]
-    assert values(build(items, tmp_path / "partposition", keys="position")) == items
+        build([99, *ITEMS], tmp_path / "partNone")
+    assert values(build([*ITEMS[:24], 99, *ITEMS[24:]], tmp_path / "partNone")) == [*range(24), 99, *range(24, COUNT)]
+    assert values(build(ITEMS, tmp_path / "partposition", keys="position")) == ITEMS
 
 
 def test_few_items_of_a_dataset_are_read(tmp_path: Path) -> None:
@@ -182,42 +180,39 @@ def test_other_items_warn_when_resumed(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_position_is_not_compared(tmp_path: Path) -> None:
-    items = ITEMS
-    build(items, tmp_path, keys="position").close()
+    build(ITEMS, tmp_path, keys="position").close()
     assert b"items.digest" not in (tmp_path / "000000.tar").read_bytes()
-    assert values(build([99, *items[1:], 50], tmp_path, keys="position")) == [*items, 50]
+    assert values(build([99, *ITEMS[1:], 50], tmp_path, keys="position")) == [*ITEMS, 50]
     with pytest.raises(tc.StaleCacheError, match="the source has 40 items"):
-        build(items[:40], tmp_path, keys="position")
+        build(ITEMS[:40], tmp_path, keys="position")
 
 
 def test_a_build_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Shards whose indexes another tool has written have no digests."""
-    items = ITEMS
-    build(items, tmp_path / "a").close()
+    build(ITEMS, tmp_path / "a").close()
     for shard in sorted((tmp_path / "a").glob("*.tar")):
         end = tc.write_index(shutil.copy(shard, tmp_path / "x.tar")).end
         shard.write_bytes(shard.read_bytes()[: end + 1024])
         tc.write_index(shard)
     with pytest.warns(UserWarning, match=r"items 0, 1, 2, … \(50 of 50 compared\).*written without digests") as seen:
-        assert values(build([*items, 50], tmp_path / "a")) == [*items, 50]
+        assert values(build([*ITEMS, 50], tmp_path / "a")) == [*ITEMS, 50]
     assert len(seen) == 1
     with pytest.raises(tc.StaleCacheError, match="item 50 is not the one .* of 51 items compared, 1 differ"):
-        build([*items, 99], tmp_path / "a")
+        build([*ITEMS, 99], tmp_path / "a")
 
 
 @pytest.mark.parametrize("tool", ["drop", "reshard", "repair"])
 def test_tools_keep_digests(tmp_path: Path, tool: str) -> None:
-    items = ITEMS
-    build(items, tmp_path / "a").close()
+    build(ITEMS, tmp_path / "a").close()
     if tool == "drop":
         tc.drop(tmp_path / "a", tmp_path / "b", ["000000007", "000000030"])
     elif tool == "reshard":
         tc.reshard(tmp_path / "a", tmp_path / "b", max_samples=7)
     else:
         tc.repair(tmp_path / "a", tmp_path / "b")
-    assert values(build(items, tmp_path / "b")) == items
+    assert values(build(ITEMS, tmp_path / "b")) == ITEMS
     with pytest.raises(tc.StaleCacheError, match="is not the one"):
-        build([99, *items], tmp_path / "b")
+        build([99, *ITEMS], tmp_path / "b")
 
 
 def test_items_with_keys_may_move(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,9 @@ import wds_tensorcache as tc
 from tests.children import run_in_child
 from tests.kills import compare
 from tests.same import assert_same
+from tests.shards.damage import contents_of
 from tests.writing.test_build import COUNT, MADE, build, counted, double
+from tests.writing.test_writer import listed
 
 STEPS = ("mkdir", "link", "replace", "rename", "remove", "unlink", "rmdir", "fsync", "writev")  # what changes a disk
 
@@ -38,16 +39,6 @@ def digest(item: dict[str, Any]) -> str:
 
 def make(values: dict[str, int], out: Path, fn: Any = double, **options: Any) -> None:
     build(items(values), out, fn, digest=digest, **options).close()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def listed(folder: Path) -> dict[str, int]:
-    """Return the numbers of samples of shards by url, in the order of the manifest."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    return {entry["url"]: entry["nsamples"] for entry in manifest["shardlist"]}
 
 
 def by_key(folder: Path) -> dict[str, dict[str, bytes]]:
@@ -117,7 +108,7 @@ def test_generations(tmp_path: Path) -> None:
     old_values, order, before = numbered(), list(numbered()), tmp_path / "0"
     make(old_values, before)
     for generation, values in enumerate(GENERATIONS, 1):
-        out, kept = tmp_path / f"{generation}", contents(before)
+        out, kept = tmp_path / f"{generation}", contents_of(before)
         fn, called = counted()
         make(values, out, fn, reuse=before)
         stale = [key for key, value in values.items() if old_values.get(key) != value]
@@ -125,7 +116,7 @@ def test_generations(tmp_path: Path) -> None:
         gone = [key for key in order if key not in values]
         order = [key for key in order if key in values] + [key for key in stale if key not in old_values]
         check(out, values, order)
-        assert contents(before) == kept
+        assert contents_of(before) == kept
         found, old = by_key(out), by_key(before)
         assert {key: found[key] for key in found if key not in stale} == {
             key: old[key] for key in old if key not in stale and key not in gone
@@ -144,11 +135,11 @@ def test_generations(tmp_path: Path) -> None:
 def test_drop(tmp_path: Path) -> None:
     make(numbered(), tmp_path / "0")
     gone = ["k000", "k007", *(f"k{i:03d}" for i in range(10, 15)), "k022"]
-    kept = contents(tmp_path / "0")
+    kept = contents_of(tmp_path / "0")
     tc.drop(tmp_path / "0", tmp_path / "1", gone)
     left = {key: value for key, value in numbered().items() if key not in gone}
     check(tmp_path / "1", left, list(left))
-    assert contents(tmp_path / "0") == kept
+    assert contents_of(tmp_path / "0") == kept
     assert [os.stat(tmp_path / "1" / f"00000{i}.tar").st_nlink for i in (0, 1, 3, 4)] == [1, 1, 2, 1]
     # as a build of the remaining items makes it, and in two steps as in one
     make(left, tmp_path / "2", reuse=tmp_path / "0")
@@ -195,23 +186,23 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
     make(numbered(), tmp_path / "old")
     values, step, num_both, least = GENERATIONS[0], 0, 0, len(GENERATIONS[0])
     make(values, tmp_path / "whole", reuse=tmp_path / "old", max_samples=3)
-    kept, whole = contents(tmp_path / "old"), contents(tmp_path / "whole")
+    kept, whole = contents_of(tmp_path / "old"), contents_of(tmp_path / "whole")
     out = tmp_path / "x" / "new"
 
     def rebuild(fn: Any = double) -> None:
         make(values, out, fn, reuse=tmp_path / "old", max_samples=3)
 
     while is_killed(lambda: (stop_at(step), rebuild())):  # noqa: B023 called here
-        assert contents(tmp_path / "old") == kept
+        assert contents_of(tmp_path / "old") == kept
         num_both += out.exists()
-        assert not out.exists() or contents(out) == whole
+        assert not out.exists() or contents_of(out) == whole
         if step % 2:
             is_killed(lambda: (stop_at(7), rebuild()))
-            assert not out.exists() or contents(out) == whole
+            assert not out.exists() or contents_of(out) == whole
         fn, called = counted()
         rebuild(fn)
         least = min(least, len(called))
-        assert contents(out) == whole
+        assert contents_of(out) == whole
         assert os.listdir(out.parent) == ["new"]
         shutil.rmtree(out.parent)
         step += 3
@@ -332,12 +323,12 @@ def test_nothing_writes_into_a_shared_shard(tmp_path: Path) -> None:
     """A change to a shard of one version leaves the other version as it is."""
     make(numbered(), tmp_path / "0", footer=False)
     make(numbered(24), tmp_path / "1", reuse=tmp_path / "0")
-    kept, shard = contents(tmp_path / "0"), tmp_path / "1" / "000000.tar"
+    kept, shard = contents_of(tmp_path / "0"), tmp_path / "1" / "000000.tar"
     assert os.path.samefile(shard, tmp_path / "0" / "000000.tar")
     tc.write_index(shard)
     with tc.ShardWriter(tmp_path / "1", overwrite=True, fingerprint=MADE, fsync=False) as sink:
         sink.write("a", {"x": 1})
-    assert contents(tmp_path / "0") == kept
+    assert contents_of(tmp_path / "0") == kept
 
 
 # --- what is there ---
@@ -348,7 +339,7 @@ def test_out_is_there(tmp_path: Path) -> None:
     make(numbered(), tmp_path / "0")
     values = numbered(25, k004=104)
     make(values, tmp_path / "1", reuse=tmp_path / "0")
-    kept = contents(tmp_path / "1")
+    kept = contents_of(tmp_path / "1")
     fn, called = counted()
     for reuse in ("0", "nowhere"):  # it is complete: the old one is not needed any more
         make(values, tmp_path / "1", fn, reuse=tmp_path / reuse)
@@ -376,7 +367,7 @@ def test_out_is_there(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             make(given, tmp_path / out, fn, **{"reuse": tmp_path / "0"} | options)
     assert called == []
-    assert contents(tmp_path / "1") == kept
+    assert contents_of(tmp_path / "1") == kept
     (tmp_path / "4").mkdir(mode=0o750)
     make(values, tmp_path / "4", reuse=tmp_path / "0")
     compare(tmp_path / "4", tmp_path / "1")
@@ -428,7 +419,7 @@ def test_names_of_new_shards(tmp_path: Path) -> None:
         path.rename(folder / "sub" / path.name)
     manifest.write_text(manifest.read_text().replace('"train-000', '"./sub/train-000'))
     make(numbered(8, k001=9), tmp_path / "3", reuse=folder)
-    assert sorted(contents(tmp_path / "3")) == sorted(
+    assert sorted(contents_of(tmp_path / "3")) == sorted(
         ["manifest.json", *(f"sub/train-000{i}.{kind}" for i in range(3) for kind in ("tar", "idx"))]
     )
     check(tmp_path / "3", numbered(k001=9), list(numbered(8)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
 import signal
 import struct
@@ -12,28 +14,27 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
-from wds_tensorcache.storage import locks
+from tests.children import run_in_child, start
 
 
-def begin(pattern: Path, key: str = "a", *, with_child: bool = False) -> tuple[int, int]:
+def begin(pattern: Path, *, with_child: bool = False) -> tuple[int, int]:
     """Fork a process that writes there; return its pid, and that of a child which it forked then, or 0."""
     from_it, to_us = os.pipe()
-    writer = os.fork()
-    if writer:
-        os.close(to_us)
-        (child,) = struct.unpack("i", os.read(from_it, 4))
-        os.close(from_it)
-        return writer, child
-    try:
+
+    def write() -> None:
         sink = tc.ShardWriter(pattern, fsync=False, resume=True)
-        sink.write(key, {"x": 1})
+        sink.write("a", {"x": 1})
         if not with_child:
             os.write(to_us, struct.pack("i", 0))
         elif os.fork() == 0:  # as a worker of torch's DataLoader would be
             os.write(to_us, struct.pack("i", os.getpid()))
         time.sleep(600)
-    finally:
-        os._exit(1)
+
+    writer = start(write)
+    (child,) = struct.unpack("i", os.read(from_it, 4))
+    os.close(from_it)
+    os.close(to_us)
+    return writer, child
 
 
 def end(writer: int) -> None:
@@ -89,17 +90,14 @@ def test_a_child_cannot_write_and_takes_nothing_along(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "%03d.tar", fsync=False) as sink:
         sink.write("a", 0)
         before = sorted(os.listdir(tmp_path))
-        child = os.fork()
-        if child == 0:
-            try:
-                with pytest.raises(RuntimeError, match="forked child"):
-                    sink.write("b", 0)
-                sink.close()
-                sink.__exit__(ValueError, ValueError(), None)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def work() -> None:
+            with pytest.raises(RuntimeError, match="forked child"):
+                sink.write("b", 0)
+            sink.close()
+            sink.__exit__(ValueError, ValueError(), None)
+
+        assert run_in_child(work) == 0
         assert [name for name in before if name.endswith(".lock")] == lock_files(tmp_path)
         with pytest.raises(FileExistsError, match="is writing"):
             tc.ShardWriter(tmp_path / "%03d.tar")
@@ -155,11 +153,12 @@ def test_other_patterns(tmp_path: Path, one: str, other: str, is_refused: bool) 
 
 def test_a_folder_that_another_program_has_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that changes the manifest waits, and gives up in the end. Its shard stays."""
-    monkeypatch.setattr(locks, "_FOLDER_WAIT_S", 0.1)
-    with locks.Flock(str(tmp_path), os.O_RDONLY) as lock:
-        assert lock.is_locked
-        with pytest.raises(FileExistsError, match="another process has locked the folder for"):
-            write_one(tmp_path / "%d.tar", "a")
+    monkeypatch.setattr(time, "monotonic", itertools.count().__next__)  # a second for each look
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(FileExistsError, match="another process has locked the folder for 60 s"):
+        write_one(tmp_path / "%d.tar", "a")
+    os.close(folder)
     assert sorted(os.listdir(tmp_path)) == ["0.idx", "0.tar"]
     write_one(tmp_path / "%d.tar", "a")
     assert list(tc.open(tmp_path).keys()) == ["a"]
