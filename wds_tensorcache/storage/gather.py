@@ -137,8 +137,8 @@ def _copy(
     equal = _as_rows(
         memory, source[is_equal], nbytes[is_equal, 0], target[is_equal, 0], pitches[is_equal, :1].reshape(-1)
     )
-
-    move = memmove if rows[2].sum() >= _LONG_NBYTES * rows[2].size else _memmove_with_gil
+    is_long = rows[2].sum() >= _LONG_NBYTES * rows[2].size
+    move, moved = (memmove, nbytes) if is_long else (_memmove_with_gil, nbytes[is_equal])
 
     def announce_some(samples: Array) -> None:
         if len(samples):
@@ -155,7 +155,7 @@ def _copy(
         if not is_short:  # meanwhile, other threads copy
             announce_some(_find_cold(files, ranges, base))
 
-    _run(copy, nbytes.sum(0), num_threads, executor, announce_cold)
+    _run(copy, moved.sum(0), num_threads, executor, announce_cold)  # bytes that are copied with the GIL need no thread
 
 
 def _as_rows(memory: Array, sources: Array, widths: Array, firsts: Array, pitches: Array) -> list[_Rows]:
