@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_tensor, by_index
+from benchmarks.peers.base import Peer, Reader, by_index
 from benchmarks.peers.webdataset import decode_npz, encode_npz
 from benchmarks.workloads import Workload
 
@@ -40,7 +40,7 @@ def _open_npz(folder: Path, workload: Workload) -> Reader:
 
     def one(index: int) -> torch.Tensor:
         with np.load(paths[index]) as arrays:
-            return as_tensor(arrays[name], workload.dtypes[name])
+            return torch.from_numpy(arrays[name])
 
     return by_index(workload, len(paths), lambda index: decode_npz(workload, paths[index]), one=one)
 
@@ -63,6 +63,6 @@ def _open_safetensors(folder: Path, workload: Workload) -> Reader:
 def peers() -> list[Peer]:
     """Return a row for each format."""
     return [
-        Peer(name="files .npz", open=_open_npz, write=partial(_write, suffix="npz"), bf16=AS_INTEGERS),
+        Peer(name="files .npz", open=_open_npz, write=partial(_write, suffix="npz")),
         Peer(name="files .safetensors", open=_open_safetensors, write=partial(_write, suffix="safetensors")),
     ]

@@ -17,7 +17,7 @@ import torch
 import webdataset as wds
 from torch.utils.data import default_collate
 
-from benchmarks.peers.base import AS_INTEGERS, SHUFFLED, Peer, Reader, as_array, as_tensor, by_stream
+from benchmarks.peers.base import SHUFFLED, Peer, Reader, as_tensors, by_stream
 from benchmarks.workloads import Workload
 
 SHARD = "000000.tar"
@@ -38,13 +38,13 @@ def encode_npz(workload: Workload, sample: Any, target: Any) -> None:
     """Write a sample as a `.npz` into a path or a stream, its small values as JSON in an array of bytes."""
     tensors, small = workload.split(sample)
     encoded = np.frombuffer(json.dumps(small).encode(), np.uint8)
-    np.savez(target, small=encoded, **{name: as_array(tensor) for name, tensor in tensors.items()})
+    np.savez(target, small=encoded, **{name: tensor.numpy() for name, tensor in tensors.items()})
 
 
 def decode_npz(workload: Workload, source: Any) -> Any:
     """Return the sample of a `.npz`, from a path or a stream."""
     with np.load(source) as arrays:
-        tensors = {name: as_tensor(arrays[name], dtype) for name, dtype in workload.dtypes.items()}
+        tensors = as_tensors({name: arrays[name] for name in workload.dtypes})
         return workload.nest(tensors, json.loads(arrays["small"].tobytes()))
 
 
@@ -89,7 +89,6 @@ def peers() -> list[Peer]:
             open=partial(_open, field=field),
             write=partial(write, field=field),
             over_http=_over_http if field == "pyd" else None,
-            bf16=AS_INTEGERS if field == "npz" else None,
         )
         for field in ("pyd", "pth", "npz")
     ]

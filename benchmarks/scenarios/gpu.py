@@ -124,5 +124,4 @@ def check(context: Context, name: str, batch: Any, device: str) -> None:
     if {tensor.device.type for tensor in tensors.values()} != {device}:
         raise AssertionError(f"{name}: not on {device}")
     on_host = workload.nest({key: tensor.cpu() for key, tensor in tensors.items()}, small)
-    for sample in as_batch(workload, on_host).samples():
-        context.check(name, [sample], [workload.split(sample)[1]["index"]])
+    context.check_any(name, as_batch(workload, on_host).samples())

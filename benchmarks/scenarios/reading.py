@@ -26,10 +26,7 @@ def opened(context: Context) -> Iterator[Rows]:
     """Measure opening, reading sample 0 and its small values, and closing: microseconds in total, not per sample."""
 
     def first(reader: Reader) -> object:
-        if reader.get:
-            return reader.get(0)
-        reader.rewind()
-        return reader.decode(next(iter(reader.samples())))
+        return reader.get(0) if reader.get else next(iter(reader.samples()))
 
     def run(peer: Peer) -> int:
         reader = peer.open(context.store(peer), context.workload)
@@ -62,7 +59,7 @@ def iterate_touch(context: Context) -> Iterator[Rows]:
     order = range(context.workload.timed)
 
     def run(reader: Reader) -> int:
-        return _count(map(reader.touch or context.workload.touch, islice(reader.samples(), len(order))))
+        return _count(map(context.workload.touch, islice(reader.samples(), len(order))))
 
     # one slot: each row drops a sample before it reads the next one
     with (
@@ -81,7 +78,7 @@ def random_get(context: Context) -> Iterator[Rows]:
         context.check(name, map(reader.get, order), order)
 
     def run(reader: Reader) -> int:
-        return _count(map(reader.touch or context.workload.touch, map(reader.get, order)))
+        return _count(map(context.workload.touch, map(reader.get, order)))
 
     with context.ceilings({CEILING: Ranges.read}, 1) as ceilings, _readers(context, "get", check) as readers:
         yield _rows(context, readers, run, ceilings)
@@ -170,8 +167,7 @@ def loader(context: Context) -> Iterator[Rows]:
                 for ending, epoch in reader.loaders().items():
                     _check_epoch(context, peer + ending, epoch())
                     run_epoch = partial(run, epoch)
-                    row = context.rows({peer: run_epoch}, run_epoch())[peer]
-                    rows[peer + ending] = row
+                    rows[peer + ending] = context.rows({peer: run_epoch}, run_epoch())[peer]
         yield rows
 
 
@@ -201,7 +197,7 @@ def _readers(
 
 
 def _check_in_order(context: Context, name: str, reader: Reader) -> None:
-    context.check(name, map(reader.decode, reader.samples()), range(context.workload.timed))
+    context.check(name, reader.samples(), range(context.workload.timed))
 
 
 def _check_batches(context: Context, name: str, reader: Reader) -> None:
