@@ -22,7 +22,7 @@ import wds_tensorcache as tc
 from benchmarks import page_cache
 from benchmarks.ceiling import Ranges
 from benchmarks.peers import NAME
-from benchmarks.peers.base import Peer, Reader
+from benchmarks.peers.base import Peer
 from benchmarks.workloads import Workload
 
 CEILING = "ceiling"  # its rows start with this word
@@ -165,24 +165,10 @@ class Context:
 
         return {name: Timed(run, count or self.workload.timed, partial(prepare, name)) for name, run in runs.items()}
 
-    @contextmanager
-    def readers(self, ability: str) -> Iterator[dict[str, Reader]]:
-        """Open each peer whose reader has an operation, until the block ends."""
-        opened: dict[str, Reader] = {}
-        try:
-            for peer in self.peers:
-                if peer.open is None:
-                    continue
-                with self.attempt(peer.name):
-                    reader = peer.open(self.store(peer), self.workload)
-                    if getattr(reader, ability):
-                        opened[peer.name] = reader
-                    else:
-                        reader.close()
-            yield opened
-        finally:
-            for reader in opened.values():
-                reader.close()
+    def refuse_ragged(self) -> None:
+        """Raise Skipped if samples of this workload need padding in batches."""
+        if self.workload.ragged:
+            raise Skipped("samples of different shapes need padding")
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:

@@ -40,7 +40,11 @@ class Workload:
     def checksum(self, sample: Any) -> tuple[Any, ...]:
         """Return a checksum that is equal for equal samples."""
         tensors, small = self.split(sample)
-        return (*(_digest(tensors[name], dtype) for name, dtype in self.dtypes.items()), small)
+        return (*self.digests(tensors), small)
+
+    def digests(self, tensors: Tensors) -> tuple[Any, ...]:
+        """Return the digests of a sample's tensors."""
+        return tuple(_digest(tensors[name], dtype) for name, dtype in self.dtypes.items())
 
 
 def _digest(tensor: Any, dtype: torch.dtype) -> tuple[Any, ...]:

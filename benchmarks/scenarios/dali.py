@@ -15,7 +15,7 @@ import webdataset as wds
 import xxhash
 
 import wds_tensorcache as tc
-from benchmarks.harness import Context, Rows, Skipped
+from benchmarks.harness import Context, Rows
 from benchmarks.peers.base import SHUFFLED
 from benchmarks.peers.ours import as_batch
 from benchmarks.peers.webdataset import SHARD
@@ -98,8 +98,7 @@ def dali_gpu(context: Context) -> Iterator[Rows]:
 def dali_cpu(context: Context) -> Iterator[Rows]:
     """Measure shuffled batches, one byte of each page used. Raw members stay undecoded."""
     workload, size = context.workload, context.workload.batch_size
-    if workload.ragged:
-        raise Skipped("DALI cannot batch samples of different shapes without padding")
+    context.refuse_ragged()
     num_batches = workload.timed // size
     options = {"batch_size": size, "num_threads": 2, "device_id": None}
     with tc.open(context.ours) as cache:
