@@ -29,7 +29,6 @@ def _arguments() -> argparse.Namespace:
     add("--no-peers", action="store_true", help="only ours and the ceiling")
     add("--rounds", type=int, help="interleaved rounds (default: 7; quick: 1)")
     add("--folder", type=Path, help="where stores go, on a real disk for cold reads (default: the temporary folder)")
-    add("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in memory, for `write` (default: %(default)s)")
     add("--out", type=Path, default=Path("bench_out"), help="for bench.md (default: %(default)s)")
     options = parser.parse_args()
     options.quick |= options.dry
@@ -96,7 +95,7 @@ def main() -> None:
         samples = [workload.sample(index) for index in range(workload.count)]
         with (
             tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder,
-            tempfile.TemporaryDirectory(prefix="bench-", dir=options.tmpfs) as tmpfs,
+            tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as tmpfs,
         ):
             context = Context(
                 workload,
