@@ -11,8 +11,9 @@ import warnings
 from pathlib import Path
 
 from benchmarks import page_cache, peers, report
-from benchmarks.goals import outcomes
+from benchmarks.goals import goal_lines
 from benchmarks.harness import CEILING, Context, Rounds, Skipped, interleaved, settle
+from benchmarks.peers import NAME
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.workloads import WORKLOADS, quick
 
@@ -28,7 +29,6 @@ def _arguments() -> argparse.Namespace:
     add("--no-peers", action="store_true", help="only ours and the ceiling")
     add("--rounds", type=int, help="interleaved rounds (default: 7; quick: 1)")
     add("--folder", type=Path, help="where stores go, on a real disk for cold reads (default: the temporary folder)")
-    add("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in memory, for `write` (default: %(default)s)")
     add("--out", type=Path, default=Path("bench_out"), help="for bench.md (default: %(default)s)")
     options = parser.parse_args()
     options.quick |= options.dry
@@ -70,7 +70,7 @@ def _measure(context: Context, scenarios: list[str] | None, rounds: int) -> tupl
         try:
             with SCENARIOS[scenario](context) as rows:
                 results[scenario] = interleaved(rows, rounds)
-        except Skipped as reason:
+        except (Skipped, ImportError) as reason:
             results[scenario] = {}
             context.missing[f"{name}, {scenario}"] = str(reason)
     gc.unfreeze()
@@ -95,13 +95,12 @@ def main() -> None:
         samples = [workload.sample(index) for index in range(workload.count)]
         with (
             tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder,
-            tempfile.TemporaryDirectory(prefix="bench-", dir=options.tmpfs) as tmpfs,
+            tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as tmpfs,
         ):
             context = Context(
                 workload,
                 samples,
-                [workload.checksum(sample) for sample in samples],
-                everyone,
+                [peer for peer in everyone if peer.name.startswith(NAME) or not workload.ragged],
                 Path(folder, "stores"),
                 Path(folder),
                 Path(tmpfs),
@@ -110,9 +109,8 @@ def main() -> None:
                 gpu="cpu" if options.dry else "cuda",
             )
             results[name], sizes[name] = _measure(context, options.scenario, options.rounds)
-        texts += report.tables(workload, results[name], sizes[name], everyone)
-    reached = outcomes(results)
-    texts.append(report.goal_table(reached))
+        texts += report.tables(workload, results[name], sizes[name])
+    texts.append(report.markdown(list(goal_lines(results))))
     texts.append("\n".join(f"Missing: {name}: {reason}" for name, reason in missing.items()) or "Missing: none.")
     rounds = f"Medians (least..most) of {options.rounds} interleaved rounds, each in another order."
     texts.append(f"{rounds} {report.machine_line()}")

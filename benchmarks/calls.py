@@ -25,49 +25,37 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.report import markdown
 
+ACTS = ("write", "read_batch", "get", "decode", "dali")
 BATCH_SIZE = 32
 _COUNT = 256
 _ROOT = Path(tc.__file__).parent.parent
 _PACKAGES = tuple(str(_ROOT / name) + os.sep for name in ("wds_tensorcache", "dali_plugin"))
 
 
-class Trace:
-    """Calls of our packages' functions.
-
-    Attributes:
-        calls: How often each function was called, in the order of their first calls.
-    """
-
-    def __init__(self) -> None:
-        self.calls: Counter[CodeType] = Counter()
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGES):
-            self.calls[frame.f_code] += 1
-
-    def functions(self) -> Iterator[str]:
-        """Yield a line for each function, in the order of their first calls."""
-        for number, (code, count) in enumerate(self.calls.items(), start=1):
-            place = Path(code.co_filename).relative_to(_ROOT)
-            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one alone
-            yield f"{number:4} {count:5} {name:44} {place}:{code.co_firstlineno}"
-
-    def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of calls, functions and files."""
-        return self.calls.total(), len(self.calls), len({code.co_filename for code in self.calls})
-
-
-def traced(act: Callable[[], Any]) -> Trace:
-    """Return the calls of `act`, after three runs that fill all caches."""
+def traced(act: Callable[[], Any]) -> Counter[CodeType]:
+    """Count the calls of our functions in `act`, in the order of their first calls."""
+    # the first runs fill all caches
     for _ in range(3):
         act()
-    trace = Trace()
-    sys.setprofile(trace)
+    calls: Counter[CodeType] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGES):
+            calls[frame.f_code] += 1
+
+    sys.setprofile(count)
     try:
         act()
     finally:
         sys.setprofile(None)
-    return trace
+    return calls
+
+
+def _lines(calls: Counter[CodeType]) -> Iterator[str]:
+    for index, (code, count) in enumerate(calls.items(), start=1):
+        place = Path(code.co_filename).relative_to(_ROOT)
+        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one alone
+        yield f"{index:4} {count:5} {name:44} {place}:{code.co_firstlineno}"
 
 
 def _sample(index: int) -> dict[str, Any]:
@@ -122,16 +110,17 @@ def _dali(cache: Any) -> Callable[[], Any]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__)
-    parser.add_argument("--functions", metavar="ACT", help="list the functions of one act instead")
+    parser.add_argument("--functions", choices=ACTS, help="list the functions of one operation instead")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="calls-") as folder, acts(Path(folder)) as found:
-        if options.functions is None:
-            rows = [[name, *map(str, traced(act).counts())] for name, act in found.items()]
-            print(markdown([["", "calls", "functions", "files"], *rows]))
-        elif options.functions in found:
-            print(*traced(found[options.functions]).functions(), sep="\n")
-        else:
-            parser.error(f"no act {options.functions!r}, expected one of {', '.join(found)}")
+        if options.functions:
+            print(*_lines(traced(found[options.functions])), sep="\n")
+            return
+        rows = [["", "calls", "functions", "files"]]
+        for name, act in found.items():
+            calls = traced(act)
+            rows.append([name, *map(str, (calls.total(), len(calls), len({code.co_filename for code in calls})))])
+        print(markdown(rows))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import torch
 from benchmarks.workloads import tensor_at
 
 IN_FLIGHT = 32  # reads that keep a cold disk busy
-_PIECE_NBYTES = 1 << 20
 
 
 def _tensors(path: Path) -> Iterator[dict[str, tuple[int, int]]]:
@@ -134,13 +133,3 @@ def _by_threads(count: int, move: Callable[[int, int], int], order: Sequence[int
 
     with ThreadPoolExecutor(count) as pool:
         return sum(pool.map(part, range(count)))
-
-
-def plain_write(path: Path, content: memoryview, *, fsync: bool) -> None:
-    """Write bytes to a new file, a mebibyte at a time."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for begin in range(0, len(content), _PIECE_NBYTES):
-        os.write(file, content[begin : begin + _PIECE_NBYTES])
-    if fsync:
-        os.fsync(file)
-    os.close(file)

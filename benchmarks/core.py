@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import os
+import multiprocessing
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import wds_tensorcache as tc
 from benchmarks import page_cache, peers
-from benchmarks.harness import CEILING, Context, Rounds, Row, Rows, interleaved, settle
+from benchmarks.harness import CEILING, Context, Row, interleaved, settle
 from benchmarks.peers import NAME
 from benchmarks.peers.base import Peer
 from benchmarks.scenarios import SCENARIOS
@@ -39,23 +35,14 @@ LIMIT_NBYTES = 300 << 20  # of memory, for a store of 460 MB
 SLOWER = 1.05  # a larger ratio is marked
 _TENSORDICT = "tensordict"
 
-
-def _caption(index: int) -> dict[str, Any]:
-    tokens = 20 + index % 57
-    states = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(index)).bfloat16()
-    encoded = {"states": states, "pooled": states.mean(0), "tokens": tokens}
-    return {"text": encoded, "prompt": f"caption number {index}", "index": index}
-
-
 LARGE = WORKLOADS["diffusion"]
 SMALL = replace(WORKLOADS["features"], count=40_000)
-RAGGED = replace(WORKLOADS["text"], count=4096, sample=_caption)
 STORES: dict[str, tuple[Workload, int]] = {  # the samples, and in how many shards
     **dict.fromkeys(FILLS, (LARGE, 2)),
     "1.5 KB": (SMALL, 2),
     **{f"450 KB, {n} shards": (replace(LARGE, count=max(LARGE.count, n)), n) for n in (300, 2000)},
     **{f"1.5 KB, {n} shards": (SMALL, n) for n in (300, 2000)},
-    "ragged": (RAGGED, 4),
+    "ragged": (WORKLOADS["text"], 4),
 }
 
 
@@ -113,50 +100,39 @@ def _write(folder: Path, store: str, part: int) -> None:
         page_cache.sync(folder / store)
 
 
-@cache
-def _checksum(store: str, index: int) -> Any:
-    workload, _ = STORES[store]
-    return workload.checksum(workload.sample(index))
-
-
-def _open(
-    case: Case, everyone: list[Peer], folder: Path, part: int, scratch: Path, tmpfs: Path
-) -> AbstractContextManager[Rows]:
+def _context(case: Case, everyone: list[Peer], folder: Path, part: int, scratch: str, tmpfs: str) -> Context:
     stored, num_shards = STORES[case.store]
     count = stored.count // part
     size = min(case.batch_size, count)
-    workload = replace(stored, count=count, timed=count // size * size, batch_size=size)
     context = Context(
-        workload,
-        Generated(workload.sample, count),
-        Generated(partial(_checksum, case.store), count),
+        replace(stored, count=count, timed=count // size * size, batch_size=size),
+        Generated(stored.sample, count),
         [],
         folder / case.store,
-        scratch,
-        tmpfs,
+        Path(scratch),
+        Path(tmpfs),
         {},
         is_quick=part > 1,
         has_ceilings=num_shards <= 300,  # each shard is an open file
     )
     context.peers.extend(peer for peer in everyone if context.store(peer).exists() and peer.name != _TENSORDICT)
-    return SCENARIOS[case.scenario](context)
+    return context
 
 
-def _serve(address: str, title: str, stores: Path, part: int) -> None:
+def _serve(connection: Connection, title: str, stores: Path, part: int) -> None:
     """Open a case, send the names of its rows, and measure those that the parent process names."""
     settle()
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     everyone, _ = peers.load(["ours", _TENSORDICT])  # before memory is limited
     with (
-        Client(address) as connection,
         tempfile.TemporaryDirectory(dir=stores) as scratch,
         tempfile.TemporaryDirectory(dir="/dev/shm") as tmpfs,
         ExitStack() as stack,
     ):
         try:
             connection.recv()
-            rows = stack.enter_context(_open(CASES[title], everyone, stores, part, Path(scratch), Path(tmpfs)))
+            context = _context(CASES[title], everyone, stores, part, scratch, tmpfs)
+            rows = stack.enter_context(SCENARIOS[CASES[title].scenario](context))
             connection.send(list(rows))
             while True:
                 connection.send(rows[connection.recv()]())
@@ -170,21 +146,20 @@ class _State:
     """The processes of a checkout that run a case."""
 
     def __init__(self, checkout: Path, title: str, stores: Path, part: int, stack: ExitStack) -> None:
-        code = os.pathsep.join((str(stores / "code"), str(checkout)))
-        self._connections: list[Connection] = []
+        spawn = multiprocessing.get_context("spawn")
+        self._connections: list[Any] = []
         for _ in range(1 + CASES[title].is_pair):
-            listener = stack.enter_context(Listener(family="AF_UNIX"))
-            arguments = ["--serve", str(listener.address), title, str(stores), str(part)]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.core", *arguments],
-                env={**os.environ, "PYTHONPATH": code},
-                cwd=stores,
-            )
-            connection = listener.accept()
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, title, stores, part))
+            before = sys.path[:]
+            sys.path[:0] = [str(stores / "code"), str(checkout)]  # of the new process
+            process.start()
+            sys.path[:] = before
+            theirs.close()
             if CASES[title].is_limited:
                 stack.callback(_limit_memory(process.pid).rmdir)
-            stack.callback(process.wait)
-            self._connections.append(stack.enter_context(connection))  # when it is closed, the process ends
+            stack.callback(process.join)
+            self._connections.append(stack.enter_context(ours))  # when it is closed, the process ends
         self.rows: list[str] = self._ask("")[0]
 
     def _ask(self, message: str) -> list[Any]:
@@ -201,7 +176,7 @@ class _State:
         return lambda: max(self._ask(name), key=lambda figures: max(figures.values()))
 
 
-def _limit_memory(pid: int) -> Path:
+def _limit_memory(pid: int | None) -> Path:
     """Move a process into a new control group, which is returned; raise OSError where that is not allowed."""
     is_old = Path("/sys/fs/cgroup/memory").exists()
     group = Path("/sys/fs/cgroup", "memory" if is_old else "", f"benchmarks-{pid}")
@@ -211,30 +186,25 @@ def _limit_memory(pid: int) -> Path:
     return group
 
 
-def _measure(title: str, checkout: Path, stores: Path, part: int, rounds: int) -> tuple[Rounds, Rounds]:
-    """Return the figures of the rows of the base, and of this checkout."""
+def _lines(title: str, checkout: Path, stores: Path, part: int, rounds: int) -> Iterator[str]:
     with ExitStack() as stack:
         now = _State(HERE, title, stores, part, stack)  # first, since a scenario may write what both read
         base = _State(checkout, title, stores, part, stack)
         rows = {f"now {name}": now.row(name) for name in now.rows}
         both = [name for name in base.rows if name in now.rows and not name.startswith((CEILING, _TENSORDICT))]
         figures = interleaved(rows | {f"base {name}": base.row(name) for name in both}, rounds)
-    found: tuple[Rounds, Rounds] = ({}, {})
     for name, column in figures.items():
         state, _, row = name.partition(" ")
-        found[state == "now"][row] = column
-    return found
+        if state == "now":
+            yield f"| {title} | {row} | {' | '.join(_cells(column, figures.get(f'base {row}')))} |"
 
 
-def _lines(title: str, base: Rounds, now: Rounds) -> Iterator[str]:
-    for row, column in now.items():
-        cells = ["-", f"{min(column):.2f}", "-"]
-        if row in base:
-            least = min(column) / min(base[row])
-            middle = statistics.median(a / b for a, b in zip(column, base[row], strict=True))
-            slower = " (slower)" if min(least, middle) > SLOWER else ""
-            cells = [f"{min(base[row]):.2f}", cells[1], f"{least:.2f}, {middle:.2f}{slower}"]
-        yield f"| {title} | {row} | {' | '.join(cells)} |"
+def _cells(now: list[float], base: list[float] | None) -> list[str]:
+    if base is None:
+        return ["-", f"{min(now):.2f}", "-"]
+    least, middle = min(now) / min(base), statistics.median(a / b for a, b in zip(now, base, strict=True))
+    slower = " (slower)" if min(least, middle) > SLOWER else ""
+    return [f"{min(base):.2f}", f"{min(now):.2f}", f"{least:.2f}, {middle:.2f}{slower}"]
 
 
 def main() -> None:
@@ -260,14 +230,11 @@ def main() -> None:
         print("|---|---|---|---|---|")
         for title in titles:
             try:
-                lines = _lines(title, *_measure(title, options.base.resolve(), stores, part, rounds))
+                lines = [*_lines(title, options.base.resolve(), stores, part, rounds)]
             except (OSError, EOFError, RuntimeError) as error:
-                lines = iter([f"| {title} | {type(error).__name__}: {error} | - | - | - |"])
+                lines = [f"| {title} | {type(error).__name__}: {error} | - | - | - |"]
             print(*lines, sep="\n", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        _serve(sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))
-    else:
-        main()
+    main()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ import wds_tensorcache as tc
 from benchmarks import page_cache
 from benchmarks.ceiling import Ranges
 from benchmarks.peers import NAME
-from benchmarks.peers.base import Peer, Reader
+from benchmarks.peers.base import Peer
 from benchmarks.workloads import Workload
 
 CEILING = "ceiling"  # its rows start with this word
@@ -113,7 +113,6 @@ class Context:
 
     workload: Workload
     samples: Sequence[Any]
-    expected: Sequence[Any]  # the checksum of each
     peers: list[Peer]
     stores: Path  # a folder in it for each peer that writes
     scratch: Path  # for writing, on the same disk
@@ -122,6 +121,7 @@ class Context:
     is_quick: bool = False  # few samples, only to test that everything runs
     has_ceilings: bool = True  # they open each shard
     gpu: str = "cuda"  # the device of the GPU scenarios; "cpu" only tests that they run
+    checksums: dict[int, Any] = field(default_factory=dict)  # of the samples as written, when first needed
 
     @property
     def order(self) -> list[int]:
@@ -165,24 +165,10 @@ class Context:
 
         return {name: Timed(run, count or self.workload.timed, partial(prepare, name)) for name, run in runs.items()}
 
-    @contextmanager
-    def readers(self, ability: str) -> Iterator[dict[str, Reader]]:
-        """Open each peer whose reader has an operation, until the block ends."""
-        opened: dict[str, Reader] = {}
-        try:
-            for peer in self.peers:
-                if peer.open is None:
-                    continue
-                with self.attempt(peer.name):
-                    reader = peer.open(self.store(peer), self.workload)
-                    if getattr(reader, ability):
-                        opened[peer.name] = reader
-                    else:
-                        reader.close()
-            yield opened
-        finally:
-            for reader in opened.values():
-                reader.close()
+    def refuse_ragged(self) -> None:
+        """Raise Skipped if samples of this workload need padding in batches."""
+        if self.workload.ragged:
+            raise Skipped("samples of different shapes need padding")
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
@@ -218,20 +204,29 @@ class Context:
         if (part := page_cache.resident(store)) > 0.05:
             raise Skipped(f"{part:.0%} of {store.name} stayed in the page cache; --folder must be on a real disk")
 
+    def _checksum(self, index: int) -> Any:
+        if index not in self.checksums:
+            self.checksums[index] = self.workload.checksum(self.samples[index])
+        return self.checksums[index]
+
     def check(self, name: str, samples: Iterable[Any], indices: Iterable[int]) -> None:
         """Raise AssertionError unless `samples` are those of `indices`, in this order."""
-        expected = [self.expected[index] for index in indices]
+        expected = [self._checksum(index) for index in indices]
         if [self.workload.checksum(sample) for sample in islice(samples, len(expected))] != expected:
             raise AssertionError(f"{name}: what was read is not what was written")
 
-    def check_shuffled(self, name: str, samples: Iterable[Any], *, most: int = 0) -> None:
-        """Raise AssertionError unless these are the samples of one pass, each once, shuffled; `most` may be left out."""
+    def check_any(self, name: str, samples: Iterable[Any]) -> list[int]:
+        """Return the indices of samples in any order; raise AssertionError unless these have what was written."""
         indices = []
         for sample in samples:
             indices.append(self.workload.split(sample)[1]["index"])
             self.check(name, [sample], indices[-1:])
-        lost = self.workload.timed - len(set(indices))
-        if not 0 <= lost <= most or len(set(indices)) != len(indices) or indices == sorted(indices):
+        return indices
+
+    def check_shuffled(self, name: str, samples: Iterable[Any]) -> None:
+        """Raise AssertionError unless these are the samples of one pass, each once, shuffled."""
+        indices = self.check_any(name, samples)
+        if not len(indices) == len(set(indices)) == self.workload.timed or indices == sorted(indices):
             raise AssertionError(f"{name}: a sample was read twice, or nothing was shuffled")
 
 

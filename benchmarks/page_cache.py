@@ -41,9 +41,8 @@ def drop(folder: Path) -> None:
     """Drop a folder's files from the page cache. They must be synced and not mapped."""
     gc.collect()  # maps that are garbage hold their pages
     for path in _files(folder):
-        number = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(number)
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def refill(folder: Path, by: str) -> None:

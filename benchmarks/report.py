@@ -7,12 +7,10 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
-from benchmarks.goals import Outcome
 from benchmarks.harness import Rounds
-from benchmarks.peers.base import Peer
 from benchmarks.workloads import Workload
 
 _PACKAGES = (
@@ -27,33 +25,18 @@ _BY_PEERS = (  # scenarios whose rows are the peers; each other one has a table 
 
 def machine_line() -> str:
     """Return the properties of the machine and the versions that the figures depend on."""
-    packages = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    installed = {str(package.metadata["Name"]): package.version for package in distributions()}
+    packages = ", ".join(f"{name} {installed.get(name, 'not installed')}" for name in _PACKAGES)
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     processors = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9)
-    changed = " and changes" if _git("status", "--porcelain", "--untracked-files=no") else ""
+    describe = "git describe --always --dirty --exclude '*'"  # by a shell, since git may not be installed
+    commit = subprocess.run(describe, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
     return (
         f"{next(processors, platform.machine())}, {len(os.sched_getaffinity(0))} cores, {memory} GB; {platform.platform()}; "
-        f"Python {platform.python_version()}, {packages}; commit {_git('rev-parse', '--short', 'HEAD')}{changed}."
+        f"Python {platform.python_version()}, {packages}; commit {commit.strip()}."
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def number(value: float) -> str:
@@ -73,11 +56,8 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rest])
 
 
-def tables(workload: Workload, found: dict[str, Rounds], stored: dict[str, float], peers: list[Peer]) -> Iterator[str]:
-    """Yield a workload's markdown tables: peers by scenarios, then each scenario that has other rows.
-
-    The last text names the conversions that users of some peers need; their rows include the cost.
-    """
+def tables(workload: Workload, found: dict[str, Rounds], stored: dict[str, float]) -> Iterator[str]:
+    """Yield a workload's markdown tables: peers by scenarios, then each scenario that has other rows."""
     by_peers = [name for name in _BY_PEERS if name in found]
     rows = list(dict.fromkeys(row for name in by_peers for row in found[name]))
     if by_peers:
@@ -90,17 +70,3 @@ def tables(workload: Workload, found: dict[str, Rounds], stored: dict[str, float
         if rounds and name not in _BY_PEERS:
             unit = "us/sample, or MB" if any(row.endswith("MB") for row in rounds) else "us/sample"
             yield markdown([[f"{name}, {workload.name}", unit], *([row, spread(rounds[row])] for row in rounds)])
-    notes = [f"{each.name}: bf16 {each.bf16}" for each in peers if each.bf16 and workload.name == "text"]
-    notes += [f"{each.name}: {each.ragged}" for each in peers if each.ragged and workload.ragged]
-    if notes:
-        yield "; ".join(notes) + "."
-
-
-def goal_table(outcomes: list[Outcome]) -> str:
-    """Return the goals as a markdown table."""
-    words = {True: "reached", False: "**not reached**", None: "not measured"}
-    lines = [["workload", "scenario", "goal", "found", ""]]
-    for outcome in outcomes:
-        value = "-" if outcome.value is None else f"{outcome.value:.3g} ({outcome.least:.3g}..{outcome.most:.3g})"
-        lines.append([outcome.workload, outcome.scenario, outcome.goal, value, words[outcome.reached]])
-    return markdown(lines)

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import wds_tensorcache as tc
 from benchmarks.calls import acts, traced
 from benchmarks.ceiling import Ranges
 from benchmarks.harness import CEILING, Timed, interleaved
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREADS
-from benchmarks.peers.base import as_array, as_tensor
 from benchmarks.report import tables
 from benchmarks.scale import BATCH, RANKS_PER_NODE, indices_of_ranks, node_hits
 from benchmarks.scale import tables as tables_of_scale
@@ -61,13 +59,6 @@ def test_the_ceiling_reads_the_tensors(tmp_path: Path, name: str) -> None:
                 ranges.check([0, 2], wrong)
 
 
-def test_bf16_keeps_its_size_in_formats_that_lack_it() -> None:
-    tensor = torch.randn(3, 4).bfloat16()
-    stored = as_array(tensor)
-    assert stored.nbytes == tensor.nbytes
-    assert torch.equal(as_tensor(stored, torch.bfloat16), tensor)
-
-
 def test_rounds_run_in_different_orders() -> None:
     ran: list[str] = []
     rows: dict[str, Any] = {name: Timed(lambda name=name: ran.append(name) or 1, 1) for name in "abc"}
@@ -88,7 +79,7 @@ def test_a_row_reads_as_many_samples_as_it_should() -> None:
 def test_the_tables_of_a_run() -> None:
     batches = {"tensorcache": [20.0, 21.0, 22.0], "ceiling": [10.0, 12.0, 11.0], "MDS": [25.0, 28.0, 140.0]}
     found = {"batch_random": batches, "verify": {"ceiling, readinto": [7.0]}, "remote": {}}
-    assert list(tables(WORKLOADS["diffusion"], found, {"ceiling": 449_024.0, "tensorcache": 451_194.0}, [])) == [
+    assert list(tables(WORKLOADS["diffusion"], found, {"ceiling": 449_024.0, "tensorcache": 451_194.0})) == [
         "| 450 KB in three fp16 tensors, nested, us/sample | batch_random | store, KB/sample |\n"
         "| --- | --- | --- |\n"
         "| ceiling | 11.0 (10.0..12.0) | 449 |\n"
@@ -100,9 +91,9 @@ def test_the_tables_of_a_run() -> None:
 
 def test_the_way_of_a_batch_is_short(tmp_path: Path) -> None:
     with acts(tmp_path) as found:
-        trace = traced(found["read_batch"])
-    assert next(iter(trace.functions())).split()[:3] == ["1", "1", "Cache.read_batch"]
-    assert trace.calls.total() <= 60
+        calls = traced(found["read_batch"])
+    assert next(iter(calls)).co_name == "read_batch"
+    assert calls.total() <= 60
 
 
 @pytest.mark.long
@@ -172,13 +163,11 @@ def test_simulated_ranks_have_the_samples_of_a_loader(tmp_path: Path) -> None:
             options = {"rank": rank, "world_size": world_size, "last_batch": "drop"}
             with tc.Loader(cache, BATCH, shuffle=False, **options) as loader:
                 steps = [list(batch["index"]) for batch in loader]
-            simulated = [indices_of_ranks(lambda _, at: at, 0, step, world_size, 1) for step in range(4)]
+            simulated = [indices_of_ranks(lambda _, at: at, step, world_size, 1) for step in range(4)]
             assert steps == [step[rank - 1].tolist() for step in simulated]
 
 
 def test_a_cache_that_fits_serves_all() -> None:
-    for order in ("True", "blocks"):
-        assert node_hits(order, True, 1.0) == 1
-        hits = [node_hits(order, is_own, size) for is_own in (False, True) for size in (0.25, 0.5, 0.75)]
-        assert hits[:3] == sorted(hits[:3])
-        assert max(hits[:3]) < 0.05 < hits[-1] < 1
+    for shuffle in ("True", '"blocks"'):
+        assert node_hits(shuffle, True, 1.0) == 1
+        assert node_hits(shuffle, False, 0.75) < 0.05 < node_hits(shuffle, True, 0.75) < 1

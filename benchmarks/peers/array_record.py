@@ -9,7 +9,7 @@ from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_array, as_tensor, by_index
+from benchmarks.peers.base import Peer, Reader, as_tensors, by_index
 from benchmarks.workloads import Workload
 
 _FILE = "000000.array_record"
@@ -19,8 +19,7 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
     writer = ArrayRecordWriter(str(folder / _FILE), "group_size:1,uncompressed")
     for sample in samples:
         tensors, small = workload.split(sample)
-        arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
-        writer.write(pickle.dumps((arrays, small), protocol=5))
+        writer.write(pickle.dumps(({name: tensor.numpy() for name, tensor in tensors.items()}, small), protocol=5))
     writer.close()
 
 
@@ -28,13 +27,9 @@ def _open(folder: Path, workload: Workload) -> Reader:
     reader = ArrayRecordReader(str(folder / _FILE))
     count = reader.num_records()
 
-    def nested(record: bytes) -> Any:
-        arrays, small = pickle.loads(record)
-        tensors = {name: as_tensor(arrays[name], dtype) for name, dtype in workload.dtypes.items()}
-        return workload.nest(tensors, small)
-
     def several(indices: Sequence[int]) -> list[Any]:
-        return [nested(record) for record in reader.read(list(indices))]
+        parts = map(pickle.loads, reader.read(list(indices)))
+        return [workload.nest(as_tensors(arrays), small) for arrays, small in parts]
 
     def samples() -> Iterator[Any]:
         for begin in range(0, count, workload.batch_size):
@@ -46,4 +41,4 @@ def _open(folder: Path, workload: Workload) -> Reader:
 
 def peers() -> list[Peer]:
     """Return array_record's row."""
-    return [Peer(name="array_record + pickle", open=_open, write=_write, bf16=AS_INTEGERS)]
+    return [Peer(name="array_record + pickle", open=_open, write=_write)]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.workloads import Small, Tensors, Workload
 
-AS_INTEGERS = "as two-byte integers"  # what users of formats without bf16 do to keep its size
 SHUFFLED = 8  # batches in the buffer that shuffles a stream
 Batches = Sequence[Sequence[int]]  # the sample indices of each batch
 
@@ -35,8 +33,6 @@ class Reader:
     batches: Callable[[Batches], Iterator[Batch]] | None = None
     ones: Callable[[Batches], Iterator[torch.Tensor]] | None = None  # Workload.one of the samples, stacked
     is_stream: bool = False  # `batches` are as many samples shuffled as its users do, `ones` those in order
-    touch: Callable[[Any], None] | None = None  # instead of Workload.touch, where samples come as bytes
-    decode: Callable[[Any], Any] = lambda sample: sample  # for the check, where samples come as bytes
     loaders: Callable[[], dict[str, Callable[[], Iterable[Tensors]]]] | None = (
         None  # epochs, by the ending of the row's name
     )
@@ -59,8 +55,6 @@ class Peer:
     write_synced: Callable[[Path, Workload, Sequence[Any]], None] | None = None  # where it can fsync by itself
     over_http: Callable[[str, Path, Path, Workload], Iterator[tuple[int, torch.Tensor]]] | None = None
     store: str | None = None  # the peer whose store this one reads; its own by default
-    bf16: str | None = None  # what its users do to bf16, if it has none
-    ragged: str | None = None  # and to shapes that vary
 
 
 def by_index(
@@ -103,31 +97,20 @@ def _one(workload: Workload, sample: Any) -> torch.Tensor:
     return tensor
 
 
-def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor as an array; bf16, which numpy lacks, as two-byte integers. Memory: the tensor's."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def as_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor that `as_array` converted. Memory: the array's."""
-    return torch.from_numpy(array).view(dtype)
+def as_tensors(arrays: Mapping[str, Any]) -> Tensors:
+    """Return tensors that share the arrays' memory."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def stack(workload: Workload, samples: Sequence[Any]) -> Batch:
-    """Return the batch of some samples: tensors stacked, ragged tensors padded, small values in lists."""
+    """Return a batch of samples: tensors stacked, small values in lists."""
     parts = [workload.split(sample) for sample in samples]
-    tensors: Tensors = {}
-    for name in workload.dtypes:
-        rows = [tensors_of_one[name] for tensors_of_one, _ in parts]
-        if name in workload.ragged:
-            tensors[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        else:
-            tensors[name] = torch.stack(rows)
+    tensors = {name: torch.stack([row[name] for row, _ in parts]) for name in workload.dtypes}
     return Batch(len(samples), lambda: unstack(workload, tensors, [small for _, small in parts]))
 
 
 def unstack(workload: Workload, tensors: Tensors, small: Iterable[Small]) -> list[Any]:
-    """Return the samples of a stacked and padded batch."""
+    """Return the samples of a batch; ragged tensors are cut to their lengths."""
     samples = []
     for row, values in enumerate(small):
         cut = {name: values[length] for name, length in workload.ragged.items()}

@@ -14,8 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_tensor, by_index
-from benchmarks.peers.webdataset import decode_npz, encode_npz
+from benchmarks.peers.base import Peer, Reader, as_tensors, by_index
 from benchmarks.workloads import Workload
 
 
@@ -24,10 +23,11 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any], *, suffix: 
         path = folder / f"{index // 1000:05d}" / f"{index:08d}.{suffix}"
         if index % 1000 == 0:
             path.parent.mkdir()
+        tensors, small = workload.split(sample)
         if suffix == "npz":
-            encode_npz(workload, sample, path)
+            encoded = np.frombuffer(json.dumps(small).encode(), np.uint8)
+            np.savez(path, small=encoded, **{name: tensor.numpy() for name, tensor in tensors.items()})
         else:
-            tensors, small = workload.split(sample)
             save_file(tensors, path, metadata={"small": json.dumps(small)})
 
 
@@ -38,11 +38,16 @@ def _listed(folder: Path) -> list[str]:
 def _open_npz(folder: Path, workload: Workload) -> Reader:
     paths, (name, _) = _listed(folder), workload.one
 
+    def get(index: int) -> Any:
+        with np.load(paths[index]) as arrays:
+            tensors = as_tensors({name: arrays[name] for name in workload.dtypes})
+            return workload.nest(tensors, json.loads(arrays["small"].tobytes()))
+
     def one(index: int) -> torch.Tensor:
         with np.load(paths[index]) as arrays:
-            return as_tensor(arrays[name], workload.dtypes[name])
+            return torch.from_numpy(arrays[name])
 
-    return by_index(workload, len(paths), lambda index: decode_npz(workload, paths[index]), one=one)
+    return by_index(workload, len(paths), get, one=one)
 
 
 def _open_safetensors(folder: Path, workload: Workload) -> Reader:
@@ -63,6 +68,6 @@ def _open_safetensors(folder: Path, workload: Workload) -> Reader:
 def peers() -> list[Peer]:
     """Return a row for each format."""
     return [
-        Peer(name="files .npz", open=_open_npz, write=partial(_write, suffix="npz"), bf16=AS_INTEGERS),
+        Peer(name="files .npz", open=_open_npz, write=partial(_write, suffix="npz")),
         Peer(name="files .safetensors", open=_open_safetensors, write=partial(_write, suffix="safetensors")),
     ]

@@ -13,7 +13,7 @@ from litdata.streaming import downloader
 from litdata.streaming.item_loader import PyTreeLoader
 from litdata.streaming.writer import BinaryWriter
 
-from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, by_stream
+from benchmarks.peers.base import Peer, Reader, by_stream
 from benchmarks.workloads import Workload
 
 
@@ -22,8 +22,7 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
     writer = BinaryWriter(str(folder), chunk_bytes="64MB")
     for index, sample in enumerate(samples):
         tensors, small = workload.split(sample)
-        stored = {name: t.view(torch.int16) if t.dtype == torch.bfloat16 else t for name, t in tensors.items()}
-        writer.add_item(index, {**stored, "small": small})
+        writer.add_item(index, {**tensors, "small": small})
     writer.done()
     writer.merge()
 
@@ -35,8 +34,7 @@ def _open(folder: Path, workload: Workload) -> Reader:
     shuffled = StreamingDataset(str(folder), shuffle=True, batch_decode=1)
 
     def nested(item: Any) -> Any:
-        tensors = {name: item[name].view(dtype) for name, dtype in workload.dtypes.items()}
-        return workload.nest(tensors, item["small"])
+        return workload.nest({name: item[name] for name in workload.dtypes}, item["small"])
 
     def loaders() -> dict[str, Any]:
         options = {"batch_size": workload.batch_size, "shuffle": True}
@@ -75,9 +73,9 @@ def _over_http(url: str, store: Path, cache: Path, workload: Workload) -> Iterat
     dataset = StreamingDataset(bucket, cache_dir=str(cache), storage_options=options, batch_decode=1)
     name, _ = workload.one
     for index, sample in enumerate(dataset):  # at random, each sample would wait for a chunk
-        yield index, sample[name].view(workload.dtypes[name])
+        yield index, sample[name]
 
 
 def peers() -> list[Peer]:
     """Return litdata's row."""
-    return [Peer(name="litdata", open=_open, write=_write, over_http=_over_http, bf16=AS_INTEGERS)]
+    return [Peer(name="litdata", open=_open, write=_write, over_http=_over_http)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_array, as_tensor, by_index
+from benchmarks.peers.base import Peer, Reader, as_tensors, by_index
 from benchmarks.workloads import Workload
 
 # The package's own __init__ imports what it has for pictures, and so torchvision, whose builds fit one build of torch.
@@ -27,11 +27,11 @@ from streaming.base.util import clean_stale_shared_memory  # noqa: E402
 
 
 def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
-    arrays = {name: f"ndarray:{as_array(workload.split(samples[0])[0][name]).dtype}" for name in workload.dtypes}
+    arrays = {name: f"ndarray:{tensor.numpy().dtype}" for name, tensor in workload.split(samples[0])[0].items()}
     with MDSWriter(out=str(folder), columns={**arrays, "small": "json"}) as writer:
         for sample in samples:
             tensors, small = workload.split(sample)
-            writer.write({**{name: as_array(tensor) for name, tensor in tensors.items()}, "small": small})
+            writer.write({**{name: tensor.numpy() for name, tensor in tensors.items()}, "small": small})
 
 
 def _open(folder: Path, workload: Workload) -> Reader:
@@ -39,7 +39,7 @@ def _open(folder: Path, workload: Workload) -> Reader:
 
     def get(index: int) -> Any:
         item = dataset[index]
-        return workload.nest({name: as_tensor(item[name], d) for name, d in workload.dtypes.items()}, item["small"])
+        return workload.nest(as_tensors({name: item[name] for name in workload.dtypes}), item["small"])
 
     def loaders() -> dict[str, Any]:
         size = workload.batch_size
@@ -57,9 +57,9 @@ def _over_http(url: str, store: Path, cache: Path, workload: Workload) -> Iterat
     dataset = StreamingDataset(remote=f"s3://{store.name}", local=str(cache), shuffle=False, batch_size=1)
     name, _ = workload.one
     for index in range(len(dataset)):
-        yield index, as_tensor(dataset[index][name], workload.dtypes[name])
+        yield index, torch.from_numpy(dataset[index][name])
 
 
 def peers() -> list[Peer]:
     """Return the row of MDS."""
-    return [Peer(name="MDS", open=_open, write=_write, over_http=_over_http, bf16=AS_INTEGERS)]
+    return [Peer(name="MDS", open=_open, write=_write, over_http=_over_http)]

@@ -74,14 +74,15 @@ def _open(
     return Reader(close=opened.close, **{name: operations[name] for name in only})
 
 
+def viewed(workload: Workload, sample: Any) -> Any:
+    """Return a sample with views of its lazy tensors."""
+    tensors, small = workload.split(sample)
+    return workload.nest({name: tensor.load(copy=False) for name, tensor in tensors.items()}, small)
+
+
 def _open_views(folder: Path, workload: Workload) -> Reader:
-    opened = tc.open(folder)
-
-    def viewed(sample: Any) -> Any:
-        tensors, small = workload.split(sample)
-        return workload.nest({name: tensor.load(copy=False) for name, tensor in tensors.items()}, small)
-
-    return Reader(samples=lambda: map(viewed, opened), get=lambda index: viewed(opened[index]), close=opened.close)
+    opened, view = tc.open(folder), partial(viewed, workload)
+    return Reader(samples=lambda: map(view, opened), get=lambda index: view(opened[index]), close=opened.close)
 
 
 def _open_loader(folder: Path, workload: Workload) -> Reader:

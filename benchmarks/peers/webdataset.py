@@ -1,9 +1,7 @@
-"""webdataset: a tar with `.pyd`, `.pth` or `.npz`, read as a stream; a buffer of samples to shuffle."""
+"""webdataset: a tar with `.pyd` or `.pth`, read as a stream; a buffer of samples to shuffle."""
 
 from __future__ import annotations
 
-import io
-import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,12 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 import torch
 import webdataset as wds
 from torch.utils.data import default_collate
 
-from benchmarks.peers.base import AS_INTEGERS, SHUFFLED, Peer, Reader, as_array, as_tensor, by_stream
+from benchmarks.peers.base import SHUFFLED, Peer, Reader, by_stream
 from benchmarks.workloads import Workload
 
 SHARD = "000000.tar"
@@ -27,34 +24,12 @@ def write(folder: Path, workload: Workload, samples: Sequence[Any], *, field: st
     """Write samples with webdataset's own writer, as its users do."""
     with wds.TarWriter(str(folder / SHARD), mtime=0) as sink:
         for index, sample in enumerate(samples):
-            if field == "npz":
-                stream = io.BytesIO()
-                encode_npz(workload, sample, stream)
-                sample = stream.getvalue()
             sink.write({"__key__": f"{index:08d}", field: sample})
-
-
-def encode_npz(workload: Workload, sample: Any, target: Any) -> None:
-    """Write a sample as a `.npz` into a path or a stream, its small values as JSON in an array of bytes."""
-    tensors, small = workload.split(sample)
-    encoded = np.frombuffer(json.dumps(small).encode(), np.uint8)
-    np.savez(target, small=encoded, **{name: as_array(tensor) for name, tensor in tensors.items()})
-
-
-def decode_npz(workload: Workload, source: Any) -> Any:
-    """Return the sample of a `.npz`, from a path or a stream."""
-    with np.load(source) as arrays:
-        tensors = {name: as_tensor(arrays[name], dtype) for name, dtype in workload.dtypes.items()}
-        return workload.nest(tensors, json.loads(arrays["small"].tobytes()))
 
 
 def _open(folder: Path, workload: Workload, *, field: str) -> Reader:
     size = workload.batch_size
-    shards = wds.SimpleShardList(str(folder / SHARD))
-    if field == "npz":
-        decode = wds.map(lambda sample: {"npz": decode_npz(workload, io.BytesIO(sample["npz"]))})
-    else:
-        decode = wds.decode()
+    shards, decode = wds.SimpleShardList(str(folder / SHARD)), wds.decode()
 
     def samples() -> Iterator[Any]:
         return (sample[field] for sample in wds.DataPipeline(shards, wds.tarfile_to_samples(), decode))
@@ -89,7 +64,6 @@ def peers() -> list[Peer]:
             open=partial(_open, field=field),
             write=partial(write, field=field),
             over_http=_over_http if field == "pyd" else None,
-            bf16=AS_INTEGERS if field == "npz" else None,
         )
-        for field in ("pyd", "pth", "npz")
+        for field in ("pyd", "pth")
     ]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -36,21 +37,19 @@ def importing(context: Context) -> Iterator[Rows]:
 
     The ceiling: two threads read each file whole, and write its bytes into one file each, which they sync.
     """
-    rows: Rows = {}
-    try:
-        if context.workload.name == _WORKLOAD:
-            for kind in KINDS:
-                rows |= _rows(context, kind, context.workload.count if context.is_quick else _NUM_FILES)
-        yield rows
-    finally:
-        for path in context.scratch.glob("import*"):
-            shutil.rmtree(path)
-
-
-def _rows(context: Context, kind: str, count: int) -> Rows:
-    source, out = context.scratch / f"import{kind}", context.scratch / "imported"
-    source.mkdir()
+    if context.workload.name != _WORKLOAD:
+        yield {}
+        return
+    count = context.workload.count if context.is_quick else _NUM_FILES
     samples = [context.workload.split(context.samples[i % len(context.samples)])[0] for i in range(count)]
+    with TemporaryDirectory(dir=context.scratch) as folder:
+        rows = [_rows(Path(folder), kind, samples) for kind in KINDS]
+        yield {name: row for of_kind in rows for name, row in of_kind.items()}
+
+
+def _rows(folder: Path, kind: str, samples: list[dict[str, torch.Tensor]]) -> Rows:
+    source, out, count = folder / f"import{kind}", folder / "imported", len(samples)
+    source.mkdir()
     paths = [_write(source, index, kind, tensors) for index, tensors in enumerate(samples)]
 
     def prepare() -> None:
@@ -95,13 +94,11 @@ def _flat(tensors: dict[str, torch.Tensor]) -> np.ndarray[Any, Any]:
 
 def _write(folder: Path, index: int, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
     """Write a sample as a file: its tensors by name, or as the latents of kohya, which are one array."""
+    path = folder / f"{index:05d}{'_1024x1024_sdxl' if kind == '.npz' else ''}{kind}"
     if kind == ".npz":
-        path = folder / f"{index:05d}_1024x1024_sdxl.npz"
         sizes = {"original_size": np.array([1024, 1024]), "crop_ltrb": np.array([0, 0, 1024, 1024])}
         np.savez(path, latents=_flat(tensors).reshape(_SHAPE), **sizes)
-        return path
-    path = folder / f"{index:05d}{kind}"
-    if kind == ".pt":
+    elif kind == ".pt":
         torch.save(tensors, path)
     else:
         safetensors.torch.save_file(tensors, path)
@@ -112,16 +109,14 @@ def _copy(paths: list[Path], target: Path) -> int:
     """Copy files into one file, and wait until it is on disk; return how many were read whole."""
     memory = memoryview(bytearray(max(path.stat().st_size for path in paths)))
     count = 0
-    written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        nbytes = os.readv(file, [memory])
-        count += nbytes == os.fstat(file).st_size
-        os.close(file)
-        for begin in range(0, nbytes, _PIECE_NBYTES):
-            os.write(written, memory[begin : min(begin + _PIECE_NBYTES, nbytes)])
-    os.fsync(written)
-    os.close(written)
+    with target.open("wb", buffering=0) as written:
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                nbytes = file.readinto(memory)
+                count += nbytes == os.fstat(file.fileno()).st_size
+            for begin in range(0, nbytes, _PIECE_NBYTES):
+                written.write(memory[begin : min(begin + _PIECE_NBYTES, nbytes)])
+        os.fsync(written.fileno())
     return count
 
 

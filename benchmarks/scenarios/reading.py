@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-import xxhash
 
 from benchmarks.ceiling import IN_FLIGHT, Ranges
-from benchmarks.harness import CEILING, Context, Rows, Skipped, Timed
+from benchmarks.harness import CEILING, Context, Rows, Timed
 from benchmarks.peers.base import Batch, Peer, Reader
 from benchmarks.workloads import Tensors
 
@@ -26,10 +25,7 @@ def opened(context: Context) -> Iterator[Rows]:
     """Measure opening, reading sample 0 and its small values, and closing: microseconds in total, not per sample."""
 
     def first(reader: Reader) -> object:
-        if reader.get:
-            return reader.get(0)
-        reader.rewind()
-        return reader.decode(next(iter(reader.samples())))
+        return reader.get(0) if reader.get else next(iter(reader.samples()))
 
     def run(peer: Peer) -> int:
         reader = peer.open(context.store(peer), context.workload)
@@ -62,7 +58,7 @@ def iterate_touch(context: Context) -> Iterator[Rows]:
     order = range(context.workload.timed)
 
     def run(reader: Reader) -> int:
-        return _count(map(reader.touch or context.workload.touch, islice(reader.samples(), len(order))))
+        return _count(map(context.workload.touch, islice(reader.samples(), len(order))))
 
     # one slot: each row drops a sample before it reads the next one
     with (
@@ -81,7 +77,7 @@ def random_get(context: Context) -> Iterator[Rows]:
         context.check(name, map(reader.get, order), order)
 
     def run(reader: Reader) -> int:
-        return _count(map(reader.touch or context.workload.touch, map(reader.get, order)))
+        return _count(map(context.workload.touch, map(reader.get, order)))
 
     with context.ceilings({CEILING: Ranges.read}, 1) as ceilings, _readers(context, "get", check) as readers:
         yield _rows(context, readers, run, ceilings)
@@ -157,21 +153,19 @@ def loader(context: Context) -> Iterator[Rows]:
     Workers stay between rounds, and small values are not used.
     """
     workload = context.workload
-    if workload.ragged:
-        raise Skipped("no loader stacks samples of different shapes without padding")
+    context.refuse_ragged()
 
     def run(epoch: Callable[[], Iterable[Tensors]]) -> int:
         return sum(len(batch[workload.one[0]]) for batch in epoch())
 
+    def check(context: Context, name: str, reader: Reader) -> None:
+        for ending, epoch in reader.loaders().items():
+            _check_epoch(context, name + ending, epoch())
+            run_epoch = partial(run, epoch)
+            rows[name + ending] = context.rows({name: run_epoch}, run_epoch())[name]
+
     rows: Rows = {}
-    with context.readers("loaders") as readers:
-        for peer, reader in readers.items():
-            with context.attempt(peer):
-                for ending, epoch in reader.loaders().items():
-                    _check_epoch(context, peer + ending, epoch())
-                    run_epoch = partial(run, epoch)
-                    row = context.rows({peer: run_epoch}, run_epoch())[peer]
-                    rows[peer + ending] = row
+    with _readers(context, "loaders", check):
         yield rows
 
 
@@ -189,19 +183,24 @@ def _rows(
 def _readers(
     context: Context, ability: str, check: Callable[[Context, str, Reader], None]
 ) -> Iterator[dict[str, Reader]]:
-    """Open the peers that have an operation and read the values that were written."""
-    with context.readers(ability) as readers:
-        checked = {}
-        for name, reader in readers.items():
-            with context.attempt(name):
-                reader.rewind()
-                check(context, name, reader)
-                checked[name] = reader
-        yield checked
+    """Open each peer whose reader has an operation, and check what it reads."""
+    readers: dict[str, Reader] = {}
+    with ExitStack() as stack:
+        for peer in context.peers:
+            if peer.open is None:
+                continue
+            with context.attempt(peer.name):
+                reader = peer.open(context.store(peer), context.workload)
+                stack.callback(reader.close)
+                if getattr(reader, ability):
+                    reader.rewind()
+                    check(context, peer.name, reader)
+                    readers[peer.name] = reader
+        yield readers
 
 
 def _check_in_order(context: Context, name: str, reader: Reader) -> None:
-    context.check(name, map(reader.decode, reader.samples()), range(context.workload.timed))
+    context.check(name, reader.samples(), range(context.workload.timed))
 
 
 def _check_batches(context: Context, name: str, reader: Reader) -> None:
@@ -215,20 +214,15 @@ def _check_batches(context: Context, name: str, reader: Reader) -> None:
 def _check_epoch(context: Context, name: str, batches: Iterable[Tensors]) -> None:
     """Raise AssertionError unless an epoch has nearly every sample, none twice, with the tensors as written."""
     workload = context.workload
-    written = {_digests(workload.split(sample)[0], workload.dtypes) for sample in context.samples}
+    written = {workload.digests(workload.split(sample)[0]) for sample in context.samples}
     read: list[Any] = []
     for batch in batches:
-        rows = len(batch[workload.one[0]])
-        read += [_digests({key: batch[key][row] for key in workload.dtypes}, workload.dtypes) for row in range(rows)]
+        read += [
+            workload.digests({key: batch[key][row] for key in workload.dtypes})
+            for row in range(len(batch[workload.one[0]]))
+        ]
     if not written.issuperset(read) or len(set(read)) != len(read) or len(read) < len(written) - workload.batch_size:
         raise AssertionError(f"{name}: what was read is not what was written")
-
-
-def _digests(tensors: Tensors, dtypes: dict[str, torch.dtype]) -> tuple[int, ...]:
-    return tuple(
-        xxhash.xxh3_64_intdigest(torch.as_tensor(tensors[name]).to(dtype).contiguous().view(torch.uint8).numpy())
-        for name, dtype in dtypes.items()
-    )
 
 
 def _count(samples: Iterable[Any]) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -47,128 +47,117 @@ def moved(row: str) -> str:
 
 @contextmanager
 def remote(context: Context) -> Iterator[Rows]:
-    """Measure each row; check all that was read."""
+    """Measure each row; check all that was read. Caches and loaders of whole epochs are opened before the clock starts."""
     if context.workload.name != _WORKLOAD:
         yield {}
         return
     if shutil.which("curl") is None:
         raise Skipped("the ceiling needs curl: apt install curl")
+    path, order = context.workload.one[1], context.order
+    ones = torch.stack([tensor_at(sample, path) for sample in context.samples])
     folder = context.stores / "remote"  # next to the stores of the peers
     with tc.ShardWriter(folder / "%06d.tar", max_samples=_PER_SHARD, fsync=False) as writer:
         for index, sample in enumerate(context.samples):
             writer.write(f"{index:08d}", sample)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="remote-", dir=context.scratch)))
+        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="remote-", dir=context.scratch)))
         server = stack.enter_context(HttpServer(context.stores, latency_s=0.02, rate=100e6))
-        yield _Remote(context, server, folder, scratch, stack).rows()
+        url = f"{server.url}/{folder.name}"
+        urls = [f"{url}/{shard.name}" for shard in sorted(folder.glob("*.tar"))]
+        stream = tc.ResumablePipeline(f"{url}/", tc.decode(lazy=False))
 
+        def loader(source: Any, **options: Any) -> tc.Loader:
+            cache = stack.enter_context(tc.open(source, **options))
+            return stack.enter_context(tc.Loader(cache, context.workload.batch_size, shuffle=True))
 
-class _Remote:
-    def __init__(self, context: Context, server: HttpServer, folder: Path, scratch: Path, stack: ExitStack) -> None:
-        self._context, self._server, self._scratch, self._stack = context, server, scratch, stack
-        self._folder, self._url = folder, f"{server.url}/{folder.name}"
-        self._count, self._path = context.workload.timed, context.workload.one[1]
-        self._ones = torch.stack([tensor_at(sample, self._path) for sample in context.samples])
+        def one() -> int:
+            with tc.open(url, keep_indexes=False) as cache:
+                read = tensor_at(cache.select([path]).read_batch(order), path)
+            if not torch.equal(read, ones[order]):
+                raise AssertionError(f"{ONE}: what was read is not what was written")
+            return len(read)
 
-    def rows(self) -> Rows:
-        """Return the rows: one tensor of all samples, with opening; epochs of whole samples, opened before; second epochs."""
-        stream = tc.ResumablePipeline(f"{self._url}/", tc.decode(lazy=False))
-        rows: Rows = {
-            ONE: self._counted(self._one),
-            ALL_BYTES: self._counted(partial(self._curl, 1)),
-            CURLS: self._counted(partial(self._curl, _NUM_CURLS)),
-            EPOCH: self._counted(partial(self._epoch, self._loader(self._url))),
-            STREAM: self._counted(lambda: self._check(sample["tensorcache"] for sample in stream)),
+        runs = {
+            ONE: one,
+            ALL_BYTES: partial(_curl, urls, 1, len(order)),
+            CURLS: partial(_curl, urls, _NUM_CURLS, len(order)),
+            EPOCH: partial(_epoch, context, loader(url)),
+            STREAM: lambda: len(context.check_any(STREAM, (sample["tensorcache"] for sample in stream))),
         }
-        return rows | self._of_peers() | self._of_second_epochs()
-
-    def _sent(self) -> int:
-        """Return the bytes of bodies that the server sent since the last call."""
-        return sum(request.nbytes for request in self._server.log())
-
-    def _counted(self, run: Callable[[], int], prepare: Callable[[], object] = lambda: None) -> Row:
-        """Return a row of the microseconds, and of the megabytes that the server sent."""
-        timed = Timed(run, self._count, lambda: (prepare(), self._sent()))
-        return lambda: {**timed(), _MOVED: self._sent() / 1e6}
-
-    def _one(self) -> int:
-        order = self._context.order
-        with tc.open(self._url, keep_indexes=False) as cache:
-            read = tensor_at(cache.select([self._path]).read_batch(order), self._path)
-        if not torch.equal(read, self._ones[order]):
-            raise AssertionError(f"{ONE}: what was read is not what was written")
-        return len(read)
-
-    def _of_peers(self) -> Rows:
-        context, cache = self._context, self._scratch / "peer"
-        # clients of S3 use any key, and folders for buckets
-        config = self._scratch / "aws"
-        config.write_text("[default]\nregion = us-east-1\ns3 =\n  addressing_style = path\n")
-        os.environ |= {"AWS_CONFIG_FILE": str(config), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
-
-        def prepare() -> None:
-            shutil.rmtree(cache, ignore_errors=True)
-            cache.mkdir()
-
-        def run(peer: Peer) -> int:
-            tensors = dict(peer.over_http(self._server.url, context.store(peer), cache, context.workload))
-            for index, tensor in tensors.items():
-                if not torch.equal(tensor, self._ones[index]):
-                    raise AssertionError(f"{peer.name}, sample {index}: what was read is not what was written")
-            return len(tensors)
-
-        rows: Rows = {}
-        for peer in context.peers:
-            if peer.over_http:
-                row = self._counted(partial(run, peer), prepare)
-                with context.attempt(f"remote, {peer.name}"):
-                    row()  # raises here if the peer cannot
-                    rows[ONE_OF_PEERS + peer.name] = row
-        return rows
-
-    def _curl(self, count: int) -> int:
-        """Fetch all shards by `count` concurrent processes."""
-        urls = [f"{self._url}/{path.name}" for path in sorted(self._folder.glob("*.tar"))]
-        command = ["curl", "--silent", "--fail", "--noproxy", "*"]
-        parts = [[*chain(*(("--output", "/dev/null", url) for url in urls[first::count]))] for first in range(count)]
-        running = [subprocess.Popen([*command, *part]) for part in parts if part]
-        if [process for process in running if process.wait()]:
-            raise AssertionError("a curl failed")
-        return self._count
-
-    def _of_second_epochs(self) -> Rows:
-        node = {"cache_dir": self._scratch / "node"}
-        loaders = {CACHED: self._loader(self._url, **node), LOCAL: self._loader(self._folder)}
-        for loader in loaders.values():
-            self._epoch(loader)  # fills the node's cache
-        self._sent()
-        self._epoch(loaders[CACHED])
-        if self._sent():
+        rows = {name: _counted(server, Timed(run, len(order))) for name, run in runs.items()}
+        rows |= _of_peers(context, server, scratch, ones)
+        local = {CACHED: loader(url, cache_dir=scratch / "node"), LOCAL: loader(folder)}
+        for of_local in local.values():
+            _epoch(context, of_local)  # fills the node's cache
+        _sent(server)
+        _epoch(context, local[CACHED])
+        if _sent(server):
             raise AssertionError("the second epoch of the node's cache asked the server for bytes")
+        count = _NUM_LOCAL * len(order)
+        yield rows | {name: Timed(partial(_unchecked, context, of_local), count) for name, of_local in local.items()}
 
-        def run(loader: tc.Loader) -> int:
-            return sum(self._epoch(loader, is_checked=False) for _ in range(_NUM_LOCAL))
 
-        return {row: Timed(partial(run, loader), _NUM_LOCAL * self._count) for row, loader in loaders.items()}
+def _sent(server: HttpServer) -> int:
+    """Return the bytes of bodies that the server sent since the last call."""
+    return sum(request.nbytes for request in server.log())
 
-    def _loader(self, source: Any, **options: Any) -> tc.Loader:
-        cache = self._stack.enter_context(tc.open(source, **options))
-        return self._stack.enter_context(tc.Loader(cache, self._context.workload.batch_size, shuffle=True))
 
-    def _epoch(self, loader: tc.Loader, *, is_checked: bool = True) -> int:
-        """Read a shuffled epoch, and compare it with what was written."""
-        workload = self._context.workload
-        seen: list[int] = []
-        for batch in loader:
-            seen += workload.split(batch)[1]["index"]
-            if is_checked:
-                self._check(as_batch(workload, batch).samples())
-        return len(set(seen))
+def _counted(server: HttpServer, timed: Timed) -> Row:
+    """Return a row of the microseconds, and of the megabytes that the server sent."""
 
-    def _check(self, samples: Iterable[Any]) -> int:
-        count = 0
-        for sample in samples:
-            self._context.check("remote", [sample], [self._context.workload.split(sample)[1]["index"]])
-            count += 1
-        return count
+    def row() -> dict[str, float]:
+        _sent(server)
+        return {**timed(), _MOVED: _sent(server) / 1e6}
+
+    return row
+
+
+def _curl(urls: list[str], num_processes: int, count: int) -> int:
+    """Fetch all shards by concurrent processes; return the number of samples in them."""
+    command = ["curl", "--silent", "--fail", "--noproxy", "*"]
+    parts = [urls[first::num_processes] for first in range(min(num_processes, len(urls)))]
+    outputs = [chain.from_iterable(("--output", "/dev/null", url) for url in part) for part in parts]
+    running = [subprocess.Popen([*command, *output]) for output in outputs]
+    if [process for process in running if process.wait()]:
+        raise AssertionError("a curl failed")
+    return count
+
+
+def _epoch(context: Context, loader: tc.Loader) -> int:
+    batches = (as_batch(context.workload, batch).samples() for batch in loader)
+    return len(set(context.check_any(EPOCH, chain.from_iterable(batches))))
+
+
+def _unchecked(context: Context, loader: tc.Loader) -> int:
+    """Read some epochs; return how many samples these had."""
+    small = (context.workload.split(batch)[1] for _ in range(_NUM_LOCAL) for batch in loader)
+    return sum(len(set(values["index"])) for values in small)
+
+
+def _of_peers(context: Context, server: HttpServer, scratch: Path, ones: torch.Tensor) -> Rows:
+    cache = scratch / "peer"
+    # clients of S3 use any key, and folders for buckets
+    config = scratch / "aws"
+    config.write_text("[default]\nregion = us-east-1\ns3 =\n  addressing_style = path\n")
+    os.environ |= {"AWS_CONFIG_FILE": str(config), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+
+    def prepare() -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir()
+
+    def run(peer: Peer, over_http: Callable[..., Any]) -> int:
+        tensors = dict(over_http(server.url, context.store(peer), cache, context.workload))
+        for index, tensor in tensors.items():
+            if not torch.equal(tensor, ones[index]):
+                raise AssertionError(f"{peer.name}, sample {index}: what was read is not what was written")
+        return len(tensors)
+
+    rows: Rows = {}
+    for peer in context.peers:
+        if peer.over_http:
+            row = _counted(server, Timed(partial(run, peer, peer.over_http), context.workload.timed, prepare))
+            with context.attempt(f"remote, {peer.name}"):
+                row()  # raises here if the peer cannot
+                rows[ONE_OF_PEERS + peer.name] = row
+    return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.shared_memory import SharedMemory
@@ -22,8 +22,8 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.ceiling import Ranges
 from benchmarks.harness import CEILING, Context, Rows, Skipped, Timed, in_new_process
-from benchmarks.peers.ours import as_batch
-from benchmarks.workloads import WORKLOADS
+from benchmarks.peers.ours import as_batch, viewed
+from benchmarks.workloads import WORKLOADS, Generated
 
 _DIFFUSION = WORKLOADS["diffusion"]
 _NBYTES, _QUICK_NBYTES = 10**9, 10**7  # tensor bytes of the samples that the processes share
@@ -82,9 +82,17 @@ def shared(context: Context) -> Iterator[Rows]:
         return
     if not sys.platform.startswith("linux"):
         raise Skipped("SharedDataset needs locks that only Linux has")
-    workload, order = context.workload, context.order
+    workload, order, batches = context.workload, context.order, context.batches
     samples: list[Any] = list(context.samples)
-    tensors = [tuple(workload.split(sample)[0].values()) for sample in samples]
+    parts = [workload.split(sample) for sample in samples]
+    tensors = [tuple(tensors.values()) for tensors, _ in parts]
+
+    def nest(index: int, tensors: Any) -> Any:
+        return workload.nest(dict(zip(workload.dtypes, tensors, strict=True)), parts[index][1])
+
+    def nest_batch(indices: list[int], batch: Any) -> Iterator[Any]:
+        return (nest(index, row) for index, row in zip(indices, zip(*batch, strict=True), strict=True))
+
     with ExitStack() as stack:
 
         def share(samples: list[Any], name: str) -> tc.SharedDataset:
@@ -100,25 +108,30 @@ def shared(context: Context) -> Iterator[Rows]:
 
         block = _Block(tensors)
         stack.callback(block.close)
-        gets: dict[str, Callable[[int], object]] = {
-            HIT: nested.__getitem__,
-            VIEWS: lambda index: _views(workload.split(nested[index])[0].values()),
-            LOADED: lambda index: _loads(workload.split(nested[index])[0].values()),
-            FLAT_VIEWS: lambda index: _views(flat[index]),
-            BLOCK_VIEWS: block.__getitem__,
-            FLAT_COPIES: lambda index: _loads(flat[index]),
-            BLOCK_COPIES: lambda index: [tensor.clone() for tensor in block[index]],
+        # a row: what it gets, and the samples in it for the check
+        gets: dict[str, tuple[Callable[[int], Any], Callable[[int, Any], Any]]] = {
+            HIT: (nested.__getitem__, lambda _, sample: sample),
+            VIEWS: (lambda index: _views(workload.split(nested[index])[0].values()), nest),
+            LOADED: (lambda index: _loads(workload.split(nested[index])[0].values()), nest),
+            FLAT_VIEWS: (lambda index: _views(flat[index]), nest),
+            BLOCK_VIEWS: (block.__getitem__, nest),
+            FLAT_COPIES: (lambda index: _loads(flat[index]), nest),
+            BLOCK_COPIES: (lambda index: [tensor.clone() for tensor in block[index]], nest),
         }
-        reads: dict[str, Callable[[list[int]], object]] = {
-            BATCHES: nested.read_batch,
-            FLAT_BATCHES: flat.read_batch,
-            BLOCK_BATCHES: block.batch,
+        reads: dict[str, tuple[Callable[[list[int]], Any], Callable[[list[int], Any], Iterable[Any]]]] = {
+            BATCHES: (nested.read_batch, lambda _, batch: as_batch(workload, batch).samples()),
+            FLAT_BATCHES: (flat.read_batch, nest_batch),
+            BLOCK_BATCHES: (block.batch, nest_batch),
         }
-        _check(context, nested, flat, block)
         runs = stack.enter_context(context.ceilings({CEILING: Ranges.copy}, 1))
         runs |= stack.enter_context(context.ceilings({BATCH_CEILING: Ranges.copy}, workload.batch_size))
-        runs |= {name: partial(_each, order, len(order), get) for name, get in gets.items()}
-        runs |= {name: partial(_each, context.batches, len(order), read) for name, read in reads.items()}
+        for name, (get, nest_one) in gets.items():
+            context.check(name, (nest_one(index, get(index)) for index in order), order)
+            runs[name] = partial(_each, order, len(order), get)
+        for name, (read, samples_of) in reads.items():
+            for indices in batches:
+                context.check(name, samples_of(indices, read(indices)), indices)
+            runs[name] = partial(_each, batches, len(order), read)
         first = partial(_each, order, len(order), lambda index: reopened[-1][index])
         nbytes = _QUICK_NBYTES if context.is_quick else _NBYTES
         yield {
@@ -142,54 +155,17 @@ def _loads(tensors: Any) -> list[torch.Tensor]:
     return [tensor.load() for tensor in tensors]
 
 
-def _check(context: Context, nested: tc.SharedDataset, flat: tc.SharedDataset, block: _Block) -> None:
-    """Load all samples, and raise AssertionError unless lazy samples, flat views and copies, and all batches equal them."""
-    workload, order = context.workload, context.order
-    names = list(workload.dtypes)
-    small = [workload.split(sample)[1] for sample in context.samples]
-
-    def nest(index: int, tensors: Any) -> Any:
-        return workload.nest(dict(zip(names, tensors, strict=True)), small[index])
-
-    context.check(HIT, map(nested.__getitem__, order), order)
-    context.check(FLAT_COPIES, (nest(index, _loads(flat[index])) for index in order), order)
-    context.check(FLAT_VIEWS, (nest(index, _views(flat[index])) for index in order), order)
-    context.check(BLOCK_VIEWS, (nest(index, block[index]) for index in order), order)
-    for indices in context.batches:
-        context.check(BATCHES, as_batch(workload, nested.read_batch(indices)).samples(), indices)
-        for name, batch in ((FLAT_BATCHES, flat.read_batch(indices)), (BLOCK_BATCHES, block.batch(indices))):
-            samples = zip(indices, zip(*batch, strict=True), strict=True)
-            context.check(name, (nest(index, tensors) for index, tensors in samples), indices)
-
-
 # --- a process whose children share samples, as workers of a loader do ---
 
 
-class _Constant(torch.utils.data.Dataset[Any]):
-    """Samples of the workload; all elements of the tensors of sample `i` are `i % 2048`."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._tensors, self._small = _DIFFUSION.split(_DIFFUSION.sample(0))
-        self._count = nbytes // sum(tensor.nbytes for tensor in self._tensors.values())
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Any:
-        tensors = {name: torch.full_like(tensor, index % 2048) for name, tensor in self._tensors.items()}
-        return _DIFFUSION.nest(tensors, {**self._small, "index": index})
-
-
-def _hold(shared: tc.SharedDataset, barrier: Any) -> None:
+def _hold(shared: tc.SharedDataset, expected: list[Any], barrier: Any) -> None:
     """Read every byte of all samples without a copy, and raise AssertionError if a value is wrong."""
     try:
         barrier.wait()
         barrier.wait()  # until the parent has measured
         for index in range(len(shared)):
-            tensors, small = _DIFFUSION.split(shared[index])
-            for view in _views(tensors.values()):
-                if small["index"] != index or {float(view.min()), float(view.max())} != {index % 2048}:
-                    raise AssertionError(f"sample {index} has other values")
+            if _DIFFUSION.checksum(viewed(_DIFFUSION, shared[index])) != expected[index % len(expected)]:
+                raise AssertionError(f"sample {index} has other values")
         barrier.wait()
         barrier.wait()
     except BaseException:
@@ -211,8 +187,12 @@ def _measure_memory(directory: Path, nbytes: int) -> dict[str, float]:
     torch.set_num_threads(1)  # a forked process would wait forever for threads of OpenMP
     fork = multiprocessing.get_context("fork")
     barrier = fork.Barrier(_NUM_PROCESSES + 1)
-    with tc.SharedDataset(_Constant(nbytes), f"holders-{os.getpid()}", directory=directory) as shared:
-        children = [fork.Process(target=_hold, args=(shared, barrier)) for _ in range(_NUM_PROCESSES)]
+    few = [_DIFFUSION.sample(index) for index in range(8)]
+    expected = [_DIFFUSION.checksum(sample) for sample in few]
+    count = nbytes // sum(tensor.nbytes for tensor in _DIFFUSION.split(few[0])[0].values())
+    samples = Generated(lambda index: few[index % len(few)], count)
+    with tc.SharedDataset(samples, f"holders-{os.getpid()}", directory=directory) as shared:
+        children = [fork.Process(target=_hold, args=(shared, expected, barrier)) for _ in range(_NUM_PROCESSES)]
         for child in children:
             child.start()
         totals = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -36,6 +36,7 @@ class _Each(Dataset[Any]):
 @contextmanager
 def worker_handoff(context: Context) -> Iterator[Rows]:
     """Measure batches in random order. The main process uses one byte of each page of every tensor; workers stay alive."""
+    context.refuse_ragged()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each tensor of a sample crosses as a file descriptor
     try:
@@ -49,57 +50,46 @@ def _rows(context: Context, cache: Any) -> Rows:
     workload, batches = context.workload, context.batches
 
     def collated(indices: Sequence[int]) -> Any:
-        read = cache.read_batch(indices, collate="pad" if workload.ragged else "stack")
-        tensors, small = workload.split(read)
+        tensors, small = workload.split(cache.read_batch(indices))
         return workload.nest(tensors, {name: list(values) for name, values in small.items()})
 
+    def use_samples(samples: list[Any]) -> int:
+        for sample in samples:
+            workload.touch(sample)
+        return len(samples)
+
+    def use_batch(batch: Any) -> int:
+        workload.touch(batch)
+        return len(workload.split(batch)[0][workload.one[0]])
+
+    def separate(batch: Any) -> list[Any]:
+        tensors, small = workload.split(batch)
+        return unstack(workload, tensors, by_sample({name: _plain(values) for name, values in small.items()}))
+
     workers = {"num_workers": 2, "persistent_workers": True}
+    realized = _Each(lambda index: tc.realize(cache[index]))
     in_samples = {
         LAZY: DataLoader(cache, batch_sampler=batches, collate_fn=list, **workers),
-        TENSORS: DataLoader(
-            _Each(lambda index: tc.realize(cache[index])), batch_sampler=batches, collate_fn=list, **workers
-        ),
+        TENSORS: DataLoader(realized, batch_sampler=batches, collate_fn=list, **workers),
     }
-    in_batches = {COLLATED: DataLoader(_Each(collated), sampler=batches, batch_size=None, **workers)}
-    if not workload.ragged:
-        in_batches[DEFAULT_COLLATED] = DataLoader(cache, batch_sampler=batches, collate_fn=default_collate, **workers)
-    # the same samples in the same order, as a view of the cache
-    in_batches[TORCH_LOADER] = tc.torch_loader(
-        cache[context.order], workload.batch_size, collate="pad" if workload.ragged else "stack", **workers
-    )
-    runs = {}
+    in_batches = {
+        COLLATED: DataLoader(_Each(collated), sampler=batches, batch_size=None, **workers),
+        DEFAULT_COLLATED: DataLoader(cache, batch_sampler=batches, collate_fn=default_collate, **workers),
+    }
     for name, source in in_samples.items():
         context.check(name, chain.from_iterable(source), context.order)
-        runs[name] = partial(_samples_of, source, context)
     for name, source in in_batches.items():
-        context.check(name, chain.from_iterable(_separate(item, context) for item in source), context.order)
-        runs[name] = partial(_batches_of, source, context)
-    return context.rows(runs)
+        context.check(name, chain.from_iterable(map(separate, source)), context.order)
+    runs = {name: partial(_sum, use_samples, source) for name, source in in_samples.items()}
+    return context.rows(runs | {name: partial(_sum, use_batch, source) for name, source in in_batches.items()})
 
 
-def _separate(batch: Any, context: Context) -> list[Any]:
-    """Return the samples of a batch, for the check. `default_collate` makes a tensor of numbers, and two of pairs."""
-
-    def plain(values: Any) -> Any:
-        if isinstance(values, torch.Tensor):
-            return values.tolist()
-        return list(zip(*map(plain, values), strict=True)) if isinstance(values[0], torch.Tensor) else values
-
-    tensors, small = context.workload.split(batch)
-    return unstack(context.workload, tensors, by_sample({name: plain(values) for name, values in small.items()}))
+def _sum(use: Callable[[Any], int], source: Iterable[Any]) -> int:
+    return sum(map(use, source))
 
 
-def _samples_of(source: DataLoader[Any], context: Context) -> int:
-    seen = 0
-    for sample in chain.from_iterable(source):
-        context.workload.touch(sample)
-        seen += 1
-    return seen
-
-
-def _batches_of(source: DataLoader[Any], context: Context) -> int:
-    seen = 0
-    for batch in source:
-        context.workload.touch(batch)
-        seen += len(context.workload.split(batch)[0][context.workload.one[0]])
-    return seen
+def _plain(values: Any) -> Any:
+    """Return small values of a batch, of which `default_collate` makes a tensor of numbers, and two of pairs."""
+    if isinstance(values, torch.Tensor):
+        return values.tolist()
+    return list(zip(*map(_plain, values), strict=True)) if isinstance(values[0], torch.Tensor) else values

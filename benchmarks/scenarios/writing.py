@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import page_cache
-from benchmarks.ceiling import plain_write
 from benchmarks.harness import CEILING, Context, Rows, Timed
 from benchmarks.peers.base import Peer
 
 PLAIN = f"{CEILING}, same bytes"
+_PIECE_NBYTES = 1 << 20
 
 
 @contextmanager
@@ -51,7 +52,11 @@ def _written(context: Context, folder: Path, *, fsync: bool) -> Iterator[Rows]:
         return len(samples)
 
     def ceiling() -> int:
-        plain_write(folder / "plain", content, fsync=fsync)
+        with (folder / "plain").open("wb", buffering=0) as file:
+            for begin in range(0, len(content), _PIECE_NBYTES):
+                file.write(content[begin : begin + _PIECE_NBYTES])
+            if fsync:
+                os.fsync(file.fileno())
         return len(samples)
 
     rows: Rows = {PLAIN: Timed(ceiling, len(samples), anew)}
