@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ def test_a_part_of_a_large_cache(cache: Path) -> None:
     assert report["num_used"] in (4, 5)
     assert whole / 8 < report["nbytes_used"] < whole / 3
     assert json_of("bench", cache, *QUICK, "--threads", 1, "--max-nbytes", 1)["num_used"] == 1
+
+
+def test_tensors_of_several_dtypes_are_left_out(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        for i, text in enumerate(("a", "ab", "abc")):
+            sink.write(f"{i}", {"x": torch.ones(8), "text": np.array(text)})
+    done = run("bench", tmp_path / "cache", *QUICK, "--json")
+    assert "dtypes differ between samples: 'text'" in done.stderr
+    assert json.loads(done.stdout)["nbytes_used"] == 3 * 32
 
 
 def test_refusals(cache: Path, tmp_path: Path) -> None:

@@ -178,6 +178,24 @@ def test_cat_every_dtype(run: Run, tmp_path: Path) -> None:
     assert run("cat", "c.tar", "a", "scalar", "--json").json["values"] == 1.5
 
 
+def test_show_single_values_and_texts(run: Run, tmp_path: Path) -> None:
+    values = {
+        "score": torch.tensor(1.5),
+        "nan": torch.tensor(float("nan")),
+        "prompt": np.array("a \x1b cat"),
+        "date": np.array(["2020-01-01"], "M8[D]"),
+    }
+    with tc.ShardWriter(tmp_path / "c.tar", fsync=False) as sink:
+        sink.write("a", values | {"meta": {"size": 3}})
+    shown = run("show", "c.tar", "a").out
+    for line in ("score  f32[]  1.5\n", "1 NaN\n", "(numpy)  'a \\x1b cat'\n", "2020, 1, 1"):
+        assert line in shown
+    refused = run("cat", "c.tar", "a", "meta")
+    assert refused.status == 2
+    assert "unknown tensor or small value 'meta'" in refused.err
+    assert "'meta.size'" in refused.err
+
+
 def test_several_caches_in_a_shard(run: Run, tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
         sink.write("a", {"x": torch.zeros(2)}, **{"text.tensorcache": {"y": torch.ones(3)}})

@@ -110,6 +110,19 @@ def test_arrays_as_large_as_memory_maps(folder: Path, tmp_path: Path, order: str
     assert (found[-1, -1], found.count_nonzero()) == (3, 1000)
 
 
+def test_single_texts_in_npz_become_str(folder: Path, tmp_path: Path) -> None:
+    """As arrays, texts of different lengths have different dtypes, and could not form a batch."""
+    prompts = ["a cat", "two \U0001f408", ""]
+    for i, prompt in enumerate(prompts):
+        np.savez(folder / f"{i}.npz", x=np.ones(2, np.float16), prompt=np.array(prompt), tags=np.array(["a", "b"]))
+    found, _ = imported(folder, tmp_path / "out")
+    assert [sample["prompt"] for sample in found.values()] == prompts
+    assert isinstance(found["0"]["prompt"], str)
+    assert_same(np.array(["a", "b"]), found["0"]["tags"])
+    with tc.open(tmp_path / "out") as cache:
+        assert cache.read_batch([0, 1, 2])["prompt"] == prompts
+
+
 @pytest.mark.parametrize("value", [np.array([None]), np.array([{"x": 1}], object)], ids=["none", "dict"])
 def test_object_arrays_need_trust(folder: Path, tmp_path: Path, value: Any) -> None:
     np.save(folder / "a.npy", value, allow_pickle=True)

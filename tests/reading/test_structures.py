@@ -7,6 +7,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,6 +42,13 @@ def test_tensors_in_other_places(tmp_path: Path, samples: list[Any]) -> None:
                 with pytest.raises(tc.BatchError, match=r"their structures differ|has no tensor|has neither tensor"):
                     _places(cache.read_batch([*order, 2, 3], collate=collate))
         assert len(cache.read_batch([0, 1], collate=list)) == 2
+
+
+def test_texts_as_arrays(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, [{"t": A, "prompt": np.array(text)} for text in ("a", "ab")])) as cache:
+        with pytest.raises(tc.BatchError, match=r"'prompt' is ndarray of <U1 .*, but .* <U2 .*store texts as str"):
+            cache.read_batch([0, 1], collate="list")
+        assert cache.select(["t"]).read_batch([0, 1])["t"].shape == (2, 2)
 
 
 @pytest.mark.parametrize("samples", SMALL.values(), ids=SMALL)

@@ -442,6 +442,12 @@ def test_other_members_of_samples_stay(tmp_path: Path) -> None:
     assert by_key(tmp_path / "3") == {key: found[key] for key in found if key != "k007"}
 
 
+def test_drop_names_the_key_of_a_name(tmp_path: Path) -> None:
+    make({"photo%2Ejpg": 1, "b": 2}, tmp_path / "0")
+    with pytest.raises(KeyError, match=r"no sample 'photo.jpg'; pass the key of this name: 'photo%2Ejpg'"):
+        tc.drop(tmp_path / "0", tmp_path / "1", ["photo.jpg"])
+
+
 def test_one_key_in_several_shards(tmp_path: Path) -> None:
     """One of them stays: the first that is right, or the first of all."""
     for name, value in (("0.tar", 1), ("1.tar", 2), ("2.tar", 3)):

@@ -17,7 +17,7 @@ import wds_tensorcache as tc
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, threads_option
 from wds_tensorcache.cli.looking.marks import is_unicode
 from wds_tensorcache.cli.output import Output, json_option
-from wds_tensorcache.errors import format_count
+from wds_tensorcache.errors import format_count, list_names
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.storage.system import memory_nbytes, num_cores
@@ -72,9 +72,16 @@ def bench(
     output, threads = Output(as_json), threads or num_cores()
     find_shards(path, local_for="measured")  # the raw reads are those of files in the page cache
     with tc.open(path, cache=cache_name, num_threads=threads) as whole, output.progress("measuring") as show:
+        uneven = [tensor.name for tensor in whole.schema.values() if isinstance(tensor.dtype, tuple)]
+        uneven = uneven if len(uneven) < len(whole.schema) else []  # without other tensors, batches raise the error
+        if uneven:
+            output.note(f"not in the batches, since their dtypes differ between samples: {list_names(uneven)}")
+            whole = whole.select([glob.escape(name) for name in whole.schema if name not in uneven])
         used = whole[_choose(whole, min(max_nbytes, (memory_nbytes() or 1 << 62) // 4))]
         extents = [_read_extent(used, index) for index in range(len(used))]
-        sizes = np.array([end - begin for _, begin, end in extents])
+        sizes = np.array(
+            [end - begin - _count_nbytes(used, index, uneven) for index, (_, begin, end) in enumerate(extents)]
+        )
         order = np.random.default_rng(0).permutation(len(used)).tolist()
         batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
         collate, mean = _find_collate(used), float(sizes.mean())
@@ -157,11 +164,18 @@ def _read_extent(cache: tc.TensorCache, index: int) -> _Extent:
     return shard.path, begin + layout.data_begin, begin + layout.nbytes
 
 
+def _count_nbytes(cache: tc.TensorCache, index: int, names: list[str]) -> int:
+    """Return the bytes of some tensors of a sample."""
+    shard, row = cache._store.locate(cache._at(index))
+    stored = shard.layout(row).named if names else {}
+    return sum(stored[name].end - stored[name].begin for name in names if name in stored)
+
+
 def _find_collate(cache: tc.TensorCache) -> Any:
-    """Return a collate that lists tensors of several shapes or dtypes, and stacks others."""
+    """Return a collate that lists tensors of several shapes, and stacks others."""
     ways = {}
     for tensor in cache.schema.values():
-        is_uneven = tensor.shape is None or any(isinstance(form, tuple) for form in (tensor.dtype, *tensor.shape))
+        is_uneven = tensor.shape is None or any(isinstance(size, tuple) for size in tensor.shape)
         if is_uneven or tensor.num_samples < len(cache):
             ways[glob.escape(tensor.name)] = "list"
     return ways or "stack"

@@ -58,14 +58,21 @@ def naming(name: str) -> Iterator[None]:
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
-    """Return the arrays of an `.npz` file by name, converted by `as_tensor`; unpickle objects only in trusted files."""
+    """Return the arrays of an `.npz` file by name, converted by `as_tensor`, and single texts as str.
+
+    Objects are unpickled only in trusted files.
+    """
     with naming(name), folder.open(name) as file:
         files = arrays.list_zip(file)
         begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
         # Hazard: some processors copy eight times as slowly into memory that begins 1 to 15 bytes after a page.
         raw = folder.view_open(file, name, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)
         parsed = parse_npz(raw, files, _find_limit(len(raw), folder.trust), REMEDY, folder.trust)
-        return {key: as_tensor(array) for key, array in parsed.items()}
+        # The dtype of a text has its length, so texts as arrays cannot form a batch.
+        return {
+            key: array.item() if array.dtype.kind == "U" and not array.ndim else as_tensor(array)
+            for key, array in parsed.items()
+        }
 
 
 def list_npz(folder: SourceFolder, name: str) -> list[str]:

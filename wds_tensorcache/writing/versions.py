@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.dali_index import check_replaceable
 from wds_tensorcache.shards.manifest import Manifest
-from wds_tensorcache.shards.names import dali_index_path, sidecar_path
+from wds_tensorcache.shards.names import dali_index_path, safe_key, sidecar_path
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.writing.build_batch import Job, Target, compute
@@ -65,7 +65,9 @@ def drop(
     for key in keys:
         places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
-            raise KeyError(f"{old.folder} has no sample {key!r:.100}")
+            made = safe_key(key) if isinstance(key, str) and key else ""
+            hint = f"; pass the key of this name: {made!r:.100}" if old.shards.find(made) else ""
+            raise KeyError(f"{old.folder} has no sample {key!r:.100}{hint}")
         changes |= dict.fromkeys(places)
     _write_version(out, old, changes, set(), FinishedShards({}, old.shards.files), None, fsync)
 

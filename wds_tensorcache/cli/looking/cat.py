@@ -18,7 +18,6 @@ import wds_tensorcache as tc
 from wds_tensorcache.cli.cache_argument import (
     cache_argument,
     cache_option,
-    find_tensor,
     key_argument,
     open_cache,
     sample_key,
@@ -26,6 +25,8 @@ from wds_tensorcache.cli.cache_argument import (
 from wds_tensorcache.cli.output import Output, json_option, to_json
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.inspecting.tree import small_values
 from wds_tensorcache.inspecting.values import as_numbers, read_parts
 
@@ -72,7 +73,10 @@ def cat_command(
             if not as_json:
                 _write_value(values[name])
             return
-        lazy = find_tensor(sample, key, str(name))
+        tensors = flatten(sample)
+        if name not in tensors:
+            raise KeyError(f"sample {key!r}: {unknown_name('tensor or small value', name, [*tensors, *values])}")
+        lazy: Lazy = tensors[name]
         try:
             if as_json:
                 output.result(_as_json(key, lazy))

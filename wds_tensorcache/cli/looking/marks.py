@@ -19,7 +19,12 @@ _NOT_FINITE = "!"
 
 
 def values_text(values: ValueStatistics) -> Text:
-    """Return minimum, mean, maximum, and the numbers of NaN and infinity, which are red unless they are 0."""
+    """Return minimum, mean, maximum, and the numbers of NaN and infinity, which are red unless they are 0.
+
+    A single finite number is returned alone.
+    """
+    if values.num_values == 1 and values.min is not None:
+        return Text(number_text(values.min))
     numbers = map(number_text, (values.min, values.mean, values.max))
     text = Text("min {}  mean {}  max {}".format(*numbers))
     text.append(f"  {values.num_nan:,} NaN", "bold red" if values.num_nan else "dim")

@@ -26,7 +26,7 @@ from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.inspecting.plane import find_planes
-from wds_tensorcache.inspecting.text import number_text, tensor_text
+from wds_tensorcache.inspecting.text import number_text, tensor_text, value_text
 from wds_tensorcache.inspecting.tree import Node, describe_samples
 from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure_with_histogram
 
@@ -34,6 +34,7 @@ _NUM_MEASURED = 200  # tensors of a sample
 _NUM_DRAWN, _NUM_PLANES = 8, 16
 _MEMBER_CHARS = 200
 _MAX_NBYTES_PRINTED = 1 << 28
+_MAX_NBYTES_QUOTED = 1 << 12  # of texts and dates
 
 
 @click.command("show")
@@ -113,6 +114,8 @@ def _tensor_lines(
     label.append(plain(tensor_text(lazy)), "cyan").append(" (numpy)" * (lazy._reference.kind == "ndarray"), "dim")
     if values is not None:
         label.append("  ").append_text(values_text(values))
+    elif getattr(lazy.dtype, "kind", "") in ("U", "S", "M", "m") and lazy.nbytes <= _MAX_NBYTES_QUOTED:
+        label.append(f"  {plain(value_text(lazy.load().tolist()))}")
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if is_drawn else None
     if planes is None:
         return [label]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 _Item = TypeVar("_Item")
+_ABOUT_TEXTS = "; the dtype of a text array has its length: select other tensors, or store texts as str"
 _ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a layout lacks
 
 
@@ -165,9 +166,11 @@ class Columns:
             first = present[0][1] if present else _describe(schema()[name])
             for number, other in present:
                 if (other.kind, other.dtype) != (first.kind, first.dtype):
+                    are_texts = {getattr(one.dtype, "kind", "") for one in (first, other)} <= {"U", "S"}
                     raise BatchError(
                         f"tensor {name!r} is {first.kind} of {first.dtype} in sample {layouts.key(present[0][0])!r}, "
                         f"but {other.kind} of {other.dtype} in {layouts.key(number)!r}"
+                        f"{_ABOUT_TEXTS * are_texts}"
                     )
             self.first.append(first)
         self.shapes = [first.shape for first in self.first]
