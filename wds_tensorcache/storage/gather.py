@@ -130,10 +130,11 @@ def _copy(
     is_short = monotonic() < _short_until  # a fault on a missing page may read megabytes: samples are announced first
     cold = _find_cold(files, ranges, base) if is_short else np.arange(0)
     # Distances of targets differ if other samples of the batch are read in another way.
-    pitches = np.diff(target, axis=1)
+    pitches = target[:, 1:] - target[:, :-1]
     is_equal = (nbytes == nbytes[:, :1]).all(1) & (nbytes[:, 0] > 0) & (pitches == pitches[:, :1]).all(1)
     is_equal &= len(ranges.file) >= _FEW and _openmp_setter() is not None
-    rows = np.stack([target + memory.__array_interface__["data"][0], source, nbytes])[:, ~is_equal]
+    others = ~is_equal
+    rows = np.stack([target[others] + memory.__array_interface__["data"][0], source[others], nbytes[others]])
     equal = _as_rows(
         memory, source[is_equal], nbytes[is_equal, 0], target[is_equal, 0], pitches[is_equal, :1].reshape(-1)
     )
