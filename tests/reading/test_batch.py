@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import wds_tensorcache as tc
 from tests import strategies
@@ -201,3 +206,39 @@ def test_devices(small: str) -> None:
                 cache.read_batch([0], pin_memory=True)
             with pytest.raises(RuntimeError, match="torch sees no GPU"):
                 cache.read_batch([0], device="cuda")
+
+
+def test_within_a_transform_of_torch(tmp_path: Path) -> None:
+    """Under these, a call of torch may be recorded, and copy nothing."""
+    samples = [{"t": torch.full((7,), i), "a": np.full(7, i)} for i in range(20)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        order = list(range(19, -1, -1))
+        assert functionalize(lambda x: x + cache.read_batch(order)["t"][:, 0])(torch.zeros(20)).tolist() == order
+        assert (
+            make_fx(lambda x: x + cache.read_batch(order)["t"][:, 0])(torch.zeros(20))(torch.zeros(20)).tolist()
+            == order
+        )
+        with FakeTensorMode():
+            assert cache.read_batch(order)["a"][:, 6].tolist() == order
+
+
+def test_rows_whose_shards_are_mapped_far_apart(tmp_path: Path) -> None:
+    code = f"""
+import ctypes, mmap, torch, wds_tensorcache as tc
+with tc.ShardWriter("{tmp_path}/%d.tar", max_samples=8) as writer:
+    for i in range(16):
+        writer.write(str(i), {{"x": torch.full(((1 << 19) + 1,), i, dtype=torch.uint8)}})
+cache = tc.open("{tmp_path}")
+cache.read_batch([0] * 8)
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+reserve = lambda bits: libc.mmap(None, ctypes.c_size_t(1 << bits), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, -1, 0)
+largest = reserve(46)
+for bits in range(40, 19, -1):  # fill the gaps above
+    while (address := reserve(bits)) > largest:
+        pass
+    libc.munmap(address, 1 << bits)
+assert cache.read_batch(range(16))["x"][:, [0, -1]].tolist() == [[i, i] for i in range(16)]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

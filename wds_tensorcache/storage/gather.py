@@ -34,6 +34,8 @@ _SMALL_NBYTES = 1 << 16  # up to here, numpy takes less time than torch, althoug
 # For smaller rows, to release the GIL and to wait for it takes longer than the copy.
 _LONG_NBYTES = 1 << 16
 _memmove_with_gil = PYFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
+# numpy and torch count the bytes of all windows, which overlap, in 63 bits
+_MAX_WINDOWS_NBYTES = 1 << 62
 _Rows = tuple[Array, Array, Array]  # all windows of memory that may be rows, the numbers of the rows, and where they go
 # A thread for less than 1 MiB costs more than it saves.
 _PART_NBYTES = 1 << 20
@@ -132,12 +134,13 @@ def _copy(
     # Distances of targets differ if other samples of the batch are read in another way.
     pitches = target[:, 1:] - target[:, :-1]
     is_equal = (nbytes == nbytes[:, :1]).all(1) & (nbytes[:, 0] > 0) & (pitches == pitches[:, :1]).all(1)
-    is_equal &= len(ranges.file) >= _FEW and _openmp_setter() is not None
+    is_equal &= len(ranges.file) >= _FEW and _runs_as_called() and _openmp_setter() is not None
+    lowest, highest = int(source.min()), int(source.max())
+    is_equal &= nbytes[:, 0] < _MAX_WINDOWS_NBYTES // (highest - lowest + 2 * _MAX_UNIT)
     others = ~is_equal
     rows = np.stack([target[others] + memory.__array_interface__["data"][0], source[others], nbytes[others]])
-    equal = _as_rows(
-        memory, source[is_equal], nbytes[is_equal, 0], target[is_equal, 0], pitches[is_equal, :1].reshape(-1)
-    )
+    firsts, pitches = target[is_equal, 0], pitches[is_equal, :1].reshape(-1)
+    equal = _as_rows(memory, source[is_equal], lowest, highest, nbytes[is_equal, 0], firsts, pitches)
     is_long = rows[2].sum() >= _LONG_NBYTES * rows[2].size
     move, moved = (memmove, nbytes) if is_long else (_memmove_with_gil, nbytes[is_equal])
 
@@ -159,19 +162,21 @@ def _copy(
     _run(copy, moved.sum(0), num_threads, executor, announce_cold)  # bytes that are copied with the GIL need no thread
 
 
-def _as_rows(memory: Array, sources: Array, widths: Array, firsts: Array, pitches: Array) -> list[_Rows]:
+def _as_rows(
+    memory: Array, sources: Array, lowest: int, highest: int, widths: Array, firsts: Array, pitches: Array
+) -> list[_Rows]:
     """Return the rows of tensors, for `_select`.
 
     Args:
-        sources: Addresses of the rows, int64 `[T, B]`.
+        sources: Addresses of the rows, int64 `[T, B]`, from `lowest` to `highest`.
         widths, firsts, pitches: Of each tensor, the length of a row, the offset in `memory` of its first row, and the distance
             from row to row, int64 `[T]`.
     """
     if not len(widths):
         return []
-    origin = int(sources.min()) & -_MAX_UNIT
+    origin = lowest & -_MAX_UNIT
     offsets = sources - origin
-    end, count = int(offsets.max()), sources.shape[1]
+    end, count = highest - origin, sources.shape[1]
     span = view_address(origin, end + int(widths.max()) + _MAX_UNIT, None)
     # torch copies large elements faster: their length is the largest power of two that divides all lengths and offsets
     bits = np.bitwise_or.reduce(offsets, 1) | widths | firsts | pitches | _MAX_UNIT
@@ -205,6 +210,11 @@ def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
                 torch.index_select(torch.from_numpy(windows), 0, torch.from_numpy(chosen), out=torch.from_numpy(out))
     finally:
         set_num_threads(num_threads)
+
+
+def _runs_as_called() -> bool:
+    """Return whether a call of torch copies bytes. Within `functionalize`, `make_fx` or `FakeTensorMode`, it may not."""
+    return not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 @cache
