@@ -144,6 +144,15 @@ def test_the_bytes_of_a_mapped_shard_outlive_its_eviction(folder: Path, server: 
         assert not [line for *_, line in maps(place) if "(deleted)" in line]
 
 
+def test_shards_that_this_process_evicts_take_no_space(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    place, nbytes = tmp_path / "cache", max(file.stat().st_size for file in folder.glob("*.tar"))
+    with tc.open(folder) as local, tc.open(server.url, cache_dir=place, cache_nbytes=nbytes * 3 // 2) as cache:
+        for first in [*range(0, 60, 15), 0]:
+            for _ in range(3):
+                assert_same(cache, local, range(first, first + 15))
+        assert len([line for *_, line in maps(place) if "(deleted)" in line]) <= 1
+
+
 def maps(folder: Path) -> list[tuple[int, int, str]]:
     """Return the addresses `[begin, end)` of each map of a file in a folder, and its line in `/proc/self/maps`."""
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]

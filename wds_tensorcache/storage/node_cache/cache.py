@@ -84,6 +84,7 @@ class NodeCache:
         """Fetch the absent blocks of all ranges at once, as far as the folder can hold them; return the local files."""
         local: dict[CachedFile, BlockFile | None] = {}
         wanted: list[Wanted] = []
+        self._close_evicted()
         # names of local files contain the tags; at most one request for each file
         run_all([file.ask for file in by_file if file.state.tag is None and not file.is_asked])
         for file, ranges in by_file.items():
@@ -146,6 +147,12 @@ class NodeCache:
                     self._open.pop(next(iter(self._open)), None)
             self._open[digest] = block_file
         return block_file
+
+    def _close_evicted(self) -> None:
+        """Close the local files that were evicted: those that are mapped take space on disk until then."""
+        for digest, block_file in list(self._open.items()):
+            if not block_file.is_current():
+                self._open.pop(digest, None)
 
     def find_local(self, file: CachedFile, now_s: float) -> BlockFile | None:
         """Return the local file if it is open. It may have been evicted. `now_s` is the time of `time.monotonic`."""
