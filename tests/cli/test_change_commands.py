@@ -161,6 +161,16 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert "model" not in said
     said = run("merge", tmp_path / "a", tmp_path / "c", tmp_path / "out", status=1).stderr
     assert "c/000000.tar: the cache has no fingerprint" in said
+    write(tmp_path / "d", range(12, 15), fingerprint={"source": "d"})
+    for first, second in ("ca", "dc", "cd"):
+        said = run("merge", tmp_path / first, tmp_path / second, tmp_path / "out", status=1).stderr
+        assert f"{second}/000000.tar" in said
+        assert said.count("--mixed") == 1
+    write(tmp_path / "e", range(15, 18), fingerprint={"source": "e"})
+    said = run("merge", tmp_path / "d", tmp_path / "e", tmp_path / "out", status=1).stderr
+    assert (
+        "expected source='d', but the cache was made with 'e'" in said
+    )  # it is the folder of an import only with `format`
     assert not (tmp_path / "out").exists()
     run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "out", "--mixed")
     found = [tc.open(path, cache="").fingerprint for path in sorted((tmp_path / "out").glob("*.tar"))]

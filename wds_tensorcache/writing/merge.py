@@ -15,7 +15,7 @@ import numpy as np
 from wds_tensorcache.errors import InvalidKeyError, StaleCacheError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
-from wds_tensorcache.shards.fingerprint import SOURCE, check_same
+from wds_tensorcache.shards.fingerprint import SOURCE, check_fingerprint
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import Files
@@ -143,12 +143,15 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     texts, first = set(map(_text, parts[0])), parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
-            stored, expected = (
-                part.fingerprint and {name: value for name, value in part.fingerprint.items() if name != SOURCE}
-                for part in (shard, first)
-            )
+            stored, expected = shard.fingerprint, first.fingerprint
+            others = [{name: part[name] for name in part if name != SOURCE} for part in (stored or {}, expected or {})]
+            if stored and others[0] != others[1]:  # the error names one of these fields, not the folder of an import
+                stored, expected = others
             try:
-                check_same(shard.path, stored, expected)
+                check_fingerprint(shard.path, stored, expected or {})
+                raise StaleCacheError(
+                    f"{shard.path} was made with {stored!r:.500}, but {first.path} with {expected!r:.500}"
+                )
             except StaleCacheError as exc:
                 raise StaleCacheError(f"{exc}; merge them with --mixed (mixed=True) if they belong together") from exc
 
