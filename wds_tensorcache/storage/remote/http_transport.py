@@ -211,8 +211,10 @@ class Transport:
         request.unwatch()
         # Raised here, so that no traceback shows the caught error: its text may contain a signed url, or a proxy's password.
         if isinstance(failed, SSLError) and isinstance(failed.args[0], ssl.SSLCertVerificationError):
+            reason = failed.args[0].verify_message.rstrip(".")
             raise request.error(
-                "the server's certificate is not trusted; set SSL_CERT_FILE to the file of the authority that signed it"
+                f"the server's certificate is not trusted: {reason}; if its authority is your own, set SSL_CERT_FILE to the "
+                "authority's file"
             )
         if _is_final(failed):
             raise request.error(describe(failed))
