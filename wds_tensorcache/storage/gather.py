@@ -34,6 +34,9 @@ _SMALL_NBYTES = 1 << 16  # up to here, numpy takes less time than torch, althoug
 # For smaller rows, to release the GIL and to wait for it takes longer than the copy.
 _LONG_NBYTES = 1 << 16
 _memmove_with_gil = PYFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
+# torch has no public functions for these; a release without them is treated as if there were neither
+_num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_innermost_transform = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
 # numpy and torch count the bytes of all windows, which overlap, in 63 bits
 _MAX_WINDOWS_NBYTES = 1 << 62
 _Rows = tuple[Array, Array, Array]  # all windows of memory that may be rows, the numbers of the rows, and where they go
@@ -214,7 +217,7 @@ def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
 
 def _runs_as_called() -> bool:
     """Return whether a call of torch copies bytes. Within `functionalize`, `make_fx` or `FakeTensorMode`, it may not."""
-    return not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+    return not _num_modes() and _innermost_transform() is None
 
 
 @cache
