@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 _ROOT = Path(__file__).parent.parent.parent.parent
 _Server = TypeVar("_Server", bound="ServerProcess")
@@ -21,10 +21,20 @@ class ServerProcess:
         options: Those of `subprocess.Popen`.
 
     Attributes:
-        port: The port on 127.0.0.1.
+        port: The port on 127.0.0.1, which no earlier server of this process had: clients of an address are kept.
     """
 
+    _ports: ClassVar[set[int]] = set()
+
     def __init__(self, arguments: list[str], environment: dict[str, str] | None = None, **options: Any) -> None:
+        while True:
+            self._start(arguments, environment, options)
+            if self.port not in self._ports:
+                break
+            self.close()
+        self._ports.add(self.port)
+
+    def _start(self, arguments: list[str], environment: dict[str, str] | None, options: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
