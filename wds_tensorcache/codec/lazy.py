@@ -1,4 +1,4 @@
-"""Lazy tensors and arrays, which know where their bytes are and read them only for operations that need them.
+"""Lazy tensors and arrays, which read their bytes only for operations that need them.
 
 The bytes come from a `ByteSource` (`reference.py`): a member in memory, or a `FileRange` of a shard (`shards/shard.py`).
 """
@@ -141,7 +141,7 @@ class Lazy:
 
 
 class PendingLoads:
-    """Lazy tensors whose memory exists before `run` fills it, so that neighbors in a member need only one read."""
+    """Lazy tensors that `run` loads together, so that adjacent tensors of a member need only one read."""
 
     __slots__ = ("_reads", "_unchecked")
 
@@ -151,7 +151,7 @@ class PendingLoads:
         self._unchecked: list[tuple[Callable[[Any], Any], Any]] = []
 
     def add(self, lazy: Lazy) -> Any:
-        """Return the loaded value of a lazy tensor, with undefined elements until `run` returns."""
+        """Allocate and return the loaded value of a lazy tensor; `run` fills in the elements."""
         reference, source = lazy._reference, lazy._source
         begin = reference.begin
         buffer = source.allocate(reference.end - begin)
@@ -163,10 +163,10 @@ class PendingLoads:
         return value
 
     def run(self) -> None:
-        """Read all bytes.
+        """Read the bytes of all added tensors.
 
         Raises:
-            FormatError: As by `load`.
+            FormatError: A loaded value is invalid, or a shard was changed.
         """
         self._reads.sort()
         source: Any = None
@@ -308,7 +308,7 @@ class LazyTensor(Lazy):
 
     # A method, although `__getattr__` would provide it: trainers look for `to` in the class of a value.
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Load the tensor, and return the result of calling `torch.Tensor.to` on it."""
+        """Load the tensor and call `torch.Tensor.to` on it; return the result."""
         return self.load().to(*_loaded(list(args)), **_loaded(kwargs))
 
     @classmethod
@@ -408,7 +408,10 @@ for _cls in (LazyTensor, LazyArray):
 
 
 def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Return a tensor `[B, …]`; in a worker process it is in shared memory, so that sending it needs no copy."""
+    """Stack loaded tensors into a tensor `[B, …]`.
+
+    In a worker process, the result is in shared memory, so that sending it needs no copy.
+    """
     first = batch[0]
     for item in batch:
         if item.shape != first.shape or item.dtype != first.dtype:

@@ -105,7 +105,10 @@ class Shard:
         return [(self.index.layouts.forms[at], row) for at, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
 
     def with_names(self) -> Shard:
-        """Return this shard with an index that has the further names of tensors, from a scan: old indexes lack them."""
+        """Return a copy of this shard whose index contains the further names of tensors.
+
+        The shard is scanned for these names, because old indexes lack them.
+        """
         from wds_tensorcache.shards.load_index import scan
 
         scanned = scan(self.file)
@@ -119,7 +122,7 @@ class Shard:
         return shard
 
     def take_index(self, other: Shard) -> None:
-        """Use the index of another cache of the same shard."""
+        """Use the index of `other`, another cache of the same shard."""
         self._index = other.index
 
     def load(self, *, may_scan: bool = True) -> bool:
@@ -163,7 +166,7 @@ class Shard:
         return index
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that the scan that made `index` has missed; None without a sign of such members."""
+        """Return the error for members that the scan for `index` did not see; None if nothing indicates such members."""
         # the numbers of samples of shards in a manifest are compared in any case
         is_alone = index.digest is None and not self.is_remote and self._entry is None
         if index.hidden is None and not is_alone:
@@ -183,7 +186,7 @@ class Shard:
 
     @property
     def suffixes(self) -> tuple[str, str]:
-        """Suffixes of the two members of each sample, without the first dot: skeleton and tensors."""
+        """Suffixes of the skeleton and of the tensors of each sample, without the first dot."""
         return member_suffix(self.name, SKELETON), member_suffix(self.name, TENSORS)
 
     def sample_row(self, row: int) -> int:
@@ -215,7 +218,7 @@ class Shard:
 
         Raises:
             FormatError: The shard is damaged, or does not match its index.
-            UnsafeSkeletonError: The skeleton asks for anything outside the format.
+            UnsafeSkeletonError: The skeleton names code outside the format.
         """
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
@@ -253,7 +256,7 @@ class Shard:
             self.note_template(rows, template)
 
     def knows_template(self, row: int) -> bool:
-        """Return whether `template` returns its result without a read."""
+        """Return whether `template` can return the template of this sample without a read."""
         return bool(self._template_numbers.item(row))
 
     def skeleton_extent(self, row: int) -> tuple[int, int]:
@@ -262,7 +265,7 @@ class Shard:
         return begin, begin + self.columns.skeleton_nbytes.item(row)
 
     def skeleton_extents(self, rows: Array) -> tuple[Array, Array]:
-        """Return the begins and the ends of `skeleton_extent` for many samples, both int64 `[n]`."""
+        """Return `skeleton_extent` for many samples, as an array of begins and an array of ends, both int64 `[n]`."""
         begins = self.columns.skeleton_begin[rows].astype(np.int64)
         return begins, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
 
@@ -301,7 +304,10 @@ class Shard:
         return content
 
     def skeletons(self, rows: Array, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
-        """Return the skeleton members of samples, and the offsets of their bodies; `fetched` has members read before."""
+        """Return the skeleton members of samples, and the offsets of the bodies in them.
+
+        `fetched` contains the members if the caller has read them.
+        """
         file = self.file
         if fetched is None:
             fetched = file.read_many(*(ends.tolist() for ends in self.skeleton_extents(rows)))
