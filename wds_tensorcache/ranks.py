@@ -1,4 +1,4 @@
-"""Rank of this process among the data-parallel processes."""
+"""Find the rank of this process among the data-parallel processes."""
 
 from __future__ import annotations
 

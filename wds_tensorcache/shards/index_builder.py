@@ -133,7 +133,8 @@ class IndexBuilder:
 def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
     """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
 
-    The pass also looks for a tar header after the end of the archive. Raises FormatError if the file breaks a rule of FORMAT.md.
+    The pass also looks for a tar header after the end of the archive. Raises FormatError if the file breaks a rule of
+    FORMAT.md.
     """
     scanner = Scanner(read, nbytes)
     builder = IndexBuilder()

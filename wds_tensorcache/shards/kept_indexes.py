@@ -52,8 +52,8 @@ def default_folder() -> str | None:
 class KeptIndexes:
     """Indexes of remote shards in a folder that any number of processes may share.
 
-    If the folder cannot be used, indexes are requested again. Above a total of `max_nbytes`, the least recently used indexes are
-    removed.
+    If the folder cannot be used, indexes are requested again. Above a total of `max_nbytes`, the least recently used indexes
+    are removed.
     """
 
     def __init__(self, folder: str, max_nbytes: int = _MAX_NBYTES) -> None:

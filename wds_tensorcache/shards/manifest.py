@@ -138,8 +138,8 @@ def shard_url(folder: str, listed: str) -> str:
     """Return the url of the shard that a manifest lists as `listed`; `folder` is the url of the manifest's folder.
 
     Hazard: a hostile manifest could make readers send requests, perhaps with credentials, to another host or folder, run a
-    command, or open local files. So `listed` must be a path relative to the folder, not percent-encoded, or the url of an object
-    in the folder. Any other value raises FormatError.
+    command, or open local files. So `listed` must be a path relative to the folder, not percent-encoded, or the url of an
+    object in the folder. Any other value raises FormatError.
     """
     if _PLAIN(listed):  # most shards of large manifests
         return keep_secrets(folder, f"{folder}/{listed}")
@@ -362,8 +362,8 @@ class Manifest:
 def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
     """Change the manifest of a folder.
 
-    `change` is called again if another process has changed the manifest at the same time. If the manifest is damaged, or `change`
-    raises an error, the manifest is not written.
+    `change` is called again if another process has changed the manifest at the same time. If the manifest is damaged, or
+    `change` raises an error, the manifest is not written.
     """
 
     def apply(content: bytes | None) -> bytes:

@@ -240,8 +240,8 @@ def half_of(suffix: str) -> Half | None:
 def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool], hint: str = APART) -> Half | None:
     """Return the `Half` of a member of a sample; None if the member belongs to no cache.
 
-    `suffix` and the suffixes in `members`, all members of the sample, are in lowercase. `is_bound` returns whether the member, a
-    safetensors file, declares that it belongs to a skeleton.
+    `suffix` and the suffixes in `members`, all members of the sample, are in lowercase. `is_bound` returns whether the member,
+    a safetensors file, declares that it belongs to a skeleton.
 
     Raises:
         FormatError: The other half is missing.

@@ -34,8 +34,8 @@ class RemoteIndexes:
     def load(self, file: File, num_samples: int | None = None, *, may_scan: bool = True) -> ShardIndex | None:
         """Return the index of a shard; without `may_scan`, None if only a scan of the whole shard would give it.
 
-        Cost: in most cases one request, for the state of the shard or for its last bytes. `num_samples` determines how many bytes are
-        requested.
+        Cost: in most cases one request, for the state of the shard or for its last bytes. `num_samples` determines how many
+        bytes are requested.
 
         Raises:
             MissingShardError: The shard does not exist.

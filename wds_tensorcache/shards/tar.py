@@ -81,8 +81,8 @@ def is_header(block: bytes) -> bool:
 def build_tar_header(name: str, nbytes: int) -> bytes:
     """Return the header of an ordinary file, as webdataset's `TarWriter(mtime=0)` writes it.
 
-    The name has at most 100 ASCII bytes. The header has 512 bytes, or 1,536 bytes for a file of 8 GiB or more, whose size needs a
-    pax record.
+    The name has at most 100 ASCII bytes. The header has 512 bytes, or 1,536 bytes for a file of 8 GiB or more, whose size needs
+    a pax record.
     """
     if nbytes >= _MAX_OCTAL_NBYTES:
         return _build_by_tarfile(name, nbytes, 0o444, "bigdata")
@@ -353,8 +353,8 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield the possible names, lengths and header offsets of the member whose content starts at byte `begin` of a file.
 
-    The file has `nbytes` bytes. The number of extended headers before the member's own header is unknown, so each number may give
-    another name.
+    The file has `nbytes` bytes. The number of extended headers before the member's own header is unknown, so each number may
+    give another name.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         first, headers = begin - blocks * BLOCK, Headers(read, nbytes)

@@ -81,15 +81,16 @@ def build(
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
         keys: Keys of the samples, as a list with one key for each item of a map-style dataset, or as a function of an item. By
             default, items of a cache keep their keys, a dict's key is its `"__key__"`, and the key of any other item is its
-            position. `"position"` also takes the position, but items are not compared.
+            position. The string `"position"` makes all keys positions, and items are not compared.
         digest: Function from an item to a text, which is stored as the member `digest.txt`. An item has changed if its text
-            differs from the stored one, or if none is stored.
+            differs from the stored text, or if none is stored.
         num_workers: Number of worker processes that read a map-style dataset.
         rank, world_size: Rank of this process, and the number of ranks; by default from torch.distributed, else from torchrun's
             environment, else one process. All ranks must have the same items in the same order. If the source of each rank has
             only its own items, pass `rank=0, world_size=1`, `keys` and a folder for each rank.
         progress: Show a bar of `tqdm`; by default on rank 0, if `tqdm` is installed and stderr is a terminal. Or a function
-            of this rank's finished samples and of all, None if the source has no length: `progress=lambda done, total: …`.
+            `progress(done, total)` of the numbers of finished samples and of all samples of this rank. `total` is None if
+            the source has no length.
         max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
@@ -161,7 +162,7 @@ def build(
 
 
 def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:
-    """Return the cache for a rank that returns before any samples can be read."""
+    """Return an empty cache, for a rank that returns before any samples can be read."""
     return TensorCache(Store([], Files(), Pool(0), 1, fingerprint))
 
 
@@ -183,7 +184,7 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
 
 
 def _extend(job: Job, pattern: ShardPattern) -> None:
-    """Write the samples that a pattern's folder does not contain yet."""
+    """Write the samples that the folder of a pattern does not contain yet."""
     items, folder = job.items, pattern.folder or os.curdir
     for name in folder_of(folder).names():
         if name.endswith(".tar") and not name.startswith(".") and not pattern.is_in_build(name):
@@ -229,7 +230,7 @@ def _check_shared(
 def _missing(
     job: Job, finished: FinishedShards, folder: str, seen: set[str], *, is_complete: bool = False
 ) -> Iterator[list[Target]]:
-    """Yield batches up to the first changed item; raise StaleCacheError at the end if there is one."""
+    """Yield batches up to the first changed item; at the end, raise StaleCacheError if an item has changed."""
     # With `is_complete`, a sample without an item and an item without a sample are errors, too. `seen` gets all keys.
     items = job.items
     comparison = Comparison(items, finished, folder)

@@ -88,7 +88,7 @@ def merge(
 
     Raises:
         InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
-        StaleCacheError: A cache has a fingerprint that the first one does not have, and `mixed` is False.
+        StaleCacheError: A cache has a fingerprint that the first cache does not have, and `mixed` is False.
         ValueError: There are no sources, or not as many prefixes as sources.
         And the errors of `reshard`.
     """
@@ -139,7 +139,7 @@ def _unite_sources(shards: list[OldShard]) -> None:
 
 
 def _check_fingerprints(parts: list[list[OldShard]]) -> None:
-    """Raise StaleCacheError if the fingerprint of a shard is not one of those in the first cache."""
+    """Raise StaleCacheError if a shard has a fingerprint that no shard of the first cache has."""
     texts, first = set(map(_text, parts[0])), parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
@@ -154,7 +154,7 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
 
 
 def _check_keys(shards: list[OldShard]) -> None:
-    """Raise InvalidKeyError if a key occurs in several shards; the index of one shard has no key twice."""
+    """Raise InvalidKeyError if a key occurs in several shards; no shard contains a key twice."""
     table = KeyTable((shard.keys, None) for shard in shards)
     repeated = table.shared()
     if repeated:
@@ -169,7 +169,7 @@ def _check_keys(shards: list[OldShard]) -> None:
 
 
 def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> Iterator[list[Run]]:
-    """Yield the samples of each new shard; shards end where `ShardWriter` with these limits would end them."""
+    """Yield the samples of each new shard; it ends where `ShardWriter` with these limits would end it."""
     runs: list[Run] = []
     count = nbytes = 0
     for shard in shards:

@@ -114,7 +114,7 @@ class ShardWriter:
 
     Args:
         pattern: A folder for shards `000000.tar`, `000001.tar`, …, or a path with one number such as `%06d` in its last part. A
-            path that ends in `.tar` is that of a single shard. Missing folders are made. Or a url of such a folder or path in
+            path that ends in `.tar` names a single shard. Missing folders are made. Or a url of such a folder or path in
             an object store: `s3://`, `gs://` or `az://`.
         max_samples: Maximum number of samples in a shard. With the default, 4,096, an interrupted `build` loses at most that
             many samples, and a million small samples make 245 shards.
@@ -253,7 +253,7 @@ class ShardWriter:
                 sample is written.
             InvalidKeyError: Some reader of shards would misread the key, a cache name or an extension; or the key is already
                 in this shard.
-            OSError: The shard, or an earlier one, cannot be written, for example because the disk is full.
+            OSError: The shard, or an earlier shard, cannot be written, for example because the disk is full.
             RuntimeError: This is a forked child.
             ValueError: The writer is closed, or a shard could not be finished.
 
