@@ -142,13 +142,13 @@ class BatchError(TensorCacheError, ValueError):
 
 
 class RemoteError(TensorCacheError, OSError):
-    """A request to a server or an object store that failed, after retries if the fault may pass.
+    """A request to a server or an object store that failed, also after retries if the fault may be temporary.
 
-    The message contains url, range and status, without credentials.
+    The message contains the url, the range and the status, without credentials.
 
     Attributes:
         url: The object, without user name, password and query.
-        begin, end: The bytes `[begin, end)` that were requested; None for another request.
+        begin, end: The bytes `[begin, end)` that were requested; None if the request named no range.
         status: Status of the HTTP response; None if there was none, or if it is unknown.
     """
 

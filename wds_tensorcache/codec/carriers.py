@@ -1,4 +1,4 @@
-"""View tensors as dtypes that numpy, Arrow or DALI has, to pass them through libraries that lack their own dtypes."""
+"""Pass tensors through numpy, Arrow and DALI, viewed as dtypes that these libraries have."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Carrier:
     def restore(self, value: Any) -> Any:
         """View a carrier as the original tensor or array; `fits(value)` must be True.
 
-        Memory: aliases `value`, except that arrays that are not contiguous and integers that carry bools are copied.
-            Hazard: writing into a tensor changes the memory of a read-only array, which other code may read.
+        Memory: aliases `value`. Arrays that are not contiguous, and integers that carry bools, are copied.
+            Hazard: the tensor of a read-only array is writable, and its memory may belong to other readers.
         """
         if isinstance(value, np.ndarray) and isinstance(self.true, torch.dtype):
             shape = value.shape[: value.ndim - len(self.inner)]
@@ -76,8 +76,8 @@ def arrow_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
 def dali_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
     """Return the carrier of a dtype for DALI.
 
-    The carrier is the dtype itself if DALI has it, otherwise an integer dtype of the same width. If there is none, it is uint8,
-    with the bytes of an element in a last dimension.
+    The carrier is the dtype itself if DALI has it, otherwise an integer dtype of the same width. For other widths, the carrier
+    is uint8, with the bytes of an element in a last dimension.
     """
     if dtype_name(dtype) in _DALI_HAS:
         return Carrier(dtype, np.dtype(dtype_name(dtype)))

@@ -49,7 +49,7 @@ class StoredTensor:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """The names, dtypes and numbers of dimensions of the tensors in a layout, shared by layouts of other shapes."""
+    """Names, dtypes and numbers of dimensions of the tensors in a layout. Layouts that differ only in shapes share a form."""
 
     entries: tuple[tuple[str, str, int], ...]  # name, stored dtype, number of dimensions, in the order of the bytes
     template: Any = None  # `Template` of an earlier skeleton of this form
@@ -80,7 +80,10 @@ class Layout:
 
     @property
     def named_texts(self) -> dict[str, str]:
-        """The string of each tensor's reference, by all names of the tensor; `texts` must not be None."""
+        """Strings of the references to tensors, by name. `texts` must not be None.
+
+        A tensor with further names has an item for each name.
+        """
         assert self.texts is not None
         texts = dict(zip(self.tensors, self.texts, strict=True))
         return texts | {further: texts[name] for further, name in self.further}
@@ -100,7 +103,7 @@ def _keep(table: dict[Any, Any], key: Any, value: Any) -> Any:
 def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
     """Return the form with these entries.
 
-    Equal entries return the same object, unless they are long or the table was cleared.
+    Calls with equal entries return the same object, unless the entries are long or the table was cleared.
     """
     form: Form | None = _FORMS.get(entries)
     if form is None:
@@ -138,7 +141,7 @@ def make_layout(
 
 
 def is_bound(member: Any) -> bool:
-    """Return whether `member` is bytes that begin as the `.safetensors` member of a cache, in any format version."""
+    """Return whether `member` is bytes that begin like a cache's `.safetensors` member of any format version."""
     return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
 
 

@@ -232,8 +232,8 @@ class LazyTensor(Lazy):
     to the caller. If the first index is an int or a slice of step 1, only the selected bytes of the first dimension
     are read. Attributes such as shape and dtype read nothing. For repeated use, call `.load()` once.
 
-    Memory: holds no copy of its elements. It keeps its source alive: bytes in memory, or the shard of an open cache. Instead of
-        the shard, an unpickled copy keeps only the path and identity of its file.
+    Memory: holds no copy of its elements. It keeps its source alive: bytes in memory, or the shard of an open cache. An
+        unpickled copy keeps the path and identity of the shard's file, but not the shard.
     Threads/fork/pickle: immutable, so safe in all three. If the source is in memory, the pickle contains only the bytes of
         this tensor.
     """
@@ -256,7 +256,7 @@ class LazyTensor(Lazy):
 
     @property
     def device(self) -> torch.device:
-        """Device of the result of `.load()`."""
+        """The CPU: the device of the result of `.load()`."""
         return torch.device("cpu")
 
     def __len__(self) -> NoReturn:

@@ -45,7 +45,7 @@ class ByteSource(Protocol):
         """
 
     def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)`, for reading only, in memory that no other process can change."""
+        """Return the bytes `[begin, end)` in memory that no other process can change; never write into them."""
 
     def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
         """Return a source to send to another process, and the offset of byte `begin` in it.

@@ -88,7 +88,7 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
         sample: Any nesting of containers, plain values, the types listed in FORMAT.md 2.5, tensors and arrays. Tensors that
             share memory are each stored in full. The bytes of lazy tensors are copied as they are.
         allow: Other classes that the sample may contain; readers must allow them, too.
-        align: Alignment of the first tensor in its member, a multiple of 8.
+        align: Alignment of the first tensor in its member in bytes, a multiple of 8.
 
     Returns:
         (skeleton, tensors): The bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples that share their
@@ -119,7 +119,7 @@ def decode_sample(
         skeleton: Bytes of the member `KEY.skel.pyd`, or of a skeleton that stock pickle wrote (protocol 4 or 5).
         tensors: Bytes of the member `KEY.safetensors`, or of a file that stock safetensors wrote.
         lazy: True returns `LazyTensor` and `LazyArray` objects; False loads the tensors.
-        verify: True recomputes both digests and compares them with the stored ones.
+        verify: True recomputes both digests and compares them with the stored digests.
         allow: Classes that the skeleton may instantiate; pass them only for files that you trust.
 
     Raises:

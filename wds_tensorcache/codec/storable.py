@@ -115,7 +115,7 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
 
 
 def _bytes_of_array(array: Array) -> Array:
-    """Return the little-endian bytes of an array in C order. Memory: aliases an array that is stored like this."""
+    """Return the little-endian bytes of an array in C order. Memory: aliases an array of this form."""
     reason = _why_not_array(array)
     if reason is not None:
         raise ValueError(reason)

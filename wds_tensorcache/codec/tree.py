@@ -378,7 +378,7 @@ def shown(value: Any) -> str:
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield (object, depth) for each object in nested containers, once and in document order. Plain values are skipped."""
+    """Yield (object, depth) for each object in nested containers, once, in document order. Plain values are skipped."""
     seen: set[int] = set()
     todo = [(value, 1)]
     while todo:

@@ -36,7 +36,7 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
     """Return a DALI index of version 1.2 for samples with these members, byte for byte as DALI's own `wds2idx` writes it.
 
     Raises:
-        InvalidKeyError: A sample has no members. Or a name contains white space, which separates the fields of the index.
+        InvalidKeyError: A sample has no members, a name contains white space, or an extension is empty.
     """
     lines: list[bytes] = []
     for sample in samples:

@@ -130,7 +130,7 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: byte
 def read_index(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
     """Return the index at the end of a shard or sidecar, even if the shard has changed since.
 
-    The caller must compare every entry with the shard. The result and the errors are those of `parse_index`.
+    The caller must compare every entry with the shard. Returns None and raises FormatError as `parse_index` does.
     """
     trailer = read_trailer(read, nbytes, shard_nbytes)
     return None if trailer is None else parse_index(read(trailer.begin, nbytes), trailer.shard_nbytes)

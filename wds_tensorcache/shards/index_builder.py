@@ -62,9 +62,9 @@ class IndexBuilder:
         position: int = 0,
         origin: tuple[int, str | None] = (0, None),
     ) -> None:
-        """Add a sample, with (suffix, offset, length) of each member outside its caches.
+        """Add a sample to the index.
 
-        All offsets are relative to `position`.
+        `members` contains (suffix, offset, length) for each member outside caches. All offsets are relative to `position`.
         """
         row = len(self._ends)
         self._text += key.encode("utf-8", "surrogateescape")
@@ -83,7 +83,7 @@ class IndexBuilder:
             self._members.setdefault(suffix, array("Q")).extend((row, position + begin, nbytes))
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None, further: Further) -> int:
-        """Return the number of a layout in the table; add a new layout to the table."""
+        """Return the number of a layout in the table; add the layout if it is new."""
         forms = self._form_numbers
         form_number = forms.setdefault((layout.form.entries, references, further), len(forms))
         shape = array("Q", (dim for tensor in layout.tensors.values() for dim in tensor.shape))

@@ -36,7 +36,7 @@ _PRUNES_EVERY = 64  # about one write of so many looks at the length of the fold
 def default_folder() -> str | None:
     """Return the folder of kept indexes; None if it is switched off.
 
-    The folder is `$TENSORCACHE_INDEXES`, which may be `off`, otherwise a folder in `$XDG_CACHE_HOME` or `~/.cache`.
+    `$TENSORCACHE_INDEXES` names the folder, or is `off`. The default is a folder in `$XDG_CACHE_HOME` or `~/.cache`.
     """
     chosen = os.environ.get(_VARIABLE)
     if chosen:
@@ -73,7 +73,7 @@ class KeptIndexes:
         return os.path.exists(self._path(url))
 
     def read(self, url: str, info: ObjectInfo) -> ShardIndex | None:
-        """Return the index of a shard; None if the folder contains none for the shard's state `info`."""
+        """Return the index of a shard; None if the folder has no index for `info`, the state of the shard."""
         index = None
         # a file that is damaged, or not of this package: fetch the index again
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -92,7 +92,7 @@ class KeptIndexes:
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:
         """Store an index, serialized as a sidecar.
 
-        `digest` is the digest of the index in the shard, which may have other bytes.
+        `digest` is the digest of the shard's own index. The bytes of that index may differ from `footer`.
         """
         line = json.dumps(_head(url, info, digest)).encode("ascii") + b"\n"
         is_long = len(line) > _MAX_LINE_NBYTES or len(line) + len(footer) > self.max_nbytes // _MIN_FILES

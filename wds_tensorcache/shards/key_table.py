@@ -62,7 +62,7 @@ class Keys:
         return np.diff(self.ends.astype(np.int64), prepend=0)
 
     def ascending(self, rows: Array | None = None) -> Array | None:
-        """Return the keys as an array of bytes if all have the same length and they ascend; otherwise None.
+        """Return the keys as an array of bytes if all keys have the same length and ascend; otherwise None.
 
         numpy removes zeros at the end of each key.
         """

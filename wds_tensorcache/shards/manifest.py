@@ -73,7 +73,7 @@ class FoundShard:
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
     """Return the shards of the manifest at a path or url, in order, and the value of its key `tensorcache`, `{}` by default.
 
-    Manifests that the tool of wids wrote are also accepted, except if they use `base` or `datasets`.
+    Manifests from the wids tool are also accepted, except if they use `base` or `datasets`.
 
     Raises:
         FormatError: The file is not a manifest, uses `base` or `datasets`, or lists a file outside its folder.
@@ -303,7 +303,7 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Folder) -> Manifest:
-        """Return the manifest of a folder, or an empty one."""
+        """Return the manifest of a folder; an empty manifest if the folder has none."""
         return cls.parse(folder.read(MANIFEST, MAX_NBYTES), shown(folder.locate(MANIFEST)))
 
     @classmethod

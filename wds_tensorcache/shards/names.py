@@ -82,7 +82,7 @@ def safe_key(name: str) -> str:
 
     ASCII letters, digits, `-` and `_` stay as they are, and so does a `/` inside a path. The UTF-8 of all other characters is
     percent-encoded as in a URL (RFC 3986). The key has at most 88 characters, so that the names of its two members have at most
-    100 bytes. A longer key is replaced by its first 38 characters and the first 160 bits of the text's SHA-256.
+    100 bytes. A longer key is cut to its first 38 characters, followed by 160 bits of the SHA-256 of `name`.
 
     Args:
         name: Any text, also empty or with lone surrogates, as `os.fsdecode` returns for file names that are not UTF-8.
@@ -109,7 +109,7 @@ def hashed_key(name: str) -> NamedKey:
 
 
 def older_key(key: str) -> str | None:
-    """Return the key that earlier versions of `safe_key` made of the same name; None if they made the same key."""
+    """Return the key that earlier versions of `safe_key` made of a key's name; None if it is the same key."""
     # they hashed all names whose key would have more than 80 characters
     with contextlib.suppress(InvalidKeyError):
         if _HASHED_LENGTH < len(key) <= _SAFE_LENGTH:

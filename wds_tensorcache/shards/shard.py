@@ -100,7 +100,7 @@ class Shard:
         return self._count
 
     def forms(self) -> list[tuple[Form, int]]:
-        """Return each form of the samples, with the row of a sample that has it."""
+        """Return each form of the samples, and the row of a sample with this form."""
         numbers, rows = np.unique(self.index.layouts.form[self.columns.layout], return_index=True)
         return [(self.index.layouts.forms[at], row) for at, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
 
@@ -190,7 +190,7 @@ class Shard:
         return member_suffix(self.name, SKELETON), member_suffix(self.name, TENSORS)
 
     def sample_row(self, row: int) -> int:
-        """Return a sample's number among all samples of the shard, including those without this cache."""
+        """Return a sample's number among all samples of the shard, including samples without this cache."""
         rows = self.columns.rows
         return row if rows is None else rows.item(row)
 
@@ -230,7 +230,7 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def template(self, row: int, stored: bytes | None = None) -> Template | None:
-        """Return the template that a sample's skeleton matches, and remember it; None if it matches none."""
+        """Return the template that matches a sample's skeleton, and remember it; None if no template matches."""
         number: int = self._template_numbers.item(row)
         if number:
             return self._templates[number - 1]
@@ -286,7 +286,7 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def find_members(self, rows: Array, suffix: str) -> Array:
-        """Return, for each sample, the position of its member among the members with this suffix; -1 if it has none."""
+        """Return the position of each sample's member among the members with this suffix; -1 for a sample without one."""
         members = self.index.members.get(suffix)
         samples = rows if self.columns.rows is None else self.columns.rows[rows]
         return np.full(len(rows), -1) if members is None else members.find(samples)

@@ -1,4 +1,4 @@
-"""Build, parse and scan tar headers (FORMAT.md 1). The scanner reads what `tarfile` reads, but faster, and with offsets."""
+"""Build, parse and scan tar headers (FORMAT.md 1). The scanner reads tars as `tarfile` does, but faster, and with offsets."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _build_by_tarfile(name: str, nbytes: int, mode: int = 0o644, owner: str = ""
 
 
 def check_length(content: bytes, begin: int, end: int) -> None:
-    """Raise TarFormatError unless a read of the bytes `[begin, end)` returned all of them."""
+    """Raise TarFormatError unless `content` contains all of the bytes `[begin, end)`."""
     if len(content) < end - begin:
         raise _error(f"truncated: expected {end - begin} bytes, got {len(content)}", begin, "truncated")
 

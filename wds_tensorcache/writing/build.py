@@ -55,7 +55,7 @@ def build(
     `tc.verify` finds damaged samples.
 
     Several ranks (processes, on any number of machines) build one cache if all of them call `build` with the same arguments
-    and a shared folder. Each computes its part of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
+    and a shared folder. Each rank computes its share of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
     number of ranks can resume. The cache is complete when every rank has returned.
 
     If keys are the positions of items, items are compared with the digests in finished shards; docs/building.md says which. An
@@ -63,19 +63,20 @@ def build(
     a warning.
 
     If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
-    digest from `v1`, and computes all other samples. On several ranks, each rank computes its part; then a call with
-    `rank=0, world_size=1` writes the version. Unchanged shards are hard links to those of `v1`, so never write into a shard in
-    place.
+    digest from `v1`, and computes all other samples. On several ranks, each rank computes its share; then a call with
+    `rank=0, world_size=1` writes the version. Unchanged shards are hard links to the shards of `v1`, so never write into a
+    shard in place.
 
     Args:
         source: A map-style dataset (`len`, `[i]`) or an iterable.
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
-            whose dtype or number of dimensions differs from that in earlier samples causes a warning, once for each name.
+            whose dtype or number of dimensions differs from earlier samples causes a warning, once for each name.
         out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by one
             rename when the version is complete. An existing version is opened if it has exactly the samples of these items.
         fingerprint: Description of how `fn` makes the samples (model, revision, dtype, crop, …), as JSON values. A cache with
-            a different one is refused, as `out` and as `reuse`. Readers check it with `tc.open(out, expect=fingerprint)`.
+            a different fingerprint is refused, as `out` and as `reuse`. Readers check it with `tc.open(out,
+            expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
             unless `out` is a pattern.
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
@@ -167,7 +168,7 @@ def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:
 
 
 def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -> OldCache:
-    """Load a cache from which samples are reused; raise if its fingerprint or the caches of its samples do not fit."""
+    """Load a cache to reuse; raise an error if its fingerprint or the caches of its samples do not fit."""
     old = OldCache(folder)
     for path, index in old.shards.indexes.items():
         try:

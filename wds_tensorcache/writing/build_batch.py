@@ -1,4 +1,4 @@
-"""Compute the batches of `build` in the caller's thread; cut them into samples and write these in another thread."""
+"""Compute the batches of `build` in the caller's thread; a background thread cuts and writes their samples."""
 
 from __future__ import annotations
 

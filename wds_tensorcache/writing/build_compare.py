@@ -65,7 +65,7 @@ class Comparison:
         return None
 
     def has_changed(self) -> bool:
-        """Return whether an item has changed; False if the source returns other values at each read."""
+        """Return whether an item has changed; False if the source returns different values at each read."""
         first, items = self._first_changed, self._items
         if first is not None and self._is_random is None and items.compares and items.is_map:
             self._is_random = items[first.number].origin != first.origin

@@ -103,12 +103,12 @@ class Items(Dataset[Item]):
                 yield range(begin, min(begin + self.batch_size, self._count))
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield this rank's items in batches, which do not depend on `is_done`.
+        """Yield the batches of this rank's items. A batch has the same items, whatever `is_done` returns.
 
         Items of a map-style dataset are not read if all keys of their batch are known without reading, and `is_done` returns
         True for them. Items to compare are always read: all items if the caller gives digests, or if the source is a list or
-        tuple; otherwise 64 items at equal distances, and the last item, which differs if an item before it was inserted or
-        removed.
+        tuple. Otherwise 64 items at equal distances are read, and the last item, which differs if an item before it was
+        inserted or removed.
         """
         items = self._read_batches(is_done) if self.is_map else self._iterate()
         has_key: bool | None = None

@@ -1,7 +1,7 @@
 """Write new shards from samples of old shards. All members are copied byte for byte, never decoded.
 
-A new shard that is equal to an old one is a hard link to it. Writing into a shard in place would change both, so code
-must write a new file and rename it.
+A new shard that equals an old shard is a hard link to it. Writing into a shard in place would change both, so code must
+write a new file and rename it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ Run = tuple[OldShard, int, int]  # consecutive samples `[begin, end)` of a shard
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewShard:
-    """The plan of a new shard: its samples, and which indexes to write."""
+    """The plan of a new shard: its samples and its indexes."""
 
     url: str  # path in the new folder
     runs: Sequence[Run]  # samples of the shard, in order; all have the same fingerprint
@@ -241,9 +241,9 @@ def _link(old: OldShard, path: str, files: Files, fsync: bool) -> None:
 
 @dataclasses.dataclass(slots=True, order=True)
 class MemberRange:
-    """A range of bytes `[begin, end)` in a shard that contains whole members.
+    """A range of bytes `[begin, end)` in a shard, made of whole members.
 
-    `header` is written before these bytes, if the range lacks the tar header of its first member.
+    `header` is a tar header to write before these bytes if the range begins after the header of its first member.
     """
 
     path: str

@@ -37,9 +37,9 @@ def write_index(
     """Write the index of a shard that another writer made as its sidecar, `PATH.index`, so that opening it needs no scan.
 
     The index keeps the fingerprint in an older index of the shard, or else the fingerprint in the manifest. It also keeps the
-    digests of items and the original names of samples whose keys are in an older index. A manifest in the folder of `path` that
-    lists the shard gets its numbers of samples and digest. If this manifest does not list a shard `*.tar`, the shard is added,
-    unless a writer holds the folder. After an interruption, the shard can be read as before.
+    digests of items and the original names of samples whose keys are in an older index. If a manifest in the
+    folder of `path` lists the shard, its numbers of samples and its digest are updated. If the manifest does not list a
+    shard `*.tar`, the shard is added, unless a writer holds the folder. After an interruption, the shard can be read as before.
 
     A shard at a url is read once as a whole. Its indexes are written next to it, or into `index_folder`, from which
     `tc.open(…, index_folder=…)` reads them. Manifests stay as they are.

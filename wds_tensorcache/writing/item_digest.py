@@ -21,8 +21,8 @@ _KINDS = "biufcSUmM"  # of numpy dtypes whose bytes are their values
 def digest_item(value: Any) -> int:
     """Return the digest of an item of plain values, paths, arrays and tensors; 0 if it contains another type.
 
-    The digest is the XXH3-64 of the following bytes, or 1 if that is 0. Each value begins with a letter and, where its length
-    can vary, a count of 8 bytes, so that different values have different bytes. All numbers are little-endian.
+    The digest is the XXH3-64 of the following bytes, or 1 if this hash is 0. Each value begins with a letter and, where its
+    length can vary, a count of 8 bytes, so that different values have different bytes. All numbers are little-endian.
 
     - None, True and False: `N`, `T`, `F`.
     - int: `i`, count, two's complement. float: `f`, 8 bytes. str: `s`, count, UTF-8. bytes: `b`, count, the bytes.
@@ -32,7 +32,7 @@ def digest_item(value: Any) -> int:
     - Arrays and numbers of numpy, and tensors: `a` or `x`, number of dimensions, the dtype as a str, the dimensions, then the
       bytes in C order.
 
-    Other types, also subclasses of dict for example, have no digest: `fn` may depend on more than their content.
+    All other types, such as subclasses of dict, have no digest: `fn` may depend on more than their content.
 
     Memory: nothing is copied, except arrays and tensors that are not contiguous, or not in the memory of the CPU.
     """

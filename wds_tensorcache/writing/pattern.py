@@ -134,7 +134,7 @@ class ShardPattern:
     def shards_by_age(self) -> list[tuple[int, str]]:
         """Return number and path of the existing shards of the same build, ascending by number.
 
-        If each call begins with the next number in the folder, shards with higher numbers contain the newer samples of a key.
+        If each writer starts at the next number in the folder, shards with higher numbers contain the newer samples of a key.
         """
         places = {name: self._parse(name) for name in folder_of(self.folder).names()}
         return sorted((place[2], self.locate(name)) for name, place in places.items() if place is not None)

@@ -54,7 +54,7 @@ class FinishedShards:
         return bool(self._table.find(key))
 
     def find(self, key: str) -> list[tuple[str, int]]:
-        """Return the path of the shard, and the row in the shard, of each sample with a key."""
+        """Return (path of the shard, row in the shard) for each sample with this key."""
         numbers = [(position, bisect_right(self._starts, position) - 1) for position in self._table.find(key)]
         return [(self._paths[number], position - self._starts[number]) for position, number in numbers]
 
@@ -64,7 +64,7 @@ class FinishedShards:
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
     def stored_key(self, key: str) -> str:
-        """Return the key of a stored sample: `key`, or the key that an earlier `safe_key` made of the same name."""
+        """Return `key`; if a sample has the key that an earlier `safe_key` made of the same name, return that key."""
         older = older_key(key)
         return key if older is None or older not in self else older
 

@@ -45,7 +45,7 @@ def drop(
 
     Args:
         source: Folder of the cache; its files are not changed.
-        out: Folder of the version: a new folder, or an empty one, which is replaced.
+        out: Folder of the version: a new folder, or an empty folder, which is replaced.
         keys: Keys of the samples to drop, with all their members.
         fsync: Wait for the disk before the folder appears.
 
@@ -53,7 +53,7 @@ def drop(
         FileExistsError: `out` is not empty, or a shard has the name that the `.idx` or `.index` of another shard needs.
         FileNotFoundError: `source` does not exist, or has no shards.
         FormatError: A shard or the manifest is damaged, or was changed during the call.
-        KeyError: A key has no sample.
+        KeyError: The cache has no sample with one of the keys.
         OSError: A file cannot be read or written, for example because the disk is full.
         TypeError: `keys` is a str or bytes.
         ValueError: No sample would remain; or `source` is not a folder.

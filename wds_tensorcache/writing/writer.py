@@ -150,7 +150,7 @@ class ShardWriter:
             `max_nbytes` or `footer` does not suit a url.
 
     Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
-        shard never replaces another one. A second writer of the same pattern is refused while the first one is open and its
+        shard never replaces another one. A second writer of the same pattern is refused while the first writer is open and its
         process runs. At a url, its first upload is refused instead. A forked child cannot use the writer: `write` raises
         RuntimeError, and `close` has no effect.
     """
@@ -213,7 +213,7 @@ class ShardWriter:
         self._resumes = self.num_finished > 0
 
     def _begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:
-        """Take over or delete existing shards; return those that were taken over, and the number of the next shard."""
+        """Take over or delete existing shards; return the shards taken over, and the number of the next shard."""
         folder, pattern = self._folder, self._pattern
         # The manifest may list shards that other ranks have stored after the folder was listed. So it is read first.
         manifest = Manifest.of(folder) if self._manifest else None
@@ -254,7 +254,7 @@ class ShardWriter:
             InvalidKeyError: Some reader of shards would misread the key, a cache name or an extension; or the key is already
                 in this shard.
             OSError: The shard, or an earlier shard, cannot be written, for example because the disk is full.
-            RuntimeError: This is a forked child.
+            RuntimeError: This process is a fork of the writer's process.
             ValueError: The writer is closed, or a shard could not be finished.
 
         Memory: this call copies or writes the bytes of the tensors, so the tensors may be changed afterwards.
@@ -311,7 +311,7 @@ class ShardWriter:
         return shard
 
     def _finish(self) -> None:
-        """Finish the current shard; at a url on a thread, so that the next shard is written during the upload."""
+        """Finish the current shard. At a url, a thread uploads it while the next shard is written."""
         shard, self._shard = self._shard, None
         if shard is None:
             return

@@ -3,8 +3,8 @@
 Python's own unpickler is unsafe even if `find_class` allows only listed names. It builds any object that its opcodes reach,
 allocates as much memory as the input claims to need, and lets callables escape as values. Here, no callable leaves this
 file: each fetched callable must be called. Builders check their arguments, and a length must not exceed the remaining bytes.
-To audit the reader, read this file, `types.py`, `limits.py` and `template.py`. A template reads only bodies that differ in
-plain values from a body that this file has accepted.
+To audit the reader, read this file, `types.py`, `limits.py` and `template.py`. A template reads a body only
+if this file has accepted an equal body with other plain values.
 """
 
 from __future__ import annotations

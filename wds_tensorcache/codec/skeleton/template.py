@@ -355,7 +355,7 @@ class Family:
     def miss(self, sample: Any, body: bytes) -> None:
         """Count a sample that did not match the template.
 
-        After some misses, learn a template from the sample and its body; after too many, drop the template.
+        After some misses, learn a template from the sample and its body. After too many misses, drop the template.
         """
         self.num_misses += 1
         # Learning takes as long as writing three samples. So it skips the first sample, which may be the only one or an

@@ -100,7 +100,7 @@ def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], objec
 
 
 def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
-    """Call `__reduce_ex__`; return the opcode that builds `value`, arguments, keywords, state, items and pairs.
+    """Return the opcode that builds `value`, and arguments, keywords, state, items and pairs from its `__reduce_ex__`.
 
     Raises:
         ValueError: `__reduce_ex__` names a callable other than the class of `value`, or a function that sets the state.
