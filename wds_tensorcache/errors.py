@@ -8,7 +8,7 @@ TensorCacheError
 ├── EncodeError             (TypeError)              a Python value that the format cannot represent
 ├── BatchError              (ValueError)             samples that cannot form one batch
 ├── RemoteError             (OSError)                a request to a server or an object store that failed
-├── StaleCacheError         (ValueError)             a cache whose fingerprint is not the expected one
+├── StaleCacheError         (ValueError)             a cache whose fingerprint differs from the expected fingerprint
 └── InvalidKeyError         (ValueError)             a sample key or cache name that breaks a naming rule
 """
 
@@ -159,7 +159,7 @@ class RemoteError(TensorCacheError, OSError):
 
 
 class StaleCacheError(TensorCacheError, ValueError):
-    """A cache whose fingerprint (model, dtype, …) is not the expected one; the message contains both."""
+    """A cache whose fingerprint (model, dtype, …) differs from the expected fingerprint; the message contains both."""
 
 
 class InvalidKeyError(TensorCacheError, ValueError):

@@ -353,7 +353,7 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield the possible names, lengths and header offsets of the member whose content starts at byte `begin` of a file.
 
-    The file has `nbytes` bytes. The number of extended headers before the member's own header is unknown, so each number may
+    The file has `nbytes` bytes. An unknown number of extended headers may precede the member's own header, and each number may
     give another name.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):

@@ -124,7 +124,6 @@ class _TensorKinds:
         self._last: tuple[Form, tuple[str, ...] | None] | None = None
 
     def add(self, index: ShardIndex) -> None:
-        """Add the tensors in the index of a finished shard."""
         for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
             self._kinds = dict(_kinds_of(form, texts)) | self._kinds
 

@@ -101,7 +101,6 @@ class _UnfinishedShard:
         return ShardEntry(self.name, self.num_samples, self.nbytes + len(tail), index.digest), index
 
     def drop(self) -> None:
-        """Delete the unfinished file."""
         self._output.drop()
 
 
@@ -124,9 +123,9 @@ class ShardWriter:
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
         overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
         resume: Continue after the last existing shard, and skip keys that are already stored, also in shards from ranks of a
-            `build` with this pattern. If you write all samples again with the same options, the shards equal those of an
-            uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed; `tc.verify`
-            finds it.
+            `build` with this pattern. If you write all samples again with the same options, the shards equal the shards
+            of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
+            `tc.verify` finds it.
         fsync: Wait until a shard is on disk before it gets its final name. Without effect for a url.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values. It is stored in
@@ -135,7 +134,7 @@ class ShardWriter:
         encoder: Function that encodes the members outside caches, for example webdataset's `make_encoder(True)`. It takes a
             dict of values by extension, and returns a dict of bytes. By default, bytes, text, `json` and `cls` are accepted.
 
-    At a url, another thread uploads a shard from local disk while the next one is written. An upload's error is raised by the
+    At a url, another thread uploads a shard from local disk while the next shard is written. An upload's error is raised by the
     next `write` or by `close`. After an error or an interrupt in the `with` block, finished shards are still uploaded; another
     interrupt cancels the uploads. Writers on any number of machines may share a folder. See docs/remote_writing.md.
 
@@ -150,9 +149,9 @@ class ShardWriter:
             `max_nbytes` or `footer` does not suit a url.
 
     Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
-        shard never replaces another one. A second writer of the same pattern is refused while the first writer is open and its
-        process runs. At a url, its first upload is refused instead. A forked child cannot use the writer: `write` raises
-        RuntimeError, and `close` has no effect.
+        shard never replaces another shard. A second writer of the same pattern is refused while the first writer is open and
+        its process runs. At a url, the first upload of the second writer is refused instead. A forked child cannot use the
+        writer: `write` raises RuntimeError, and `close` has no effect.
     """
 
     def __init__(
