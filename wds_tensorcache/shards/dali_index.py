@@ -71,7 +71,7 @@ def split_lines(content: bytes) -> tuple[int, list[str]]:
 
 
 def split_line(line: str, width: int) -> list[list[str]]:
-    """Return the fields of each member in a line; the last member of a damaged line has fewer than `width`."""
+    """Return the fields of each member in a line; the last member of a damaged line has fewer than `width` fields."""
     fields = _fields_of(line)
     return [fields[at : at + width] for at in range(0, len(fields), width)]
 

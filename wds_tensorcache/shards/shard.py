@@ -265,7 +265,7 @@ class Shard:
         return begin, begin + self.columns.skeleton_nbytes.item(row)
 
     def skeleton_extents(self, rows: Array) -> tuple[Array, Array]:
-        """Return `skeleton_extent` for many samples, as an array of begins and an array of ends, both int64 `[n]`."""
+        """Return `skeleton_extent` for many samples: an array of begins and an array of ends, both int64 `[n]`."""
         begins = self.columns.skeleton_begin[rows].astype(np.int64)
         return begins, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
 

@@ -100,7 +100,9 @@ def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], objec
 
 
 def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
-    """Return the opcode that builds `value`, and arguments, keywords, state, items and pairs from its `__reduce_ex__`.
+    """Return the opcode that builds `value`, and the results of its `__reduce_ex__`.
+
+    These are arguments, keywords, state, items and pairs.
 
     Raises:
         ValueError: `__reduce_ex__` names a callable other than the class of `value`, or a function that sets the state.
