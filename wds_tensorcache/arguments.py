@@ -1,4 +1,4 @@
-"""Checks of arguments: integers, and names of options that are passed on."""
+"""Check arguments: integers, and the names of options in `**options`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose, and the names and counts in messages.
+"""Every error that this package raises on purpose, and functions that format names and counts in messages.
 
 TensorCacheError
 ├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md
@@ -8,7 +8,7 @@ TensorCacheError
 ├── EncodeError             (TypeError)              a Python value that the format cannot represent
 ├── BatchError              (ValueError)             samples that cannot form one batch
 ├── RemoteError             (OSError)                a request to a server or an object store that failed
-├── StaleCacheError         (ValueError)             a cache whose fingerprint is not the expected one
+├── StaleCacheError         (ValueError)             a cache whose fingerprint differs from the expected fingerprint
 └── InvalidKeyError         (ValueError)             a sample key or cache name that breaks a naming rule
 """
 
@@ -142,13 +142,13 @@ class BatchError(TensorCacheError, ValueError):
 
 
 class RemoteError(TensorCacheError, OSError):
-    """A request to a server or an object store that failed, after retries if the fault may pass.
+    """A request to a server or an object store that failed, also after retries if the fault may be temporary.
 
-    The message contains url, range and status, without credentials.
+    The message contains the url, the range and the status, without credentials.
 
     Attributes:
         url: The object, without user name, password and query.
-        begin, end: The bytes `[begin, end)` that were requested; None for another request.
+        begin, end: The bytes `[begin, end)` that were requested; None if the request named no range.
         status: Status of the HTTP response; None if there was none, or if it is unknown.
     """
 
@@ -159,7 +159,7 @@ class RemoteError(TensorCacheError, OSError):
 
 
 class StaleCacheError(TensorCacheError, ValueError):
-    """A cache whose fingerprint (model, dtype, …) is not the expected one; the message contains both."""
+    """A cache whose fingerprint (model, dtype, …) differs from the expected fingerprint; the message contains both."""
 
 
 class InvalidKeyError(TensorCacheError, ValueError):
@@ -167,13 +167,16 @@ class InvalidKeyError(TensorCacheError, ValueError):
 
 
 def add_note(exc: BaseException, note: str) -> None:
-    """Add a note to an exception whose type must stay, such as one of the caller's code; without effect before Python 3.11."""
+    """Add a note to an exception whose type must stay, for example an exception of the caller's code.
+
+    Without effect before Python 3.11.
+    """
     if hasattr(exc, "add_note"):
         exc.add_note(note)
 
 
 def format_count(count: int, noun: str) -> str:
-    """Return a number of things as text, such as `1 sample` or `1,200 samples`."""
+    """Return a count and its noun as text, such as `1 sample` or `1,200 samples`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -181,9 +184,10 @@ _NUM_LISTED, _NUM_COMPARED, _NUM_CHARS = 8, 1000, 80
 
 
 def list_names(known: Collection[object], wanted: object = "", count: int | None = None) -> str:
-    """Return known names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
+    """Return names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
 
-    Of the first 1,000 names, those similar to `wanted` come first. At most 8 names are listed, each with at most 80 characters.
+    Names similar to `wanted` come first; only the first 1,000 names are considered. At most 8 names are listed, each with at
+    most 80 characters.
     """
     texts = {str(name)[:_NUM_CHARS]: name for name in islice(known, _NUM_COMPARED)}
     near = difflib.get_close_matches(str(wanted)[:_NUM_CHARS], texts, _NUM_LISTED, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""The progress of long calls: shown as a bar of `tqdm`, or passed to a function."""
+"""Show the progress of a long call as a bar of `tqdm`, or pass it to a function."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Progress:
     """The progress of a call.
 
     Args:
-        show: A function of the work that is done and of the total; or whether to show a bar. None shows the bar if `tqdm` is
+        show: Function `show(done, total)`, or True to show a bar and False to show nothing. None shows the bar if `tqdm` is
             installed and stderr is a terminal.
-        total: The whole work; None if unknown.
+        total: Total amount of work; None if unknown.
         options: Options of the bar.
 
     Raises:
@@ -34,7 +34,10 @@ class Progress:
         self.is_shown = self._function is not None or self._bar is not None
 
     def show(self, done: int, initial: int = 0) -> None:
-        """Show the work that is done, unless it was just shown; `initial` of it does not count for the rate."""
+        """Show the amount of finished work, unless it has not changed.
+
+        `initial` is the amount that was finished before this call; it does not count for the rate.
+        """
         if done == self._shown:
             return
         self._shown = done

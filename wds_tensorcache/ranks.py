@@ -1,4 +1,4 @@
-"""Rank of this process among the data-parallel processes."""
+"""Find the rank of this process among the data-parallel processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_distributed() -> bool:
 def find_rank(rank: int | None, world_size: int | None, group: Any = None, *, is_final: bool = True) -> tuple[int, int]:
     """Return `(rank, world_size)` from the arguments, else from torch.distributed, else from torchrun, else `(0, 1)`.
 
-    If only the world size is known, return rank 0 unless `is_final`.
+    If `is_final` is False, the environment may contain only a world size; the rank is then 0.
 
     Raises:
         ValueError: The arguments or the environment are inconsistent.

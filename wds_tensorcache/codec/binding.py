@@ -1,7 +1,7 @@
 """The preamble and the digests that bind the two members of a cache to each other (FORMAT.md 2.1, 3.3).
 
-A *member* is a file in the tar. The two members are the skeleton (`.skel.pyd`, a pickle) and the tensors (`.safetensors`).
-The skeleton is a preamble, which contains the digests, and the body, which is the rest of the pickle.
+A *member* is a file in the tar. A cache has two members for each sample: the skeleton (`.skel.pyd`, a pickle) and the tensors
+(`.safetensors`). A skeleton begins with the preamble, which contains the digests. The body follows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ Preamble = tuple[int, int | None, int | None, int | None]
 
 
 def tensors_digest(member: bytes | memoryview) -> int:
-    """Return the XXH3-64 of the bytes after the 16 stored digits of a `.safetensors` member."""
+    """Return the digest of a `.safetensors` member: the XXH3-64 of all bytes after the digits of the stored digest."""
     return xxhash.xxh3_64_intdigest(memoryview(member)[DIGITS_END:])
 
 
 def sign_header(header: bytes, buffers: Iterable[Any]) -> tuple[bytes, int]:
-    """Return `header` with the digest of the member in place of its zeros, and the digest; `buffers` follow the header."""
+    """Return `header` with the member's digest in place of the zeros, and the digest.
+
+    `buffers` contain the bytes of the member after the header.
+    """
     state = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
     for buffer in buffers:
         state.update(buffer)
@@ -42,7 +45,7 @@ def sign_header(header: bytes, buffers: Iterable[Any]) -> tuple[bytes, int]:
 
 
 def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> bytes:
-    """Return the preamble for a skeleton with this `body`, `PREAMBLE_NBYTES` bytes."""
+    """Return the preamble of a skeleton with this `body`; it has `PREAMBLE_NBYTES` bytes."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, xxhash.xxh3_64_intdigest(body))
     return b"%b%b%c" % (_PREAMBLE_BEGIN, fields, POP)
 
@@ -57,7 +60,10 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
 
 
 def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:
-    """Return whether the preamble's fields in `skeleton` have these values; the bytes before the fields may be damaged."""
+    """Return whether `skeleton` contains these values at the offsets of the preamble's fields.
+
+    The bytes before the fields may be damaged.
+    """
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, 0)[:-8]
     return skeleton[len(_PREAMBLE_BEGIN) :].startswith(fields)
 

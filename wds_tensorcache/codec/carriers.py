@@ -1,4 +1,4 @@
-"""Pass tensors through libraries that lack their dtypes: as bits of a dtype that numpy, Arrow or DALI have, and back."""
+"""Pass tensors through numpy, Arrow and DALI, viewed as dtypes that these libraries have."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Carrier:
     def restore(self, value: Any) -> Any:
         """View a carrier as the original tensor or array; `fits(value)` must be True.
 
-        Memory: aliases `value`, unless it is an array that is not contiguous, or carries bools as integers.
-            Hazard: a tensor of a read-only array may be written, which changes memory that others read.
+        Memory: aliases `value`. Arrays that are not contiguous, and integers that carry bools, are copied.
+            Hazard: the tensor of a read-only array is writable, and its memory may belong to other readers.
         """
         if isinstance(value, np.ndarray) and isinstance(self.true, torch.dtype):
             shape = value.shape[: value.ndim - len(self.inner)]
@@ -56,9 +56,10 @@ class Carrier:
 
 @lru_cache(maxsize=256)
 def arrow_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
-    """Return the carrier for numpy and Arrow: the stored form, with unsigned integers in place of the floats that numpy lacks.
+    """Return the carrier of a dtype for numpy and Arrow.
 
-    Dates are int64. Complex numbers have two floats, and texts their bytes or code points, as a last dimension.
+    The carrier is the stored form, with unsigned integers for the floats that numpy lacks. Dates become int64. A last dimension
+    contains the two floats of a complex number, or the bytes or code points of a text.
 
     Raises:
         ValueError: The format cannot store the dtype.
@@ -73,7 +74,11 @@ def arrow_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
 
 @lru_cache(maxsize=256)
 def dali_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
-    """Return the carrier for DALI: an integer of the same width, or the bytes of an element as a last dimension."""
+    """Return the carrier of a dtype for DALI.
+
+    The carrier is the dtype itself if DALI has it, otherwise an integer dtype of the same width. For other widths, the carrier
+    is uint8, with the bytes of an element in a last dimension.
+    """
     if dtype_name(dtype) in _DALI_HAS:
         return Carrier(dtype, np.dtype(dtype_name(dtype)))
     if dtype.itemsize in _SIGNED:

@@ -1,4 +1,4 @@
-"""The table in FORMAT.md 3.2 of the stored form of each dtype of torch and numpy.
+"""The stored form of each dtype of torch and numpy: the table in FORMAT.md 3.2.
 
 The *true* dtype is the dtype of the tensor or array in the sample. The *stored* dtype is the dtype of its entry in the
 `.safetensors` file. Every supported release of stock safetensors can load the stored dtypes, except `F8_E4M3FNUZ` and
@@ -72,7 +72,7 @@ _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 
 def numpy_true_dtype(dtype: np.dtype) -> TrueDtype | None:
-    """Return the stored form of a dtype of either byte order; None if the format cannot store it, for example objects."""
+    """Return the stored form of a numpy dtype of either byte order; None if the format cannot store it."""
     little = dtype.newbyteorder("<")
     native = _NUMPY_NATIVE.get(little)
     if native is not None:
@@ -93,7 +93,10 @@ def _numpy_view(attribute: str) -> TrueDtype | None:
 
 
 def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dtype | np.dtype, tuple[int, ...]]:
-    """Return the true dtype, little-endian for numpy, and its `TrueDtype.inner`; `kind` is "tensor" or "ndarray".
+    """Return the true dtype of a stored tensor, and its `TrueDtype.inner`.
+
+    `kind` is "tensor" for a torch dtype, "ndarray" for a little-endian numpy dtype. `attribute` is the attribute `dtype` of the
+    tensor's reference.
 
     Raises:
         ValueError: `attribute` is not stored as `stored`, or the installed torch or numpy lacks the dtype.

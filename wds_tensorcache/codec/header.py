@@ -1,4 +1,4 @@
-"""The header of a `.safetensors` member, the tar entry with a sample's tensors: parsed, built, and shared (FORMAT.md 3.1).
+"""Parse and build the header of a `.safetensors` member, the tar entry with a sample's tensors (FORMAT.md 3.1).
 
 A *layout* is a parsed header: the names, dtypes, shapes and byte ranges of the tensors in a member. A *form* is a layout
 without its shapes: names, dtypes and numbers of dimensions. The samples of a cache share a few forms and layouts, so
@@ -38,7 +38,7 @@ Further: TypeAlias = tuple[tuple[str, str], ...]  # further names of tensors, ea
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a header, with its byte range in the whole member, which includes the header."""
+    """One tensor of a header. Its byte range counts from the first byte of the member, the start of the header."""
 
     name: str
     dtype: str  # stored dtype, a key of `STORED`
@@ -49,7 +49,7 @@ class StoredTensor:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """The common part of layouts that differ only in shapes, for example the layouts of texts of different lengths."""
+    """Names, dtypes and numbers of dimensions of the tensors in a layout. Layouts that differ only in shapes share a form."""
 
     entries: tuple[tuple[str, str, int], ...]  # name, stored dtype, number of dimensions, in the order of the bytes
     template: Any = None  # `Template` of an earlier skeleton of this form
@@ -80,7 +80,10 @@ class Layout:
 
     @property
     def named_texts(self) -> dict[str, str]:
-        """Strings of the references by all names of the tensors; `texts` must be known."""
+        """Strings of the references to tensors, by name. `texts` must not be None.
+
+        A tensor with further names has an item for each name.
+        """
         assert self.texts is not None
         texts = dict(zip(self.tensors, self.texts, strict=True))
         return texts | {further: texts[name] for further, name in self.further}
@@ -98,7 +101,10 @@ def _keep(table: dict[Any, Any], key: Any, value: Any) -> Any:
 
 
 def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
-    """Return the form with these entries. Equal entries give the same object, unless they are long or the table was cleared."""
+    """Return the form with these entries.
+
+    Calls with equal entries return the same object, unless the entries are long or the table was cleared.
+    """
     form: Form | None = _FORMS.get(entries)
     if form is None:
         form = Form(entries)
@@ -114,7 +120,10 @@ def _is_small(form: Form) -> bool:
 def make_layout(
     form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None, further: Further = ()
 ) -> Layout:
-    """Return the layout of `form` whose shapes, concatenated, are `dims`; the caller has validated them."""
+    """Return the layout with this form and these shapes.
+
+    `dims` contains the dimensions of all shapes, in order. The caller has validated them.
+    """
     # The author of an index can choose integers whose hashes collide; the hashes of bytes have a secret seed.
     contents = (form, array("Q", dims).tobytes(), data_begin, texts, further)
     layout = _LAYOUTS.get(contents)
@@ -132,14 +141,15 @@ def make_layout(
 
 
 def is_bound(member: Any) -> bool:
-    """Return whether `member` is bytes that begin like the `.safetensors` member of a cache, in any format version."""
+    """Return whether `member` is bytes that begin like a cache's `.safetensors` member of any format version."""
     return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
 
 
 def build_safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align: int) -> bytes:
-    """Return the header of a `.safetensors` member, including its length field, with a digest of zeros (see `sign_header`).
+    """Return the header of a `.safetensors` member, with its length field and zeros as its digest (see `sign_header`).
 
-    `tensors` has (name, stored dtype, shape in stored elements, number of bytes) of each tensor, in the order of their bytes.
+    `tensors` contains (name, stored dtype, shape in stored elements, number of bytes) for each tensor, in the order of the
+    tensors' bytes.
     """
     if align <= 0 or align % 8:
         raise ValueError(f"align={align}, expected a positive multiple of 8")
@@ -163,7 +173,7 @@ def build_safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...], 
 
 
 def plan_member(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> tuple[bytes, Layout]:
-    """Return the header that `build_safetensors_header` makes, and the layout that it describes."""
+    """Return the header from `build_safetensors_header`, and its layout."""
     header = build_safetensors_header(tensors, align)
     form = form_of(tuple((name, dtype, len(shape)) for name, dtype, shape, _ in tensors))
     return header, make_layout(form, [dim for _, _, shape, _ in tensors for dim in shape], len(header))
@@ -175,7 +185,7 @@ plan_small_member = lru_cache(256)(plan_member)  # samples whose tensors have eq
 def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -> tuple[Layout, int | None]:
     """Validate the header of a `.safetensors` member; return its layout, and its digest (None if it has none).
 
-    If `member` is only the beginning of the member, `member_nbytes` is the length of the whole.
+    `member` may be only the beginning of the member; `member_nbytes` is then the length of the whole member.
 
     Raises:
         FormatError: The header breaks a rule of FORMAT.md 3.1.
@@ -279,7 +289,10 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """Return whether torch and numpy can compute the strides of this shape. For strides, they count a dimension of 0 as 1."""
+    """Return whether torch and numpy can compute the strides of this shape.
+
+    For strides, both libraries count a dimension of 0 as 1.
+    """
     return math.prod(filter(None, shape)) < 1 << 59
 
 

@@ -1,4 +1,4 @@
-"""Lazy tensors and arrays, which know where their bytes are and read them only for operations that need them.
+"""Lazy tensors and arrays, which read their bytes only for operations that need them.
 
 The bytes come from a `ByteSource` (`reference.py`): a member in memory, or a `FileRange` of a shard (`shards/shard.py`).
 """
@@ -141,7 +141,7 @@ class Lazy:
 
 
 class PendingLoads:
-    """Lazy tensors whose memory exists before `run` fills it, so that neighbors in a member need only one read."""
+    """Lazy tensors that `run` loads together, so that adjacent tensors of a member need only one read."""
 
     __slots__ = ("_reads", "_unchecked")
 
@@ -151,7 +151,7 @@ class PendingLoads:
         self._unchecked: list[tuple[Callable[[Any], Any], Any]] = []
 
     def add(self, lazy: Lazy) -> Any:
-        """Return the loaded value of a lazy tensor, with undefined elements until `run` returns."""
+        """Allocate and return the loaded value of a lazy tensor; `run` fills in the elements."""
         reference, source = lazy._reference, lazy._source
         begin = reference.begin
         buffer = source.allocate(reference.end - begin)
@@ -163,10 +163,10 @@ class PendingLoads:
         return value
 
     def run(self) -> None:
-        """Read all bytes.
+        """Read the bytes of all added tensors.
 
         Raises:
-            FormatError: As by `load`.
+            FormatError: A loaded value is invalid, or a shard was changed.
         """
         self._reads.sort()
         source: Any = None
@@ -232,8 +232,8 @@ class LazyTensor(Lazy):
     to the caller. If the first index is an int or a slice of step 1, only the selected bytes of the first dimension
     are read. Attributes such as shape and dtype read nothing. For repeated use, call `.load()` once.
 
-    Memory: holds no copy of its elements. It keeps its source alive: bytes in memory, or the shard of an open cache. Instead of
-        the shard, an unpickled copy keeps only the path and identity of its file.
+    Memory: holds no copy of its elements. It keeps its source alive: bytes in memory, or the shard of an open cache. An
+        unpickled copy keeps the path and identity of the shard's file, but not the shard.
     Threads/fork/pickle: immutable, so safe in all three. If the source is in memory, the pickle contains only the bytes of
         this tensor.
     """
@@ -256,7 +256,7 @@ class LazyTensor(Lazy):
 
     @property
     def device(self) -> torch.device:
-        """Device of the result of `.load()`."""
+        """The CPU: the device of the result of `.load()`."""
         return torch.device("cpu")
 
     def __len__(self) -> NoReturn:
@@ -308,7 +308,7 @@ class LazyTensor(Lazy):
 
     # A method, although `__getattr__` would provide it: trainers look for `to` in the class of a value.
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Load the tensor, and return the result of calling `torch.Tensor.to` on it."""
+        """Load the tensor and call `torch.Tensor.to` on it; return the result."""
         return self.load().to(*_loaded(list(args)), **_loaded(kwargs))
 
     @classmethod
@@ -408,7 +408,10 @@ for _cls in (LazyTensor, LazyArray):
 
 
 def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Return a tensor `[B, …]`; in a worker process it is in shared memory, so that sending it needs no copy."""
+    """Stack loaded tensors into a tensor `[B, …]`.
+
+    In a worker process, the result is in shared memory, so that sending it needs no copy.
+    """
     first = batch[0]
     for item in batch:
         if item.shape != first.shape or item.dtype != first.dtype:

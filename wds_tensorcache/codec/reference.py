@@ -1,8 +1,8 @@
-"""References from a skeleton to its tensors, and sources, which provide the bytes of the tensors.
+"""References from a skeleton to its tensors, and sources of the tensors' bytes.
 
-In place of a tensor, a skeleton (the pickle of a sample) contains a string, for example `tensor:latent`. A reference is
-that string resolved in a layout (the parsed header of the `.safetensors` member): name, dtype, shape and byte range. Names are
-paths in the sample (FORMAT.md 2.3).
+In place of a tensor, a skeleton (the pickle of a sample) contains a string, for example `tensor:latent`. A layout (the parsed
+header of the `.safetensors` member) resolves that string to a reference, which contains name, dtype, shape and byte range.
+Names are paths in the sample (FORMAT.md 2.3).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ByteSource(Protocol):
         """Return a private copy of the bytes `[begin, end)`; raise an error if they cannot be read."""
 
     def allocate(self, nbytes: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return private memory for bytes of the source."""
+        """Return private memory of `nbytes` bytes, to read into."""
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
         """Fill 1-D byte buffers, in order, with the bytes from `begin` on; raise an error if they cannot be read."""
@@ -45,10 +45,13 @@ class ByteSource(Protocol):
         """
 
     def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)`, for reading only, in memory that no other process can change."""
+        """Return the bytes `[begin, end)` in memory that no other process can change; never write into them."""
 
     def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
-        """Return a source of at least `[begin, end)` to send to another process, and the offset of `begin` in that source."""
+        """Return a source to send to another process, and the offset of byte `begin` in it.
+
+        The new source contains at least the bytes `[begin, end)`.
+        """
 
 
 class MemorySource:
@@ -102,7 +105,9 @@ def reference_text(kind: str, name: str, attribute: str | None) -> str:
 
 
 def parse_reference(text: str) -> tuple[str, str, str | None]:
-    """Return the kind, the tensor's name and the attribute `dtype` in the string of a reference; None for a missing attribute.
+    """Return the kind, the tensor's name and the attribute `dtype` in the string of a reference.
+
+    The attribute is None if the string has none.
 
     Raises:
         FormatError: The string has an unknown kind or attribute.
@@ -117,7 +122,7 @@ def parse_reference(text: str) -> tuple[str, str, str | None]:
 
 
 def resolve(layout: Layout, text: str) -> Reference:
-    """Return the reference that the string `text` stands for; the layout remembers it.
+    """Return the reference that the string `text` stands for; the layout caches it.
 
     Raises:
         FormatError: The string has an unknown kind, tensor, attribute or dtype.
@@ -146,7 +151,7 @@ def resolve(layout: Layout, text: str) -> Reference:
 
 
 def check_named(layout: Layout, texts: Iterable[str]) -> None:
-    """Raise FormatError unless the resolved `texts` together name each tensor of `layout` exactly once."""
+    """Raise FormatError unless the references `texts` name each tensor of `layout` exactly once."""
     names: set[str] = set()
     for text in texts:
         name = resolve(layout, text).name
@@ -167,14 +172,14 @@ short_component = lru_cache(4096)(_escape)  # samples of one cache have the same
 
 
 def component(key: object, position: int) -> str:
-    """Return the part of a path that stands for a key of a dict; `position` is the position of the key in the dict."""
+    """Return the component of a path for a dict key; `position` is the position of the key in the dict."""
     if type(key) is str:
         return short_component(key) if len(key) < 64 else _escape(key)
     return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
 
 
 def join_path(path: str, part: str) -> str:
-    """Return the path of `part` in the container at `path`."""
+    """Return `path` with the component `part` appended."""
     return f"{path}.{part}" if path else part
 
 

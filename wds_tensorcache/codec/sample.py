@@ -1,7 +1,8 @@
 """Encode a sample as two members (files in the tar), the skeleton and the tensors, and decode it.
 
 Skeletons are pickles, but Python's own unpickler never reads them. `skeleton/reader.py` interprets any skeleton, with the
-objects of `skeleton/types.py`. `skeleton/template.py` reads skeletons that equal an earlier one except in plain values.
+builders of `skeleton/types.py`. `skeleton/template.py` is a faster reader for skeletons that differ from an earlier skeleton
+only in plain values.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class EncodedSample:
 
 
 def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
-    """Encode as `encode_sample` does; `allow` is the result of `allow_table`.
+    """Encode a sample as `encode_sample` does, without a copy of its tensors; `allow` is the result of `allow_table`.
 
     Memory: `buffers` alias the tensors of `sample` that are contiguous and on the CPU.
     """
@@ -87,7 +88,7 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
         sample: Any nesting of containers, plain values, the types listed in FORMAT.md 2.5, tensors and arrays. Tensors that
             share memory are each stored in full. The bytes of lazy tensors are copied as they are.
         allow: Other classes that the sample may contain; readers must allow them, too.
-        align: Alignment of the first tensor in its member, a multiple of 8.
+        align: Alignment of the first tensor in its member in bytes, a multiple of 8.
 
     Returns:
         (skeleton, tensors): The bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples that share their
@@ -118,7 +119,7 @@ def decode_sample(
         skeleton: Bytes of the member `KEY.skel.pyd`, or of a skeleton that stock pickle wrote (protocol 4 or 5).
         tensors: Bytes of the member `KEY.safetensors`, or of a file that stock safetensors wrote.
         lazy: True returns `LazyTensor` and `LazyArray` objects; False loads the tensors.
-        verify: True recomputes both digests and compares them with the stored ones.
+        verify: True recomputes both digests and compares them with the stored digests.
         allow: Classes that the skeleton may instantiate; pass them only for files that you trust.
 
     Raises:
@@ -147,7 +148,7 @@ def decode_members(
     verify: bool,
     allow: Allowed,
 ) -> Any:
-    """Decode as `decode_sample` does; `allow` is the result of `allow_table`."""
+    """Decode a sample as `decode_sample` does; `allow` is the result of `allow_table`."""
     skeleton = bytes(skeleton)
     layout, digest = parse_header(tensors)
     begin, body_digest = check_binding(skeleton, layout.nbytes, digest)
@@ -163,7 +164,8 @@ def decode_members(
 def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int, int | None]:
     """Check that two members belong together; return the offset and the digest of the skeleton's body.
 
-    `nbytes` and `digest` describe the `.safetensors` member. Either digest is None if its member has none.
+    `nbytes` and `digest` are the length and the digest of the `.safetensors` member. A member that stores no digest has the
+    digest None.
 
     Raises:
         FormatError: The two members do not belong together.
@@ -182,7 +184,10 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
 
 
 def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed) -> Any:
-    """Rebuild a sample from a skeleton with its body at offset `begin`; `source` provides the bytes of the layout's tensors."""
+    """Rebuild a sample from a skeleton whose body starts at byte `begin`.
+
+    `source` provides the bytes of the tensors in `layout`.
+    """
     matched = match_body(skeleton, begin, layout, source, lazy)
     if matched is None:
         return _interpret(skeleton, begin, layout, source, lazy, allow)[0]
@@ -193,9 +198,10 @@ def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource,
 def match_body(
     skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool = True
 ) -> tuple[Template, list[Any]] | None:
-    """Return a template, and the list from which its `build` makes the sample; None if no template matches.
+    """Return the template that a skeleton matches, and the parts for `Template.build`; None if no template matches.
 
-    `build` changes the list, so pass it a copy to build several samples. With `lazy`, these share only immutable objects.
+    `build` changes the list of parts, so pass it a copy to build several samples. If `lazy` is True, these samples share only
+    immutable objects.
     """
     template = layout.form.template
     if template is None:
@@ -211,7 +217,7 @@ def match_body(
 def _interpret(
     skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed
 ) -> tuple[Any, Iterable[str]]:
-    """Rebuild a sample without a template; return it, and the strings of its references to tensors."""
+    """Rebuild a sample without a template; return the sample, and the strings of its references to tensors."""
     tensors: dict[str, Any] = {}
 
     def reference(text: str) -> Any:
@@ -235,9 +241,9 @@ def _interpret(
 
 
 def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[str, ...], Further]:
-    """Return the strings of the references in a skeleton with its body at `begin`, and the further names of its tensors.
+    """Return the strings of a skeleton's references, and the further names of its tensors.
 
-    The strings are in the order of the tensors' bytes.
+    The body of the skeleton starts at byte `begin`. The strings are in the order of the tensors' bytes.
 
     Raises:
         UnsafeSkeletonError, FormatError: The skeleton needs `allow=`, or is damaged.

@@ -1,7 +1,8 @@
 """Walk nested containers: list, copy and filter samples.
 
-`rebuild` copies containers of every kind. `_Copier` copies those in which tensors have names, `_find_places` lists the names,
-and `walk` lists all objects. Each walk visits a container once, so shared or cyclic containers cannot make it slow or endless.
+`rebuild` copies containers of every type. `_Copier` copies only containers in which tensors have names, `_find_places` lists
+these names, and `walk` lists all objects. Each walk visits a container once, so shared or cyclic containers cannot make it slow
+or endless.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
 
 
 def rebuild(obj: Any, replace: Callable[[Any], Any], leaves: Any = _LEAVES) -> Any:
-    """Copy containers as `realize` does; call `replace` once for each of the leaves in them.
+    """Copy containers as `realize` does, and replace the leaves in them.
 
     Args:
         obj: Any nesting of containers.
-        replace: Function of a leaf that returns its replacement.
+        replace: Function that takes a leaf and returns its replacement; called once for each leaf.
         leaves: Type or types of the leaves; by default, tensors, arrays (lazy or not) and bytearrays.
     """
     return _rebuild(obj, replace, leaves, {})
@@ -115,7 +116,7 @@ def _rebuild(value: Any, replace: Callable[[Any], Any], leaves: Any, done: dict[
 
 
 class Holding:
-    """A predicate: True for a lazy tensor, and for a dict, list, tuple or deque that contains one."""
+    """A predicate that is True for a lazy tensor, and for a dict, list, tuple or deque that contains one."""
 
     def __init__(self) -> None:
         self._results: dict[int, bool] = {}  # by id, so that each container is visited once
@@ -174,14 +175,14 @@ class _Copier:
 def map_leaves(
     sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any], wanted: Wanted | None = None
 ) -> Any:
-    """Return a copy of the structure of `sample` in which functions replace the lazy tensors and the leaves.
+    """Return a copy of the containers of `sample`, with replacements for the lazy tensors and the other leaves.
 
-    Dicts, and lists, tuples and deques that contain a lazy tensor, are copied as containers. A lazy tensor becomes
+    Dicts are copied as containers; lists, tuples and deques only if they contain a lazy tensor. A lazy tensor becomes
     `tensor(lazy)`. Any other value, for example a tuple of ints, is a leaf and becomes `leaf(path)`. A container or tensor
     that occurs several times in the sample is also one object in the result.
 
-    Dicts lose the tensors whose names `wanted` refuses; in other places, these tensors are leaves. The structure stays
-    otherwise: a list that contains only refused tensors is a container, too.
+    Dicts lose the tensors whose names `wanted` refuses; outside dicts, these tensors are leaves. A list that contains only
+    refused tensors is still a container.
     """
     done: dict[int, Any] = {}
 
@@ -195,9 +196,10 @@ def map_leaves(
 
 
 def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False) -> Any:
-    """Return `sample` without the tensors whose names `wanted` refuses: dicts lose them, sequences have None in their place.
+    """Return `sample` without the tensors whose names `wanted` refuses.
 
-    With `prunes`, a container that loses everything in it is removed in the same way.
+    Dicts lose these tensors; sequences have None in their place. With `prunes`, a container that loses all its items is removed
+    in the same way.
     """
     done: dict[int, Any] = {}
     projected = _project(sample, wanted, done, prunes)
@@ -257,21 +259,21 @@ def empty_like(value: Any) -> Any:
 def flatten(sample: Any) -> dict[str, Any]:
     """Return a dict of the lazy tensors and arrays of a nested sample by name, for example `latent.samples`, in order.
 
-    A tensor in several places has a name for each.
+    A tensor that occurs in several places has a name for each place.
     """
     places, names = _find_places(sample)
     return {names[place][0] if place in names else lazy.name: lazy for place, lazy, _ in places}
 
 
 def names_of(sample: Any) -> list[str]:
-    """Return the names of the lazy tensors of a sample from `separate`, in order."""
+    """Return the names of the lazy tensors in a sample that `separate` returned, in order."""
     return list(dict.fromkeys(lazy.name for _, lazy, _ in _find_places(sample)[0]))
 
 
 def further_names(sample: Any, name_of: Callable[[Any], str | None] | None = None) -> tuple[tuple[str, str], ...]:
-    """Return the further names of a sample's tensors, each with the tensor's name (FORMAT.md 2.3).
+    """Return the further names of a sample's tensors, each paired with the tensor's name (FORMAT.md 2.3).
 
-    `name_of` returns the name of a tensor, and None for any other value; by default, tensors are lazy.
+    `name_of` returns the name of a tensor, and None for any other value. By default, the tensors are lazy.
     """
     return tuple(_find_places(sample, name_of or _name_of_lazy)[1].values())
 
@@ -292,7 +294,7 @@ def _name_of_lazy(value: Any) -> str | None:
 def _find_places(
     sample: Any, name_of: Callable[[Any], str | None] = _name_of_lazy
 ) -> tuple[list[tuple[_Place, Any, _Link]], dict[_Place, tuple[str, str]]]:
-    """Return the places of a sample's tensors, and the further name and the name of a tensor by place."""
+    """Return the places of a sample's tensors, and a dict from places to (further name, name of the tensor)."""
     places: list[tuple[_Place, Any, _Link]] = []
     containers = {id(sample)}
 
@@ -376,7 +378,7 @@ def shown(value: Any) -> str:
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield (object, depth) for each object in nested containers, once and in document order. Plain values are skipped."""
+    """Yield (object, depth) for each object in nested containers, once, in document order. Plain values are skipped."""
     seen: set[int] = set()
     todo = [(value, 1)]
     while todo:

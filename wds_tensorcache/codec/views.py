@@ -1,4 +1,4 @@
-"""View bytes, wherever they come from, as tensors and arrays, and check their values (FORMAT.md 3.2)."""
+"""View bytes as tensors and arrays, and check their values (FORMAT.md 3.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Array = np.ndarray[Any, Any]
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`; raise FormatError if a bool is a byte other than 0 or 1: torch would then compute wrong results."""
+    """Return `tensor`; raise FormatError if a bool is a byte other than 0 or 1.
+
+    Hazard: torch would compute wrong results with such a bool.
+    """
     if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).cpu().numpy().max()) > 1:
         raise FormatError("a bool tensor holds bytes other than 0 and 1")
     return tensor
@@ -54,12 +57,18 @@ def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: 
 
 
 def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int = 0) -> Array:
-    """View a writable buffer, from byte `begin` on, as an array. Memory: aliases `buffer` and keeps it alive, unless empty."""
+    """View a writable buffer, starting at byte `begin`, as an array.
+
+    Memory: aliases `buffer` and keeps it alive, unless the array is empty.
+    """
     return np.ndarray(shape, dtype, buffer, begin) if math.prod(shape) else np.empty(shape, dtype)
 
 
 def check_array(array: Array) -> Array:
-    """Return `array`; raise FormatError for a bool other than 0 or 1, or for text beyond Unicode: numpy does not check them."""
+    """Return `array`; raise FormatError for a bool other than 0 or 1, or for text beyond Unicode.
+
+    Hazard: numpy does not check these values.
+    """
     if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise FormatError("a bool array holds bytes other than 0 and 1")
     if array.dtype.kind == "U" and array.size and int(array.reshape(-1).view("<u4").max()) > _MAX_CODE_POINT:

@@ -1,7 +1,7 @@
-"""Check the bytes after the end of an archive: tools index or copy a shard only if they are zeros, an index, or both.
+"""Check the bytes after the end of an archive: only zeros, an index, or both may follow.
 
 Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come after
-the zeros. A copy or an index of the part before them would lose these members.
+the zeros. A copy or an index of the members before the zeros would lose them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _REMEDY = (
 
 
 def find_unseen(index: ShardIndex, path: str, nbytes: int) -> TarFormatError | None:
-    """Return the error for members that the scan that made `index` has missed; `nbytes` is 0 for a remote shard."""
+    """Return the error for members that the scan for `index` did not see; None if nothing indicates such members.
+
+    `nbytes` is the length of the shard, or 0 to ignore its manifest.
+    """
     if index.hidden is not None:
         return hidden_members(index.end, index.hidden).at(path)
     # if zeros have overwritten members, and the footer with them, only the manifest lists these members
@@ -37,7 +40,7 @@ def find_unseen(index: ShardIndex, path: str, nbytes: int) -> TarFormatError | N
 
 
 def _find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatError | None:
-    """Return the error for zeros from byte `end` on, if the manifest lists more samples for a shard of this length."""
+    """Return the error for zeros from byte `end` on if the manifest lists more samples for this shard; otherwise None."""
     folder, name = os.path.split(os.path.abspath(path))
     with contextlib.suppress(FileNotFoundError, FormatError):
         for entry in read_manifest(os.path.join(folder, MANIFEST))[0]:
@@ -49,7 +52,7 @@ def _find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatE
 
 
 def load_whole(path: str) -> ShardIndex:
-    """Return the index of a shard that a writer will extend; raise FormatError unless `check_end` finds it whole."""
+    """Load the index of a shard; raise FormatError if the shard is damaged or `check_end` refuses it."""
     file = ShardFile(path)
     try:
         index = load_index(file)
@@ -61,7 +64,10 @@ def load_whole(path: str) -> ShardIndex:
 
 
 def check_end(file: ShardFile, end: int, num_samples: int) -> None:
-    """Raise TarFormatError if a shard has more members than a scan saw; the scan returned `end` and `num_samples`."""
+    """Raise TarFormatError if the bytes after the end of the archive are unknown, or if members were lost there.
+
+    `end` and `num_samples` come from the index of the shard.
+    """
 
     def refuse(problem: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
         raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind=kind).at(file.path)

@@ -1,4 +1,4 @@
-"""Build DALI's index of a shard, `NAME.idx`, and compare a few samples of it before DALI reads it."""
+"""Build `NAME.idx`, DALI's index of a shard, and compare it with the shard before DALI reads it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
     """Return a DALI index of version 1.2 for samples with these members, byte for byte as DALI's own `wds2idx` writes it.
 
     Raises:
-        InvalidKeyError: The format cannot represent a sample: its fields are separated by white space.
+        InvalidKeyError: A sample has no members, a name contains white space, or an extension is empty.
     """
     lines: list[bytes] = []
     for sample in samples:
@@ -52,7 +52,7 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
 
 
 def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
-    """Write DALI's index of the shard of this name; raise FileExistsError if a tar, or anything but a file, is in its place."""
+    """Write DALI's index of a shard; raise FileExistsError if it would replace a tar, or anything but a file."""
     name = dali_index_path(shard)
     if not folder.is_remote:
         check_replaceable(folder.locate(name))
@@ -60,7 +60,7 @@ def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
 
 
 def split_lines(content: bytes) -> tuple[int, list[str]]:
-    """Return the number of fields per member (4, or 3 in version 1.1), and the lines, one per sample."""
+    """Return the number of fields per member (3 in version 1.1, 4 in version 1.2), and one line for each sample."""
     first, *lines = [line.decode("utf-8", "surrogateescape") for line in content.splitlines()] or [""]
     head = _fields_of(first)
     width = _WIDTHS.get("".join(head[:1]), 0)
@@ -71,13 +71,16 @@ def split_lines(content: bytes) -> tuple[int, list[str]]:
 
 
 def split_line(line: str, width: int) -> list[list[str]]:
-    """Return the fields of each member in a line; the last member of a damaged line has fewer than `width`."""
+    """Return the fields of each member in a line; the last member of a damaged line has fewer than `width` fields."""
     fields = _fields_of(line)
     return [fields[at : at + width] for at in range(0, len(fields), width)]
 
 
 def seems_current(path: str, index: ShardIndex, name: str) -> bool:
-    """Return whether an index has the number of samples of a shard, and up to 128 of its tensor members of cache `name`."""
+    """Return whether DALI's index at `path` seems to match the shard.
+
+    The number of samples is compared, and up to 128 tensor members of cache `name`.
+    """
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
@@ -98,7 +101,7 @@ def seems_current(path: str, index: ShardIndex, name: str) -> bool:
 
 
 def check_replaceable(*paths: str) -> None:
-    """Raise FileExistsError if an index must not replace one of the paths: it is a tar, or not an ordinary file."""
+    """Raise FileExistsError if one of the paths is a tar or not an ordinary file: an index must not replace it."""
     for path in filter(os.path.exists, paths):
         if not os.path.isfile(path):
             raise FileExistsError(f"{path} is not a file, but the index of a shard needs this name; move it away")

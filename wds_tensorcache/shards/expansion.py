@@ -1,4 +1,4 @@
-"""Limits on expansion: of compressed streams and members, and of pickles into objects."""
+"""Limits on the expansion of compressed streams and members, and of pickles and JSON that become objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OBJECTS = {
 
 
 def check_option(max_expanded_nbytes: int) -> int:
-    """Return the option as an int; raise ValueError if it is negative."""
+    """Return `max_expanded_nbytes` as an int; raise ValueError if it is negative."""
     nbytes = operator.index(max_expanded_nbytes)
     if nbytes < 0:
         raise ValueError(f"max_expanded_nbytes={nbytes}, expected 0 or more")
@@ -27,12 +27,15 @@ def check_option(max_expanded_nbytes: int) -> int:
 
 
 def max_expanded(stored_nbytes: int, max_expanded_nbytes: int = MAX_EXPANDED_NBYTES) -> int:
-    """Return the limit on the length of `stored_nbytes` bytes after expansion."""
+    """Return the maximum number of bytes into which `stored_nbytes` compressed bytes may expand."""
     return max(max_expanded_nbytes, _MAX_RATIO * stored_nbytes)
 
 
 def check_objects(name: str, nbytes: int, stored_nbytes: int, max_expanded_nbytes: int, functions: str) -> None:
-    """Raise FormatError if a member is too long for its compressed bytes; members that become objects have lower limits."""
+    """Raise FormatError if a member is too long for the number of its compressed bytes.
+
+    Members that become objects have lower limits.
+    """
     extension = name.rpartition(".")[2].lower()
     share, ratio = _OBJECTS.get(extension, (1, _MAX_RATIO))
     limit = max(max_expanded_nbytes // share, ratio * stored_nbytes)

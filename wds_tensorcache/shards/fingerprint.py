@@ -13,7 +13,7 @@ _NONE: Any = object()
 
 
 def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields as they would be after a round trip through JSON; for example, tuples become lists.
+    """Return the fields as JSON reads them back; for example, tuples become lists.
 
     Raises:
         TypeError, ValueError: JSON cannot represent the fields.
@@ -42,14 +42,14 @@ def check_fingerprint(where: str, stored: Mapping[str, Any] | None, expected: Ma
 
 
 def check_same(where: str, stored: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> None:
-    """Raise StaleCacheError unless the fingerprint `stored` in a cache equals `expected`, that of the new samples."""
+    """Raise StaleCacheError unless the fingerprint `stored` in a cache equals the new samples' fingerprint, `expected`."""
     if stored != expected:
         check_fingerprint(where, stored, expected or {})
         raise StaleCacheError(f"{where} was made with {stored!r:.500}, the new samples are made with {expected!r:.500}")
 
 
 def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Return the fields on which all fingerprints agree."""
+    """Return the fields that have the same value in all fingerprints."""
     parts = [fingerprint or {} for fingerprint in fingerprints]
     first = parts[0] if parts else {}
     return {name: value for name, value in first.items() if all(other.get(name, _NONE) == value for other in parts)}

@@ -35,7 +35,7 @@ _ORIGINALS = ("rows", "text", "ends")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
-    """Return the sidecar of a shard of `shard_nbytes` bytes; or, if this is None, the footer."""
+    """Return the sidecar of a shard of `shard_nbytes` bytes, or the footer of the shard if `shard_nbytes` is None."""
     named: dict[str, np.ndarray[Any, Any] | None] = {"keys.text": index.keys.text, "keys.ends": index.keys.ends}
     layouts = index.layouts
     named |= {"layouts.form": layouts.form, "layouts.data_begin": layouts.data_begin, "layouts.dims": layouts.dims}
@@ -77,7 +77,7 @@ def _digest(body: bytes | memoryview, numbers: tuple[int, int, int]) -> int:
 
 
 class Trailer(NamedTuple):
-    """The end of an index."""
+    """The last bytes of a footer or sidecar, which locate the index and the end of the archive."""
 
     begin: int  # offset of the index in its file
     end: int  # offset of the end-of-archive marker in the shard
@@ -86,9 +86,9 @@ class Trailer(NamedTuple):
 
 
 def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> Trailer | None:
-    """Return the trailer at the end of a shard or sidecar of `nbytes` bytes, whose index may be stale or damaged.
+    """Return the trailer at the end of a shard or sidecar of `nbytes` bytes; its index may be stale or damaged.
 
-    Return None if the last bytes are not a trailer, or if it declares another length of the shard than `shard_nbytes`.
+    Return None if the last bytes are not a trailer, or if the trailer declares a length of the shard other than `shard_nbytes`.
     """
     tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
@@ -103,7 +103,8 @@ def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
 def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: bytes | None = None) -> ShardIndex | None:
     """Return the index at the end of a shard; None if it is missing, stale or damaged.
 
-    `tail` has the last bytes of the shard, if they were read already. Raises FormatError as `parse_index` does.
+    `tail` contains the last bytes of the shard if the caller has read them. Raises FormatError as `parse_index` does, and if
+    the index is too long for the shard.
     """
     end = read(max(0, shard_nbytes - _TAIL_NBYTES), shard_nbytes) if tail is None else tail
     end_begin = shard_nbytes - len(end)
@@ -127,16 +128,16 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: byte
 
 
 def read_index(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
-    """Return the index at the end of a shard or sidecar as `parse_index` does, even if the shard has changed since.
+    """Return the index at the end of a shard or sidecar, even if the shard has changed since.
 
-    The caller must compare every entry with the shard.
+    The caller must compare every entry with the shard. Returns None and raises FormatError as `parse_index` does.
     """
     trailer = read_trailer(read, nbytes, shard_nbytes)
     return None if trailer is None else parse_index(read(trailer.begin, nbytes), trailer.shard_nbytes)
 
 
 def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
-    """Return the index in a footer or sidecar; None if the bytes are damaged, or declare a different length of the shard.
+    """Return the index in a footer or sidecar; None if the bytes are damaged or declare another length of the shard.
 
     Raises:
         FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.

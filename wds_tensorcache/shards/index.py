@@ -1,9 +1,9 @@
 """The index of a shard as arrays of keys, offsets, lengths and layouts, without a Python object per sample.
 
-A *layout* is the content of a safetensors header. Each distinct layout is stored once, and has a number. Layouts with the
+A *layout* is the content of a safetensors header. Each distinct layout is stored once and has a number. Layouts with the
 same *form* (names, dtypes, numbers of dimensions, references) differ only in shapes and in the offset of the first tensor.
 A sample takes 22 to 24 bytes plus its key: 4 for the end of the key, 8 for the offsets of its two members, and 8 for the
-digest. The skeleton's length and the layout's number take 1 or 2 each.
+digest. The length of the skeleton and the number of the layout take 1 or 2 bytes each.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def narrow(values: Sequence[int] | Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class MemberColumns:
-    """The members with one suffix: offsets and lengths of their contents in bytes, in the order of the samples."""
+    """All members with one suffix: offsets and lengths of their contents in bytes, in the order of the samples."""
 
     rows: Array | None  # the number of each member's sample, ascending; None if all samples have a member
     begin: Array
     nbytes: Array
 
     def find(self, rows: Array) -> Array:
-        """Return the position in these columns of the member of each sample; -1 for a sample without such a member."""
+        """Return the position of each sample's member in these columns; -1 for a sample without such a member."""
         if self.rows is None:
             return rows.astype(np.int64)
         if not len(self.rows):
@@ -116,7 +116,7 @@ class LayoutTable:
 
 @dataclass(frozen=True, slots=True)
 class CacheColumns:
-    """One cache of a shard; offsets are those of the members' contents in the shard, in bytes."""
+    """One cache of a shard. Offsets are in bytes, from the start of the shard to the contents of the members."""
 
     rows: Array | None  # numbers of the samples that have this cache, ascending; None if all have it
     skeleton_begin: Array
@@ -131,7 +131,10 @@ class CacheColumns:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Digests of items and original names of a shard's samples. Only their writer knows them: a scan does not find them."""
+    """Digests of the items and original names of a shard's samples.
+
+    Only the writer of the shard knows them, so an index from a scan contains none.
+    """
 
     digest: Array | None  # of each sample's item, uint64; 0 if unknown
     rows: Array  # numbers of the samples whose key does not hold their original name, ascending
@@ -188,8 +191,8 @@ class ShardIndex:
         end: Byte offset of the end-of-archive marker.
         fingerprint: Description of how the cache was made; None if unknown.
         origins: Digests of the items and original names of the samples; None if there are none.
-        hidden: Byte offset of a tar header after the end, whose member readers do not see. It is None if a scan saw no such
-            header, or if no scan made the index.
+        hidden: Byte offset of a tar header after the end of the archive; readers do not see its member. None if a scan saw no
+            such header, or if no scan made the index.
         digest: Digest in the trailer of the footer or sidecar that contains the index, as in a manifest; None after a scan.
     """
 
@@ -231,7 +234,7 @@ class ShardIndex:
             raise FormatError(f"the index has a name that is not UTF-8: {raw!r:.100}; {remedy}", kind="index") from exc
 
     def key(self, row: int) -> str:
-        """Return the key of a sample; it is a `NamedKey` if it does not hold the original name."""
+        """Return the key of a sample, as a `NamedKey` if the index contains its original name."""
         key, name = self.keys[row], self.origin(row)[1] if self.has_names else None
         return key if name is None else NamedKey(key, name)
 
@@ -240,14 +243,20 @@ class ShardIndex:
         return self.origins is not None and len(self.origins.rows) > 0
 
     def origins_of(self, keys: Iterable[str]) -> Origins | None:
-        """Return the origins of samples with these keys, in this order; those of other keys are unknown."""
+        """Return the origins of the samples with these keys, in this order.
+
+        The origin of a key that the index does not contain is unknown.
+        """
         if self.origins is None:
             return None
         rows = {key: row for row, key in enumerate(self.keys)}
         return Origins.of(self.origin(rows[key]) if key in rows else (0, None) for key in keys)
 
     def columns(self) -> list[tuple[str, CacheColumns | None, Array | None, Array, Array]]:
-        """Return suffix, cache, rows, offsets and lengths of each kind of member; tensors follow their skeletons."""
+        """Return (suffix, cache, rows, offsets, lengths) for each suffix of the members.
+
+        The tensors of a cache follow its skeletons.
+        """
         columns: list[tuple[str, CacheColumns | None, Array | None, Array, Array]] = []
         for name, cache in self.caches.items():
             skeletons, tensors = member_suffix(name, SKELETON), member_suffix(name, TENSORS)
@@ -258,7 +267,7 @@ class ShardIndex:
         ]
 
     def members_in_order(self) -> MemberTable:
-        """Return all members, also those of caches."""
+        """Return all members in the order of their offsets, including the members of caches."""
         everything, parts = np.arange(len(self.keys)), self.columns()
         begins = _concatenate(part[3] for part in parts)
         order = np.argsort(begins, kind="stable")
@@ -273,7 +282,10 @@ class ShardIndex:
         )
 
     def check(self) -> None:
-        """Raise FormatError if an offset is outside the archive, or columns are inconsistent: an index may be hostile."""
+        """Raise FormatError if an offset is outside the archive, or if columns are inconsistent.
+
+        Hazard: an index may be hostile.
+        """
         num_samples = len(self.keys)
         # first: the lengths of keys with ends of 2^63 or more could be wrong
         last = self.keys.ends.max().item() if num_samples else 0

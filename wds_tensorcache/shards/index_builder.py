@@ -62,7 +62,10 @@ class IndexBuilder:
         position: int = 0,
         origin: tuple[int, str | None] = (0, None),
     ) -> None:
-        """Add a sample: its caches, and suffix, offset and length of its other members; offsets are relative to `position`."""
+        """Add a sample to the index.
+
+        `members` contains (suffix, offset, length) for each member outside caches. All offsets are relative to `position`.
+        """
         row = len(self._ends)
         self._text += key.encode("utf-8", "surrogateescape")
         self._ends.append(len(self._text))
@@ -80,7 +83,7 @@ class IndexBuilder:
             self._members.setdefault(suffix, array("Q")).extend((row, position + begin, nbytes))
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None, further: Further) -> int:
-        """Return the number of a layout in the table, after adding it to the table if needed."""
+        """Return the number of a layout in the table; add the layout if it is new."""
         forms = self._form_numbers
         form_number = forms.setdefault((layout.form.entries, references, further), len(forms))
         shape = array("Q", (dim for tensor in layout.tensors.values() for dim in tensor.shape))
@@ -130,7 +133,8 @@ class IndexBuilder:
 def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
     """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
 
-    The pass also looks for a tar header after the end of the archive. Raises FormatError if the file breaks a rule.
+    The pass also looks for a tar header after the end of the archive. Raises FormatError if the file breaks a rule of
+    FORMAT.md.
     """
     scanner = Scanner(read, nbytes)
     builder = IndexBuilder()

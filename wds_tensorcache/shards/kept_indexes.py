@@ -1,6 +1,7 @@
 """A folder of indexes of remote shards, so that later runs and other processes need not fetch them again.
 
-A file is named by a digest of the shard's url. It has one line of JSON (`_head`), then the index as in a sidecar (FORMAT.md 4).
+The name of a file is a digest of the shard's url. A file contains one line of JSON (`_head`), then the index in the form of a
+sidecar (FORMAT.md 4).
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _PRUNES_EVERY = 64  # about one write of so many looks at the length of the fold
 
 
 def default_folder() -> str | None:
-    """Return the folder of kept indexes: `$TENSORCACHE_INDEXES`, or one in `$XDG_CACHE_HOME` or `~/.cache`; None for `off`."""
+    """Return the folder of kept indexes; None if it is switched off.
+
+    `$TENSORCACHE_INDEXES` names the folder, or is `off`. The default is a folder in `$XDG_CACHE_HOME` or `~/.cache`.
+    """
     chosen = os.environ.get(_VARIABLE)
     if chosen:
         return None if chosen.lower() == "off" else os.path.abspath(os.path.expanduser(chosen))
@@ -46,9 +50,10 @@ def default_folder() -> str | None:
 
 
 class KeptIndexes:
-    """Indexes of remote shards in a folder for any number of processes. If it cannot be used, indexes are requested again.
+    """Indexes of remote shards in a folder that any number of processes may share.
 
-    Above a total of `max_nbytes`, the least recently used indexes are removed.
+    If the folder cannot be used, indexes are requested again. Above a total of `max_nbytes`, the least recently used indexes
+    are removed.
     """
 
     def __init__(self, folder: str, max_nbytes: int = _MAX_NBYTES) -> None:
@@ -64,11 +69,11 @@ class KeptIndexes:
         return os.path.join(self.folder, digest[:40] + _SUFFIX)
 
     def has(self, url: str) -> bool:
-        """Return whether there is an index of a shard, which may be stale."""
+        """Return whether the folder contains an index of a shard; the index may be stale."""
         return os.path.exists(self._path(url))
 
     def read(self, url: str, info: ObjectInfo) -> ShardIndex | None:
-        """Return the index of a shard in this state; None if there is none."""
+        """Return the index of a shard; None if the folder has no index for `info`, the state of the shard."""
         index = None
         # a file that is damaged, or not of this package: fetch the index again
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -85,7 +90,10 @@ class KeptIndexes:
         return index
 
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:
-        """Keep an index as the bytes of a sidecar; `digest` is that of the shard's own index, which may have other bytes."""
+        """Store an index, serialized as a sidecar.
+
+        `digest` is the digest of the shard's own index. The bytes of that index may differ from `footer`.
+        """
         line = json.dumps(_head(url, info, digest)).encode("ascii") + b"\n"
         is_long = len(line) > _MAX_LINE_NBYTES or len(line) + len(footer) > self.max_nbytes // _MIN_FILES
         if info.tag is None or is_long:
@@ -98,7 +106,7 @@ class KeptIndexes:
                 self._prune()
 
     def _prune(self) -> None:
-        """Remove the least recently used files until at most nine tenths of `max_nbytes` remain."""
+        """If the files exceed `max_nbytes`, remove the least recently used files until nine tenths remain."""
         remove_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}")
         kept = []
         with os.scandir(self.folder) as entries:

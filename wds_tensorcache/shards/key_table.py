@@ -27,7 +27,10 @@ _FACTORS: Array = np.random.PCG64(_SECRET).random_raw(_NUM_FACTORS)
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of a shard, in order: `text` is their UTF-8 without gaps, uint8; `ends` are the offsets in it where keys end."""
+    """The keys of a shard, in order.
+
+    `text` contains the keys in UTF-8, without gaps, uint8. `ends` contains the offset in `text` at which each key ends.
+    """
 
     text: Array
     ends: Array
@@ -59,7 +62,10 @@ class Keys:
         return np.diff(self.ends.astype(np.int64), prepend=0)
 
     def ascending(self, rows: Array | None = None) -> Array | None:
-        """Return the keys as bytes without the zeros at their ends, if they have one length and ascend; otherwise None."""
+        """Return the keys as an array of bytes if all keys have the same length and ascend; otherwise None.
+
+        numpy removes zeros at the end of each key.
+        """
         nbytes, rest = divmod(len(self.text), len(self) or 1)
         if not nbytes or rest or (self.lengths() != nbytes).any():
             return None
@@ -68,13 +74,13 @@ class Keys:
         return column if (column[1:] > column[:-1]).all() else None
 
     def extents(self, rows: Array | None = None) -> tuple[Array, Array]:
-        """Return the offsets at which keys begin in `text`, and their lengths in bytes, both int64."""
+        """Return the offset of each key in `text`, and its length in bytes, both int64."""
         lengths = self.lengths()
         begins = self.ends.astype(np.int64) - lengths
         return (begins, lengths) if rows is None else (begins[rows], lengths[rows])
 
     def hashes(self, rows: Array | None = None) -> Array:
-        """Return `_hash` of each key, uint64; there must be at least one key."""
+        """Return the `_hash` of each key, uint64; there must be at least one key."""
         begins, lengths = self.extents(rows)
         words, firsts = _words(_windows(self.text), begins, lengths)
         factors = _factors(int(lengths.max()) // _WORD_NBYTES + 2)
@@ -84,14 +90,20 @@ class Keys:
 
 
 def _windows(text: Array) -> Array:
-    """Return a view of the word of 4 bytes at each offset of a copy of `text`, uint32; zeros follow the text."""
+    """Return the 4 bytes at each offset of `text` as one number, uint32; zeros follow the text.
+
+    Memory: a view of a copy of `text`.
+    """
     padded = np.concatenate([text, np.zeros(_WORD_NBYTES, np.uint8)])
     windows: Array = np.ndarray(len(text) + 1, "<u4", padded, strides=(1,))
     return windows
 
 
 def _words(windows: Array, begins: Array, lengths: Array) -> tuple[Array, Array]:
-    """Return the words of keys, uint32, and the position of each key's first word; zeros complete its last one."""
+    """Return the words of all keys, uint32, and the position of each key's first word.
+
+    Zeros complete the last word of a key.
+    """
     counts = lengths // _WORD_NBYTES + 1
     firsts = np.cumsum(counts) - counts
     offsets = np.repeat(begins - _WORD_NBYTES * firsts, counts) + _WORD_NBYTES * np.arange(counts.sum())
@@ -101,7 +113,7 @@ def _words(windows: Array, begins: Array, lengths: Array) -> tuple[Array, Array]
 
 
 def _hash(raw: bytes) -> int:
-    """Return the hash of a key, 64 bits: its length and its words, each times a secret factor."""
+    """Return the 64-bit hash of a key: the sum of its length and its words, each times a secret factor."""
     # Hazard: a hostile shard could contain keys with equal hashes, which are slow to look up. Two keys have the same upper 32
     # bits with a probability of at most 2^-31, if the factors are random and unknown (multilinear hashing).
     count = len(raw) // _WORD_NBYTES + 1
@@ -117,7 +129,10 @@ def _factors(count: int) -> Array:
 
 
 class KeyTable:
-    """Look-up of sample positions by key, across all shards of a cache: by bisection if the keys ascend, else by hashes."""
+    """A table of the positions of samples by key, across all shards of a cache.
+
+    Keys that ascend are found by bisection, other keys by their hashes.
+    """
 
     def __init__(self, parts: Iterable[tuple[Keys, Array | None]]) -> None:
         self._parts = [(keys, rows) for keys, rows in parts if len(keys if rows is None else rows)]
@@ -132,7 +147,7 @@ class KeyTable:
 
     @cached_property
     def _packed(self) -> Array:
-        """The hash of each key, sorted; the key's position replaces the low bits of the hash."""
+        """The hashes of the keys, ascending. The position of a key replaces the low bits of its hash."""
         packed = np.empty(self._starts[-1], np.uint64)
         for (keys, rows), (first, last) in zip(self._parts, pairwise(self._starts), strict=True):
             packed[first:last] = (keys.hashes(rows) & ~self._mask) | np.arange(first, last, dtype=np.uint64)
@@ -140,9 +155,9 @@ class KeyTable:
         return packed
 
     def find(self, key: str) -> list[int]:
-        """Return the positions of the key, ascending: at most one, unless several shards contain the key.
+        """Return the positions of the samples with this key, ascending: at most one per shard.
 
-        A look-up also accepts the key that an earlier version of `safe_key` made of the same name.
+        If there are none, look up the key that an earlier version of `safe_key` made of the same name.
         """
         positions = self._find(key)
         older = None if positions else older_key(key)

@@ -20,7 +20,7 @@ _Parsed = TypeVar("_Parsed")
 
 
 def load_index(file: File) -> ShardIndex:
-    """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan. All three are equal.
+    """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan.
 
     Raises:
         FormatError: The file is not a shard, or is damaged.
@@ -32,8 +32,10 @@ def load_index(file: File) -> ShardIndex:
 def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: bytes | None = None) -> ShardIndex | None:
     """Return the index of a shard from its footer, otherwise from its sidecar; None if it has neither.
 
-    `tail` has the last bytes of the shard, if they were read already. Raises FormatError if the index is malformed, or if the
-    sidecar does not match the shard.
+    `tail` contains the last bytes of the shard if the caller has read them.
+
+    Raises:
+        FormatError: The index is malformed, or the sidecar does not match the shard.
     """
     try:
         index = read_footer(file.read, file.nbytes, tail)
@@ -47,7 +49,7 @@ def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: by
 
 
 def scan(file: File) -> ShardIndex:
-    """Return the index of a shard from its tar headers. Cost: a remote shard is read as a whole."""
+    """Build the index of a shard from its tar headers. Cost: a remote shard is read as a whole."""
     from wds_tensorcache.shards.index_builder import scan_shard
 
     try:
@@ -58,7 +60,7 @@ def scan(file: File) -> ShardIndex:
 
 
 def open_sidecar(path: str) -> ShardFile | None:
-    """Return the opened sidecar of the shard at `path`; None if there is none."""
+    """Open the sidecar of the shard at `path`; return None if it does not exist."""
     try:
         return ShardFile(sidecar_path(path))
     except OSError as exc:
@@ -75,7 +77,10 @@ def _read_sidecar(path: str) -> bytes | None:
 def parse_both(
     file: ShardFile, parse: Callable[[ShardFile], _Parsed | None], *, lenient: bool = False
 ) -> Iterator[_Parsed]:
-    """Yield the results of `parse` for a shard and its sidecar; skip None, FormatError and, if `lenient`, OSError."""
+    """Yield the results of `parse` for a shard and for its sidecar.
+
+    Skip a result that is None, a FormatError and, if `lenient`, an OSError.
+    """
     for is_sidecar in (False, True):
         parsed = None
         with contextlib.suppress(FormatError, *[OSError] * lenient):

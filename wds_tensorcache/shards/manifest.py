@@ -1,4 +1,4 @@
-"""The manifest of a folder of shards, `manifest.json`: read, changed under a lock, and written as a whole."""
+"""The manifest of a folder of shards, `manifest.json`, which is changed under a lock and written as a whole."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MIN_VALUE_NBYTES, _NUM_SHORT = 6, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One shard in a manifest; its `url` is relative to the manifest's folder. Unlisted fields are None."""
+    """The entry of one shard in a manifest; `url` is relative to the manifest's folder. Unknown fields are None."""
 
     url: str
     num_samples: int  # also those without a cache
@@ -47,13 +47,16 @@ class ShardEntry:
     fingerprint: Mapping[str, Any] | None = None
 
     def is_listed(self, listed: ShardEntry | None) -> bool:
-        """Return whether a manifest has this entry, perhaps with another digest, since earlier writers list none."""
+        """Return whether `listed`, the entry in a manifest, equals this entry except for the digest.
+
+        Earlier writers listed no digests.
+        """
         return listed is not None and replace(listed, digest=self.digest) == self
 
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A shard that was found: by its own name, in a folder, or in a manifest. Fields that do not apply are None."""
+    """A shard that the caller named, or that is in a folder or a manifest. Fields that do not apply are None."""
 
     path: str  # path or url
     entry: ShardEntry | None = None  # in the manifest
@@ -70,7 +73,7 @@ class FoundShard:
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
     """Return the shards of the manifest at a path or url, in order, and the value of its key `tensorcache`, `{}` by default.
 
-    Manifests from wids's own tool are also accepted, except those that use `base` or `datasets`.
+    Manifests from the wids tool are also accepted, except if they use `base` or `datasets`.
 
     Raises:
         FormatError: The file is not a manifest, uses `base` or `datasets`, or lists a file outside its folder.
@@ -92,9 +95,10 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
 def locate_shards(
     path: str, entries: Iterable[ShardEntry], extra: Mapping[str, Any] | None = None
 ) -> Iterator[FoundShard]:
-    """Yield the location of each of `entries`, in order; urls start from the folder of the manifest at `path`.
+    """Yield a `FoundShard` for each of the `entries` of the manifest at `path`, in order.
 
-    The caches and fingerprints in `extra`, the value of the manifest's key `tensorcache`, are added to the entries.
+    Urls are relative to the folder of the manifest. The caches and fingerprints in `extra`, the value of the manifest's key
+    `tensorcache`, are added to the entries.
     """
     firsts: dict[Any, str] = {}  # the first url of each file
     is_remote = is_url(path)
@@ -131,11 +135,11 @@ def locate_shards(
 
 
 def shard_url(folder: str, listed: str) -> str:
-    """Return the url of a shard that a manifest in the folder at url `folder` lists.
+    """Return the url of the shard that a manifest lists as `listed`; `folder` is the url of the manifest's folder.
 
     Hazard: a hostile manifest could make readers send requests, perhaps with credentials, to another host or folder, run a
-    command, or open local files. So `listed` is a path relative to the folder, not percent-encoded, or the url of an object in
-    the folder; anything else raises FormatError.
+    command, or open local files. So `listed` must be a path relative to the folder, not percent-encoded, or the url of an
+    object in the folder. Any other value raises FormatError.
     """
     if _PLAIN(listed):  # most shards of large manifests
         return keep_secrets(folder, f"{folder}/{listed}")
@@ -181,7 +185,7 @@ def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> Sh
 
 
 def stored_digest(path: str) -> str | None:
-    """Return the digest of the index at the end of the shard at `path`, or else in its sidecar; None without an index."""
+    """Return the digest of the index in a shard, or else in its sidecar; None if there is no index."""
     from wds_tensorcache.shards.footer import read_trailer
     from wds_tensorcache.shards.load_index import parse_both
 
@@ -193,7 +197,7 @@ def stored_digest(path: str) -> str | None:
 def check_listed(
     path: str, entry: ShardEntry, manifest: str | None, *, num_samples: int | None = None, digest: str | None = None
 ) -> None:
-    """Raise FormatError if the number of samples of a shard, or the digest of its index, differs from its entry in a manifest.
+    """Raise FormatError if a shard's number of samples, or the digest of its index, differs from its entry in a manifest.
 
     `num_samples` and `digest` are None if they are unknown.
     """
@@ -209,14 +213,14 @@ def check_listed(
 
 
 def other_count(path: str, counted: str, listed: int | None) -> FormatError:
-    """Return the error for a shard that has another number of samples, `counted`, than the manifest lists."""
+    """Return the error for a shard whose number of samples differs from the manifest; `counted` describes the shard."""
     remedy = f"`tensorcache verify` (tc.verify){' of a local copy' * is_url(path)} reports whether the shard is damaged"
     remedy += f"; if it is not, run `tensorcache index {quote(path)}` (tc.write_index)"
     return FormatError(f"{counted}, but the manifest lists {listed}: one of the two is wrong; {remedy}").at(path)
 
 
 def are_counts(counts: Any) -> bool:
-    """Return whether a value in a manifest has numbers of samples, each at least 1, by name of the cache."""
+    """Return whether a value in a manifest is an object whose values are numbers of samples, each at least 1."""
     return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())
 
 
@@ -299,12 +303,16 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Folder) -> Manifest:
-        """Return the manifest of a folder, or an empty one."""
+        """Return the manifest of a folder; an empty manifest if the folder has none."""
         return cls.parse(folder.read(MANIFEST, MAX_NBYTES), shown(folder.locate(MANIFEST)))
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:
-        """Parse the content of the manifest at `path`, None for a missing file; raise FormatError if it is malformed."""
+        """Parse the content of the manifest at `path`; None is the content of a missing file.
+
+        Raises:
+            FormatError: The manifest is malformed.
+        """
         try:
             entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:
@@ -327,7 +335,7 @@ class Manifest:
             self.fingerprints[entry.url] = dict(index.fingerprint)
 
     def remove(self, *urls: str) -> None:
-        """Remove the shards with these urls, if they are listed."""
+        """Remove the shards with these urls, if the manifest lists them."""
         for url in {*urls, *(self._spelled.pop(url, url) for url in urls)}:
             for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
@@ -352,9 +360,10 @@ class Manifest:
 
 
 def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
-    """Let a function change the manifest of a folder; it is called again if another process was faster.
+    """Change the manifest of a folder.
 
-    If the manifest is damaged, or `change` raises an error, the manifest stays as it is.
+    `change` is called again if another process has changed the manifest at the same time. If the manifest is damaged, or
+    `change` raises an error, the manifest is not written.
     """
 
     def apply(content: bytes | None) -> bytes:
@@ -367,7 +376,7 @@ def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
 
 
 def entry_of(path: str, index: ShardIndex, url: str | None = None) -> ShardEntry:
-    """Return the entry of a local shard; `url` is its name by default."""
+    """Return the entry of a local shard; by default, `url` is the name of the file."""
     digest = stored_digest(path)
     # A damaged footer may end with another digest than the sidecar that readers use instead.
     is_sure = index.digest in (None, digest)

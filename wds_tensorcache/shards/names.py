@@ -63,7 +63,7 @@ def check_key(key: object) -> None:
 
 
 class NamedKey(str):
-    """A key made by `safe_key` that does not hold its name, `original`; writers store the name in the index of the shard."""
+    """A key from `safe_key` that contains only a hash of its name. Writers store `original`, the name, in the index."""
 
     __slots__ = ("original",)
     original: str
@@ -82,14 +82,14 @@ def safe_key(name: str) -> str:
 
     ASCII letters, digits, `-` and `_` stay as they are, and so does a `/` inside a path. The UTF-8 of all other characters is
     percent-encoded as in a URL (RFC 3986). The key has at most 88 characters, so that the names of its two members have at most
-    100 bytes. If it would be longer, the key is the first 38 of its characters and the first 160 bits of the text's SHA-256.
+    100 bytes. A longer key is cut to its first 38 characters, followed by 160 bits of the SHA-256 of `name`.
 
     Args:
         name: Any text, also empty or with lone surrogates, as `os.fsdecode` returns for file names that are not UTF-8.
 
     Returns:
-        The key; `original_name` returns the text again. A key with a hash is a `str` that carries the text: if it is the key of
-        a sample in `ShardWriter` or `build`, the index of the shard stores the text, and `cache.original_name` returns it.
+        The key; `original_name` returns the text again. A key with a hash is a `str` that carries the text. If a sample in
+        `ShardWriter` or `build` has this key, the index of the shard stores the text, and `cache.original_name` returns it.
 
     Raises:
         TypeError: `name` is not a str.
@@ -103,13 +103,13 @@ def safe_key(name: str) -> str:
 
 
 def hashed_key(name: str) -> NamedKey:
-    """Return a key with a hash of a name that is too long for a key."""
+    """Return a key that contains a hash of a long name."""
     key, digest = _UNSAFE.sub(_percent_encode, name), hashlib.sha256(_as_bytes(name)).hexdigest()[:40]
     return NamedKey(key[: _HASHED_LENGTH - len(_HASHED + digest)] + _HASHED + digest, name)
 
 
 def older_key(key: str) -> str | None:
-    """Return the key that earlier versions of `safe_key` made of the name in a key; None if it is the same."""
+    """Return the key that earlier versions of `safe_key` made of a key's name; None if it is the same key."""
     # they hashed all names whose key would have more than 80 characters
     with contextlib.suppress(InvalidKeyError):
         if _HASHED_LENGTH < len(key) <= _SAFE_LENGTH:
@@ -121,8 +121,8 @@ def original_name(key: str) -> str:
     """Return the text from which `safe_key` made a key.
 
     Raises:
-        InvalidKeyError: `safe_key` does not return such a key. Or the text was so long that the key contains its hash, and the
-            key is not the object that `safe_key` returned. `cache.original_name` knows such names, too.
+        InvalidKeyError: `safe_key` does not return such a key. Or the key contains only a hash of the text, and is not the
+            object that `safe_key` returned; `cache.original_name` returns the text of such a key.
         TypeError: `key` is not a str.
     """
     if not isinstance(key, str):
@@ -183,7 +183,7 @@ def split_member(name: str) -> tuple[str, str] | None:
 
 
 def cache_name(name: str) -> str:
-    """Return `name` unchanged; raise InvalidKeyError if a cache cannot have it."""
+    """Return `name` unchanged; raise InvalidKeyError if it cannot be the name of a cache."""
     if not is_cache_name(name):
         raise InvalidKeyError(
             f"cache name {name!r:.100} must match [a-z0-9-][a-z0-9_-]* and not be one of {sorted(_RESERVED)}; "
@@ -198,7 +198,10 @@ def is_cache_name(name: str) -> bool:
 
 
 def cache_of_field(field: str) -> str | None:
-    """Return the cache's name in a field `NAME.tensorcache`, unchecked, and "" for `tensorcache`; None for other fields."""
+    """Return the name of the cache in a field `NAME.tensorcache`, and "" for `tensorcache`; None for other fields.
+
+    The name is not checked.
+    """
     if field == FIELD:
         return ""
     return field[: -len(FIELD) - 1] if field.endswith("." + FIELD) else None
@@ -225,7 +228,7 @@ class Half(NamedTuple):
 
 @lru_cache(maxsize=256)  # samples share a few suffixes
 def half_of(suffix: str) -> Half | None:
-    """Return the half of a cache that a member with this lowercase suffix may be; None if the suffix belongs to no cache."""
+    """Return the `Half` of a member with this lowercase suffix; None if the suffix belongs to no cache."""
     for half, other in ((SKELETON, TENSORS), (TENSORS, SKELETON)):
         if suffix.endswith(half):
             prefix = suffix[: -len(half)]
@@ -235,10 +238,10 @@ def half_of(suffix: str) -> Half | None:
 
 
 def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool], hint: str = APART) -> Half | None:
-    """Return the half of a cache that a member of a sample is; None if it belongs to no cache.
+    """Return the `Half` of a member of a sample; None if the member belongs to no cache.
 
-    All suffixes, of the member and of the sample's `members`, are in lowercase. `is_bound` returns whether the member, a
-    safetensors file, declares that it belongs to a skeleton.
+    `suffix` and the suffixes in `members`, all members of the sample, are in lowercase. `is_bound` returns whether the member,
+    a safetensors file, declares that it belongs to a skeleton.
 
     Raises:
         FormatError: The other half is missing.

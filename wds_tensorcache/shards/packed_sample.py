@@ -1,4 +1,4 @@
-"""A sample as the members of a tar, complete but for its position in the shard."""
+"""A sample as the members of a tar, before its position in a shard is known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ZEROS = bytes(BLOCK)
 
 @dataclass(slots=True)
 class PackedSample:
-    """The members of a sample with their tar headers. They have the same bytes at any position, a multiple of 512."""
+    """The members of a sample with their tar headers. The bytes do not depend on the position in the shard."""
 
     key: str
     parts: list[Any]  # bytes-like
@@ -27,7 +27,10 @@ class PackedSample:
 
 
 def pack(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[str, bytes]) -> PackedSample:
-    """Return the members of a sample: encoded caches by name, whose tensors are aliased, and other members by extension."""
+    """Build the members of a sample from its encoded caches, by name, and its other members, by extension.
+
+    Memory: aliases the tensors of the caches.
+    """
     parts: list[Any] = []
     position = 0
     entries: list[CacheEntry] = []

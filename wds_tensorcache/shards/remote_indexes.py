@@ -1,4 +1,4 @@
-"""The indexes of remote shards: in a folder of indexes, on disk from an earlier run, in the shard, or in its sidecar."""
+"""Load the index of a remote shard: from a folder of indexes, from an earlier run, from the shard, or from its sidecar."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DENIED = (401, 403)  # of stores that do not tell a missing object from one tha
 
 @dataclass(frozen=True, slots=True)
 class RemoteIndexes:
-    """The places of remote shards' indexes besides the shards and their sidecars."""
+    """Places of the indexes of remote shards, besides the shards and their sidecars."""
 
     folder: str | None = None  # path or url of a folder that contains `NAME.tar.index` for shards `NAME.tar`
     kept: KeptIndexes | None = None  # from earlier runs
@@ -34,7 +34,8 @@ class RemoteIndexes:
     def load(self, file: File, num_samples: int | None = None, *, may_scan: bool = True) -> ShardIndex | None:
         """Return the index of a shard; without `may_scan`, None if only a scan of the whole shard would give it.
 
-        Cost: in most cases one request: for the shard's end, whose length is guessed from `num_samples`, or for its state.
+        Cost: in most cases one request, for the state of the shard or for its last bytes. `num_samples` determines how many
+        bytes are requested.
 
         Raises:
             MissingShardError: The shard does not exist.
@@ -65,7 +66,11 @@ class RemoteIndexes:
         return index
 
     def _in_folder(self, file: RemoteFile) -> ShardIndex | None:
-        """Return the index in `folder`, if it declares the length of the shard, and matches some of its tar headers."""
+        """Return the index in `folder`; None if the folder has none for a shard of this length.
+
+        Raises:
+            FormatError: The index is malformed, or does not match the tar headers of the shard.
+        """
         name = name_of(file.url)
         if self.folder is None or "/" in name or "\\" in name:
             return None

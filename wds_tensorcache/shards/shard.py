@@ -100,12 +100,15 @@ class Shard:
         return self._count
 
     def forms(self) -> list[tuple[Form, int]]:
-        """Return each form of the samples, with the row of a sample that has it."""
+        """Return each form of the samples, and the row of a sample with this form."""
         numbers, rows = np.unique(self.index.layouts.form[self.columns.layout], return_index=True)
         return [(self.index.layouts.forms[at], row) for at, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
 
     def with_names(self) -> Shard:
-        """Return this shard with an index that has the further names of tensors, from a scan: old indexes lack them."""
+        """Return a copy of this shard whose index contains the further names of tensors.
+
+        The shard is scanned for these names, because old indexes lack them.
+        """
         from wds_tensorcache.shards.load_index import scan
 
         scanned = scan(self.file)
@@ -119,7 +122,7 @@ class Shard:
         return shard
 
     def take_index(self, other: Shard) -> None:
-        """Use the index of another cache of the same shard."""
+        """Use the index of `other`, another cache of the same shard."""
         self._index = other.index
 
     def load(self, *, may_scan: bool = True) -> bool:
@@ -163,7 +166,7 @@ class Shard:
         return index
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that the scan that made `index` has missed; None without a sign of such members."""
+        """Return the error for members that the scan for `index` did not see; None if nothing indicates such members."""
         # the numbers of samples of shards in a manifest are compared in any case
         is_alone = index.digest is None and not self.is_remote and self._entry is None
         if index.hidden is None and not is_alone:
@@ -183,11 +186,11 @@ class Shard:
 
     @property
     def suffixes(self) -> tuple[str, str]:
-        """Suffixes of the two members of each sample, without the first dot: skeleton and tensors."""
+        """Suffixes of the skeleton and of the tensors of each sample, without the first dot."""
         return member_suffix(self.name, SKELETON), member_suffix(self.name, TENSORS)
 
     def sample_row(self, row: int) -> int:
-        """Return a sample's number among all samples of the shard, including those without this cache."""
+        """Return a sample's number among all samples of the shard, including samples without this cache."""
         rows = self.columns.rows
         return row if rows is None else rows.item(row)
 
@@ -215,7 +218,7 @@ class Shard:
 
         Raises:
             FormatError: The shard is damaged, or does not match its index.
-            UnsafeSkeletonError: The skeleton asks for anything outside the format.
+            UnsafeSkeletonError: The skeleton names code outside the format.
         """
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
@@ -227,7 +230,7 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def template(self, row: int, stored: bytes | None = None) -> Template | None:
-        """Return the template that a sample's skeleton matches, and remember it; None if it matches none."""
+        """Return the template that matches a sample's skeleton, and remember it; None if no template matches."""
         number: int = self._template_numbers.item(row)
         if number:
             return self._templates[number - 1]
@@ -253,7 +256,7 @@ class Shard:
             self.note_template(rows, template)
 
     def knows_template(self, row: int) -> bool:
-        """Return whether `template` returns its result without a read."""
+        """Return whether `template` can return the template of this sample without a read."""
         return bool(self._template_numbers.item(row))
 
     def skeleton_extent(self, row: int) -> tuple[int, int]:
@@ -262,7 +265,7 @@ class Shard:
         return begin, begin + self.columns.skeleton_nbytes.item(row)
 
     def skeleton_extents(self, rows: Array) -> tuple[Array, Array]:
-        """Return the begins and the ends of `skeleton_extent` for many samples, both int64 `[n]`."""
+        """Return `skeleton_extent` for many samples: an array of begins and an array of ends, both int64 `[n]`."""
         begins = self.columns.skeleton_begin[rows].astype(np.int64)
         return begins, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
 
@@ -283,7 +286,10 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def find_members(self, rows: Array, suffix: str) -> Array:
-        """Return, for each sample, the position of its member among the members with this suffix; -1 if it has none."""
+        """Return the position of each sample's member among the members with this suffix.
+
+        The position is -1 for a sample without such a member.
+        """
         members = self.index.members.get(suffix)
         samples = rows if self.columns.rows is None else self.columns.rows[rows]
         return np.full(len(rows), -1) if members is None else members.find(samples)
@@ -301,7 +307,10 @@ class Shard:
         return content
 
     def skeletons(self, rows: Array, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
-        """Return the skeleton members of samples, and the offsets of their bodies; `fetched` has members read before."""
+        """Return the skeleton members of samples, and the offsets of the bodies in them.
+
+        `fetched` contains the members if the caller has read them.
+        """
         file = self.file
         if fetched is None:
             fetched = file.read_many(*(ends.tolist() for ends in self.skeleton_extents(rows)))

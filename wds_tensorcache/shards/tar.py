@@ -1,4 +1,4 @@
-"""Build, parse and scan tar headers (FORMAT.md 1). The scanner reads what `tarfile` reads, but faster, and with offsets."""
+"""Build, parse and scan tar headers (FORMAT.md 1). The scanner reads tars as `tarfile` does, but faster, and with offsets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _COMPRESSED = {
 
 
 def padding(nbytes: int) -> int:
-    """Return the number of zeros after `nbytes` bytes of content."""
+    """Return the number of zeros that follow `nbytes` bytes of content."""
     return -nbytes % BLOCK
 
 
@@ -69,19 +69,20 @@ def is_meta_name(name: str) -> bool:
 
 
 def is_extended(header: bytes) -> bool:
-    """Return whether a header is extended: its content, pax records or a long name, describes later members."""
+    """Return whether a header is extended: its content describes later members, as pax records or a long name do."""
     return header[156] in _EXTENDED_TYPES
 
 
 def is_header(block: bytes) -> bool:
-    """Return whether a block is a tar header: its checksum matches."""
+    """Return whether a block is a tar header with a valid checksum."""
     return len(block) == BLOCK and parse_number(block[148:156]) == _sum_of(block)
 
 
 def build_tar_header(name: str, nbytes: int) -> bytes:
-    """Return the header of an ordinary file, named by at most 100 ASCII bytes, as webdataset's `TarWriter(mtime=0)` writes it.
+    """Return the header of an ordinary file, as webdataset's `TarWriter(mtime=0)` writes it.
 
-    It has 512 bytes; for 8 GiB or more 1,536 bytes, since such a size needs a pax record before the header.
+    The name has at most 100 ASCII bytes. The header has 512 bytes, or 1,536 bytes for a file of 8 GiB or more, whose size needs
+    a pax record.
     """
     if nbytes >= _MAX_OCTAL_NBYTES:
         return _build_by_tarfile(name, nbytes, 0o444, "bigdata")
@@ -106,13 +107,13 @@ def _build_by_tarfile(name: str, nbytes: int, mode: int = 0o644, owner: str = ""
 
 
 def check_length(content: bytes, begin: int, end: int) -> None:
-    """Raise TarFormatError unless a read of the bytes `[begin, end)` returned all of them."""
+    """Raise TarFormatError unless `content` contains all of the bytes `[begin, end)`."""
     if len(content) < end - begin:
         raise _error(f"truncated: expected {end - begin} bytes, got {len(content)}", begin, "truncated")
 
 
 def parse_number(field: bytes) -> int:
-    """Return the number in a header's field, written in octal digits or GNU's base 256; -1 if it is neither."""
+    """Return the number in a field of a header, in octal digits or GNU's base 256; -1 if it is neither."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     digits = field.partition(b"\0")[0].strip()
@@ -145,7 +146,7 @@ def parse_records(content: bytes, begin: int) -> Records:
 
 
 def _sum_of(header: bytes) -> int:
-    """Return the sum of a header's bytes with 8 spaces as its checksum."""
+    """Return the checksum of a header: the sum of its bytes, with 8 spaces in the field of the checksum."""
     halves = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2
     return halves - sum(header[148:156]) + 8 * 32
 
@@ -173,7 +174,10 @@ class Header(NamedTuple):
 
 
 class Headers:
-    """A parser of the headers of one tar of `nbytes` bytes, in order; `read(begin, end)` returns exactly those bytes of it."""
+    """A parser of the headers of a tar of `nbytes` bytes, in order.
+
+    `read(begin, end)` must return exactly the bytes `[begin, end)` of the tar.
+    """
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
         self.own: Records = {}  # path and size for the next member, from extended headers
@@ -246,13 +250,14 @@ class Headers:
 
 
 class Scanner:
-    """The ordinary files of one uncompressed tar: iterating yields name, offset and length of the content of each.
+    """The ordinary files of one uncompressed tar: iterating yields name, offset and length of the content of each file.
 
     The scanner skips directories, links, devices and names that webdataset reserves for its own metadata (`__…__`). It reads
-    headers in windows of 256 KiB; after a large member, it reads 8 KiB. One iteration at a time.
+    headers in windows of 256 KiB; after a large member, it reads 8 KiB. Only one iteration may run at a time.
 
     Args:
-        read: `read(begin, end)` returns bytes of the file, which has `nbytes`.
+        read: Function that returns the bytes `[begin, end)` of the file.
+        nbytes: Length of the file.
         begin: Offset of the first header.
 
     Raises:
@@ -348,7 +353,8 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield the possible names, lengths and header offsets of the member whose content starts at byte `begin` of a file.
 
-    The file has `nbytes` bytes. Each possible number of extended headers before the member's own header may give another name.
+    The file has `nbytes` bytes. An unknown number of extended headers may precede the member's own header, and each number may
+    give another name.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         first, headers = begin - blocks * BLOCK, Headers(read, nbytes)

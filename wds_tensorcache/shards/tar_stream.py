@@ -42,8 +42,8 @@ class TarStream:
 
     Args:
         stream: Object with `read(n)`, which may return fewer than n bytes.
-        begin: Offset in the tar of the stream's first byte; if above 0, a `start` of an earlier stream of this tar.
-        skip: Function that skips up to n bytes of `stream`, and returns their number; None to read and drop them.
+        begin: Offset of the stream's first byte in the tar: 0, or a `start` of an earlier stream of this tar.
+        skip: Function that skips up to n bytes of `stream` and returns the number of skipped bytes; None to read and drop them.
         max_expanded_nbytes: Limit for the decompressed bytes of the whole tar; 64 times the bytes read from `stream` are always
             allowed. Members that become objects have lower limits, see `check_objects`.
 
@@ -92,7 +92,7 @@ class TarStream:
             block = self._take(BLOCK)
 
     def finish(self) -> TarFormatError | None:
-        """Read the stream to its end, and return the error for members after the end of the archive, if there are any.
+        """Read the stream to its end; return the error for members after the end of the archive, otherwise None.
 
         Raises:
             FormatError: The compressed stream is cut short, or does not match its checksum.
@@ -105,7 +105,7 @@ class TarStream:
         return hidden
 
     def _take_first(self) -> bytes:
-        """Return the first block of the tar, decompressed if the stream is compressed."""
+        """Return the first block of the tar; decompress the stream if it is compressed."""
         block = self._take(BLOCK)
         decompressor = next((_DECOMPRESSORS[magic] for magic in _DECOMPRESSORS if block.startswith(magic)), None)
         # a plain tar may begin with a name that looks compressed; tars from before POSIX have no `ustar`

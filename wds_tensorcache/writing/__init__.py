@@ -1,1 +1,1 @@
-"""Writers of shards and of whole caches; unfinished ones have temporary names, which readers ignore."""
+"""Writers of shards and of whole caches. Unfinished files have temporary names, which readers ignore."""

@@ -55,7 +55,7 @@ def build(
     `tc.verify` finds damaged samples.
 
     Several ranks (processes, on any number of machines) build one cache if all of them call `build` with the same arguments
-    and a shared folder. Each computes its part of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
+    and a shared folder. Each rank computes its share of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
     number of ranks can resume. The cache is complete when every rank has returned.
 
     If keys are the positions of items, items are compared with the digests in finished shards; docs/building.md says which. An
@@ -63,33 +63,35 @@ def build(
     a warning.
 
     If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
-    digest from `v1`, and computes all other samples. On several ranks, each rank computes its part; then a call with
-    `rank=0, world_size=1` writes the version. Unchanged shards are hard links to those of `v1`, so never write into a shard in
-    place.
+    digest from `v1`, and computes all other samples. On several ranks, each rank computes its share; then a call with
+    `rank=0, world_size=1` writes the version. Unchanged shards are hard links to the shards of `v1`, so never write into a
+    shard in place.
 
     Args:
         source: A map-style dataset (`len`, `[i]`) or an iterable.
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
-            whose dtype or number of dimensions differs from that in earlier samples causes a warning, once for each name.
+            whose dtype or number of dimensions differs from earlier samples causes a warning, once for each name.
         out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by one
             rename when the version is complete. An existing version is opened if it has exactly the samples of these items.
         fingerprint: Description of how `fn` makes the samples (model, revision, dtype, crop, …), as JSON values. A cache with
-            a different one is refused, as `out` and as `reuse`. Readers check it with `tc.open(out, expect=fingerprint)`.
+            a different fingerprint is refused, as `out` and as `reuse`. Readers check it with `tc.open(out,
+            expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
             unless `out` is a pattern.
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
         keys: Keys of the samples, as a list with one key for each item of a map-style dataset, or as a function of an item. By
             default, items of a cache keep their keys, a dict's key is its `"__key__"`, and the key of any other item is its
-            position. `"position"` also takes the position, but items are not compared.
+            position. The string `"position"` makes all keys positions, and items are not compared.
         digest: Function from an item to a text, which is stored as the member `digest.txt`. An item has changed if its text
-            differs from the stored one, or if none is stored.
+            differs from the stored text, or if none is stored.
         num_workers: Number of worker processes that read a map-style dataset.
         rank, world_size: Rank of this process, and the number of ranks; by default from torch.distributed, else from torchrun's
             environment, else one process. All ranks must have the same items in the same order. If the source of each rank has
             only its own items, pass `rank=0, world_size=1`, `keys` and a folder for each rank.
         progress: Show a bar of `tqdm`; by default on rank 0, if `tqdm` is installed and stderr is a terminal. Or a function
-            of this rank's finished samples and of all, None if the source has no length: `progress=lambda done, total: …`.
+            `progress(done, total)` of the numbers of finished samples and of all samples of this rank. `total` is None if
+            the source has no length.
         max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
@@ -161,12 +163,12 @@ def build(
 
 
 def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:
-    """Return the cache for a rank that returns before any samples can be read."""
+    """Return an empty cache, for a rank that returns before any samples can be read."""
     return TensorCache(Store([], Files(), Pool(0), 1, fingerprint))
 
 
 def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -> OldCache:
-    """Load a cache from which samples are reused; raise if its fingerprint or the caches of its samples do not fit."""
+    """Load a cache to reuse; raise an error if its fingerprint or the caches of its samples do not fit."""
     old = OldCache(folder)
     for path, index in old.shards.indexes.items():
         try:
@@ -183,7 +185,7 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
 
 
 def _extend(job: Job, pattern: ShardPattern) -> None:
-    """Write the samples that a pattern's folder does not contain yet."""
+    """Write the samples that the folder of a pattern does not contain yet."""
     items, folder = job.items, pattern.folder or os.curdir
     for name in folder_of(folder).names():
         if name.endswith(".tar") and not name.startswith(".") and not pattern.is_in_build(name):
@@ -229,7 +231,7 @@ def _check_shared(
 def _missing(
     job: Job, finished: FinishedShards, folder: str, seen: set[str], *, is_complete: bool = False
 ) -> Iterator[list[Target]]:
-    """Yield batches up to the first changed item; raise StaleCacheError at the end if there is one."""
+    """Yield batches up to the first changed item; at the end, raise StaleCacheError if an item has changed."""
     # With `is_complete`, a sample without an item and an item without a sample are errors, too. `seen` gets all keys.
     items = job.items
     comparison = Comparison(items, finished, folder)

@@ -1,4 +1,4 @@
-"""Batches of `build`: computed in the caller's thread, then cut into samples and written in another thread."""
+"""Compute the batches of `build` in the caller's thread; a background thread cuts and writes their samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_WRITING = 2  # batches being written or waiting, while the next one is comp
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A call of `build`; `options` are those of `ShardWriter`."""
+    """The arguments of a call of `build`; `options` are the options of `ShardWriter`."""
 
     items: Items
     fn: Callable[[list[Any]], Any]
@@ -46,9 +46,9 @@ def compute(
 ) -> None:
     """Run the function on each batch with a missing sample, and write the missing samples.
 
-    The caller's thread shows the progress after each batch. In any case, `sink` is closed at the end, which keeps the samples
-    of its unfinished shard. Then the first error of either thread is raised. A tensor that differs from those in `earlier`
-    indexes or samples causes a warning.
+    The caller's thread shows the progress after each batch. At the end, also after an error, `sink` is closed, which keeps the
+    samples of its unfinished shard. Then the first error of either thread is raised. A tensor causes a warning if it differs in
+    dtype or number of dimensions from earlier samples or from the `earlier` indexes.
     """
     kinds, num_before = _TensorKinds(), sink.num_finished
     failed: list[BaseException] = []
@@ -124,12 +124,11 @@ class _TensorKinds:
         self._last: tuple[Form, tuple[str, ...] | None] | None = None
 
     def add(self, index: ShardIndex) -> None:
-        """Add the tensors of a finished shard."""
         for form, texts in zip(index.layouts.forms, index.layouts.references, strict=True):
             self._kinds = dict(_kinds_of(form, texts)) | self._kinds
 
     def check(self, sample: PackedSample) -> None:
-        """Warn once for each tensor whose dtype or number of dimensions is not that of an earlier sample."""
+        """Warn once for each tensor whose dtype or number of dimensions differs from all earlier samples."""
         for cache in sample.caches:
             form = cache.layout.form, cache.references
             for name, kind in _kinds_of(*form) if form != self._last else ():
@@ -158,7 +157,7 @@ class Batch:
 
     Raises:
         EncodeError: The batch is nested too deeply, or contains itself.
-        ValueError: The batch is a tuple, some part of it does not have `count` rows, or a sample is None.
+        ValueError: The batch is a tuple, a sample is None, or a list, tensor or array does not have `count` rows.
 
     Memory: tensors and arrays are copied, so that `fn` may reuse its memory. Copies from a device go to pinned memory,
         on the device's current stream; `rows` waits for them.
@@ -223,9 +222,9 @@ def _rows(value: Any, count: int) -> Any:
 class SampleProgress(Progress):
     """The progress of a build in samples.
 
-    `num_old` counts samples that were finished before this call, which do not change the rate; `num_new` counts all others.
+    `num_old` counts samples that were finished before this call, which do not change the rate. `num_new` counts all others.
 
-    Threads: one thread shows, and counts in `num_old`; another thread counts in `num_new`.
+    Threads: one thread calls `show_count` and changes `num_old`; another thread changes `num_new`.
     """
 
     def __init__(self, show: bool | Callable[[int, int | None], object] | None, total: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The comparison of items with their finished samples: an item that has changed, moved or vanished is never overlooked."""
+"""Compare items with their finished samples, to find items that have changed, moved or been removed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
 
 
 class Comparison:
-    """The items of a rank, compared with finished samples; `folder` is for messages.
+    """The comparison of a rank's items with finished samples; messages name `folder`.
 
-    If the caller gives digests, samples contain them. Else, if keys are positions, indexes contain the digests of items.
+    Samples contain the digests that the caller's `digest` returned. Without it, if keys are positions, the indexes of shards
+    contain digests of the items.
     """
 
     def __init__(self, items: Items, finished: FinishedShards, folder: str) -> None:
@@ -35,7 +36,10 @@ class Comparison:
         self._has_looked_ahead = self._has_warned = False
 
     def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
-        """Return the place of the sample that was made from an item, by its digest; None if there is none."""
+        """Return the place, among `places`, of the sample that was made from an item; None if there is none.
+
+        Digests are compared if both are known. Otherwise, the first place is returned.
+        """
         items = self._items
         if item.digest is not None:
             text = item.digest.encode()
@@ -61,7 +65,7 @@ class Comparison:
         return None
 
     def has_changed(self) -> bool:
-        """Return whether an item has changed; False if the source returns other values at each read."""
+        """Return whether an item has changed; False if the source returns different values at each read."""
         first, items = self._first_changed, self._items
         if first is not None and self._is_random is None and items.compares and items.is_map:
             self._is_random = items[first.number].origin != first.origin
@@ -71,10 +75,10 @@ class Comparison:
         return bool(self.changed)
 
     def check(self, after: int | None = None) -> None:
-        """Compare items that this rank has not compared yet, then warn once if nothing shows whether items have changed.
+        """Compare items that this rank has not compared yet, then warn once if some items cannot be compared.
 
         Args:
-            after: Number of the last item that was compared; None after all items, also those of an iterable.
+            after: Number of the last item that was compared; None at the end of the source.
 
         Raises:
             StaleCacheError: Items whose keys are their positions have changed or were removed.
@@ -105,12 +109,12 @@ class Comparison:
         self.warn()
 
     def _numbers(self) -> Iterator[int]:
-        """Yield the number of the item of each finished sample whose key is the position of an item."""
+        """Yield the item numbers in the keys of finished samples."""
         keys = chain.from_iterable(index.keys for index in self._finished.indexes.values())
         return (number for number in map(number_in, keys) if number is not None)
 
     def _look_ahead(self, after: int) -> None:
-        """Compare up to 64 items of finished samples, of other ranks or after the item `after`."""
+        """Compare up to 64 items with finished samples: items of other ranks, and items after item `after`."""
         # Some of them differ if an item before one of them was inserted or removed, or if ranks have another order.
         items = self._items
         if items.is_map and items.compares and items.are_numbered and not self.changed:
@@ -120,7 +124,7 @@ class Comparison:
                 self.find_right(item, self._finished.find(item.key))
 
     def warn(self) -> None:
-        """Warn once if only the numbers of items match those of finished samples."""
+        """Warn once if items could not be compared with their finished samples."""
         if self._has_warned or not self._unknown:
             return
         self._has_warned = True

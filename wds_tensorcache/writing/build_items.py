@@ -1,4 +1,4 @@
-"""The items of a dataset with their keys and digests, or one rank's part of them, optionally read by worker processes."""
+"""The items of a dataset, or of one rank, with their keys and digests; worker processes may read them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_COMPARED = 64
 class Item:
     """One item of a dataset; `value` and `digest` are None if the item was not read, because its sample is finished.
 
-    `origin` is the item's `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
+    `origin` is the result of `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
     """
 
     number: int
@@ -39,19 +39,20 @@ class Item:
 
 
 class Items(Dataset[Item]):
-    """The items of a map-style dataset or an iterable, or one rank's part of them: whole batches.
+    """The items of a map-style dataset or an iterable; on several ranks, the batches of one rank.
 
     The rank of a batch depends only on the number of the batch and the world size. So ranks need not communicate, and a batch
-    has the same items for any world size. Of each `world_size` consecutive batches, every rank gets one, in pseudorandom
+    has the same items for any world size. Of each `world_size` consecutive batches, every rank gets one batch, in pseudorandom
     order. So if the shards of one rank are lost, any other number of ranks shares its batches evenly.
 
     Attributes:
         num_items: Number of items of this rank; None if unknown.
         num_all: Number of items of all ranks; for an iterable, number of the items so far.
         is_map: True for a map-style dataset, False for an iterable.
-        are_numbered: True if the keys of items are their numbers. If the items of the source have a `__key__`, it becomes
-            False when the first of them is read.
-        compares: True if items are compared by `digest_item`, because their keys, which are numbers, stay if items move.
+        are_numbered: True if the keys of items are their numbers. It becomes False when the first item is read, if this item
+            has a `__key__`.
+        compares: True if items are compared by `digest_item`. Their keys are numbers, so a key does not show that an item has
+            moved.
     """
 
     def __init__(
@@ -102,11 +103,12 @@ class Items(Dataset[Item]):
                 yield range(begin, min(begin + self.batch_size, self._count))
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield this rank's items in the same batches, whatever `is_done` returns.
+        """Yield the batches of this rank's items. A batch has the same items, whatever `is_done` returns.
 
-        Items of a map-style dataset are not read if all keys of their batch are known without reading, and done. Items to
-        compare are read, too: all items if the caller gives digests, or if the source is a list or tuple. Otherwise 64 at equal
-        distances are read, and the last item, which differs if an item before it was inserted or removed.
+        Items of a map-style dataset are not read if all keys of their batch are known without reading, and `is_done` returns
+        True for them. Items to compare are always read: all items if the caller gives digests, or if the source is a list or
+        tuple. Otherwise 64 items at equal distances are read, and the last item, which differs if an item before it was
+        inserted or removed.
         """
         items = self._read_batches(is_done) if self.is_map else self._iterate()
         has_key: bool | None = None
@@ -128,7 +130,7 @@ class Items(Dataset[Item]):
             yield from batch
 
     def _read_batches(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
-        """Yield the items of a map-style dataset; items that need not be read have no values."""
+        """Yield the items of a map-style dataset; an item that need not be read has no value."""
         skipped: set[int] = set()
         keys = None
         if not self.has_digests and not (self.compares and isinstance(self._items, (list, tuple))):
@@ -143,7 +145,7 @@ class Items(Dataset[Item]):
             yield Item(i, keys[i]) if keys is not None and i in skipped else next(values)
 
     def _known_keys(self, is_done: Callable[[str], bool]) -> Sequence[str] | None:
-        """Return the keys if they are known without reading the items."""
+        """Return the keys of all items; None if they are not known without reading the items."""
         if self._keys is not None:
             return None if callable(self._keys) else self._keys
         keys = [number_text(number) for number in range(self._count)]
@@ -189,7 +191,11 @@ class Items(Dataset[Item]):
 
 
 def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:
-    """Yield items, each with its `stored_key`, and add the keys to `seen`; raise ValueError if it already contains a key."""
+    """Yield items with their stored keys, and add these keys to `seen`.
+
+    Raises:
+        ValueError: `seen` already contains a key.
+    """
     for item in batch:
         if (key := stored_key(item.key)) != item.key:
             item = replace(item, key=key)
@@ -205,7 +211,10 @@ def _repeated_key(key: str) -> ValueError:
 
 @contextlib.contextmanager
 def add_note_of(describe: Callable[[], str]) -> Iterator[None]:
-    """Add a note to an exception, unless it is an InvalidKeyError, whose message names the item."""
+    """Add a note to an exception that the `with` block raises.
+
+    The message of an InvalidKeyError already names the item, so it gets no note.
+    """
     try:
         yield
     except InvalidKeyError:
@@ -220,7 +229,7 @@ def _add_note_of_item(number: int) -> contextlib.AbstractContextManager[None]:
 
 
 def _check_keys(keys: list[Any], count: int | None) -> list[str]:
-    """Return the keys of `count` items; raise an error unless there is a different valid one for each item."""
+    """Return the keys of `count` items; raise an error unless each item has a valid key of its own."""
     if count is None:
         raise ValueError(
             "a list of keys needs a map-style dataset; for an iterable, pass a function of an item as keys="
@@ -247,7 +256,7 @@ def _has_key(value: Any) -> bool:
 
 
 def number_text(number: int) -> str:
-    """Return the key of an item without another key."""
+    """Return the key that stands for the number of an item."""
     return f"{number:09d}"
 
 

@@ -1,7 +1,7 @@
 """Write new shards from samples of old shards. All members are copied byte for byte, never decoded.
 
-A new shard that is equal to an old one is a hard link to it. Writing into a shard in place would change both, so code
-must write a new file and rename it.
+A new shard that equals an old shard is a hard link to it. Writing into a shard in place would change both, so code must
+write a new file and rename it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class CopyReport:
 
     Attributes:
         num_samples: Number of samples in the new cache.
-        num_shards: Number of its shards.
-        num_shards_resumed: Number of these shards that an interrupted call had finished.
-        nbytes: Total length of the shards.
+        num_shards: Number of shards in the new cache.
+        num_shards_resumed: Number of new shards that an interrupted call had finished.
+        nbytes: Total length of the new shards in bytes.
     """
 
     num_samples: int = 0
@@ -61,7 +61,7 @@ class CopyReport:
 
 
 class OldShard:
-    """A shard to copy samples from. With a prefix of their keys, all copied members get new tar headers."""
+    """A shard to copy samples from. With a `prefix` for the keys, all copied members get new tar headers."""
 
     def __init__(self, path: str, index: ShardIndex, files: Files, prefix: str = "") -> None:
         file = files.get(path)
@@ -91,18 +91,18 @@ class OldShard:
 
     @cached_property
     def ends(self) -> Array:
-        """The byte offset of the end of each sample's last member, with its padding."""
+        """The byte offset at which each sample's last member ends, with its padding."""
         members = self.members
         last = np.flatnonzero(np.diff(members.rows, append=len(self.index.keys)))
         ends: Array = members.begins[last] + members.sizes[last]
         return (ends + BLOCK - 1) // BLOCK * BLOCK
 
     def select_members(self, begin: int, end: int) -> slice:
-        """Return the part of `members` with the members of samples `[begin, end)`."""
+        """Return the slice of `members` that contains the members of samples `[begin, end)`."""
         return slice(*np.searchsorted(self.members.rows, [begin, end]).tolist())
 
     def ranges(self, begin: int, end: int) -> Iterator[MemberRange]:
-        """Yield the ranges of the members of samples `[begin, end)`."""
+        """Yield the byte ranges of the members of samples `[begin, end)`."""
         # Entries that belong to no sample, such as folders, are copied with the sample that follows them. With a prefix, and
         # after the last sample, they are left out.
         if not self.prefix:
@@ -120,7 +120,7 @@ Run = tuple[OldShard, int, int]  # consecutive samples `[begin, end)` of a shard
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewShard:
-    """A shard to write, with the indexes to write."""
+    """The plan of a new shard: its samples and its indexes."""
 
     url: str  # path in the new folder
     runs: Sequence[Run]  # samples of the shard, in order; all have the same fingerprint
@@ -141,7 +141,7 @@ class NewShard:
         return self.runs[0][0].fingerprint
 
     def origins(self) -> Iterator[tuple[int, str | None]]:
-        """Yield the origins of the samples, see `ShardIndex.origin`."""
+        """Yield the result of `ShardIndex.origin` for each sample."""
         for old, begin, end in self.runs:
             for digest, name in map(old.index.origin, range(begin, end)):
                 yield digest, name and old.prefix + name
@@ -158,8 +158,8 @@ def write_cache(
 ) -> CopyReport:
     """Write new shards and their manifest into a hidden folder, and rename it to `out`, a path that `check_new` returned.
 
-    The same call after an interruption takes over the shards that are complete in the hidden folder. `show` gets the number
-    of samples copied so far.
+    The same call after an interruption takes over the shards that are complete in the hidden folder. `show` is called with the
+    number of samples copied so far.
 
     Raises:
         FormatError: An old shard is damaged, does not match its index, or was changed since it was indexed.
@@ -241,7 +241,10 @@ def _link(old: OldShard, path: str, files: Files, fsync: bool) -> None:
 
 @dataclasses.dataclass(slots=True, order=True)
 class MemberRange:
-    """A range of whole members of a shard, bytes `[begin, end)`; and the tar header of a member whose own header is lost."""
+    """A range of bytes `[begin, end)` in a shard, made of whole members.
+
+    `header` is a tar header to write before these bytes if the range begins after the header of its first member.
+    """
 
     path: str
     begin: int
@@ -259,7 +262,7 @@ def append_range(ranges: list[MemberRange], path: str, begin: int, end: int, hea
 
 
 def read_members(ranges: Iterable[MemberRange], files: Files) -> Iterator[bytes]:
-    """Yield the bytes of ranges in chunks."""
+    """Yield the bytes of the ranges in chunks."""
     for part in ranges:
         yield part.header
         for begin in range(part.begin, part.end, _CHUNK_NBYTES):
@@ -280,7 +283,7 @@ def write_shard(
 ) -> ShardIndex:
     """Write a shard from members of other shards; scan it, and return its index.
 
-    `origins` are those of the samples, in order, as in `ShardIndex.origin`.
+    `origins` contains the result of `ShardIndex.origin` for each sample, in order.
 
     Raises:
         FormatError: The ranges do not form an intact tar. Nothing is written.

@@ -36,10 +36,10 @@ def write_index(
 ) -> ShardIndex:
     """Write the index of a shard that another writer made as its sidecar, `PATH.index`, so that opening it needs no scan.
 
-    The index keeps the fingerprint in an older index of the shard, or else the one in the manifest. For samples whose keys are
-    in an older index, it also keeps the digests of items and the original names. A manifest in the folder of `path` that lists
-    the shard gets its numbers of samples and digest. If this manifest does not list a shard `*.tar`, the shard is added, unless
-    a writer holds the folder. After an interruption, the shard can be read as before.
+    The index keeps the fingerprint in an older index of the shard, or else the fingerprint in the manifest. It also keeps the
+    digests of items and the original names of samples whose keys are in an older index. If a manifest in the
+    folder of `path` lists the shard, its numbers of samples and its digest are updated. If the manifest does not list a
+    shard `*.tar`, the shard is added, unless a writer holds the folder. After an interruption, the shard can be read as before.
 
     A shard at a url is read once as a whole. Its indexes are written next to it, or into `index_folder`, from which
     `tc.open(…, index_folder=…)` reads them. Manifests stay as they are.
@@ -47,17 +47,17 @@ def write_index(
     Args:
         path: One uncompressed tar, or its url; it is not changed.
         dali_index: Write `NAME.idx` for DALI, too.
-        index_folder: For a shard at a url: folder for the indexes, local or in an object store. A shard on a web server needs
-            one.
+        index_folder: Folder for the indexes of a shard at a url, local or in an object store. Required for a shard on a web
+            server.
 
     Returns:
-        The index, equal to the one that `ShardWriter` makes for the same members.
+        The index, equal to the index that `ShardWriter` makes for the same members.
 
     Raises:
         FileExistsError: A folder, or another shard, has the name of an index to write. Before this error, or any other error
             except OSError, nothing is written.
         FormatError: The file is not a tar, or is damaged; the error has the byte offset. Or unknown bytes follow the end of the
-            archive, or zeros, although an index or the manifest lists more members.
+            archive. Or zeros follow it, although an index or the manifest lists more members.
         OSError: A file cannot be read or written, for example because the disk is full.
         RemoteError: A request failed.
         ValueError: `index_folder` is not None for a local shard, or the indexes cannot be written to a web server.
@@ -148,7 +148,10 @@ def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardI
 
 
 def _with_older(index: ShardIndex, older: ShardIndex | None, fingerprint: Any) -> ShardIndex:
-    """Return an index with the origins and the fingerprint of an older index, or else with that of the manifest."""
+    """Return `index` with the origins and the fingerprint of an older index.
+
+    If the older index has no fingerprint, use `fingerprint`, which comes from the manifest.
+    """
     if older is not None and older.fingerprint is not None:
         fingerprint = older.fingerprint
     elif not isinstance(fingerprint, dict):
@@ -157,7 +160,7 @@ def _with_older(index: ShardIndex, older: ShardIndex | None, fingerprint: Any) -
 
 
 def _find(manifest: Manifest, folder: Folder, path: str) -> str | None:
-    """Return the url by which a manifest lists the file at `path`, however `path` is spelled; None if there is none."""
+    """Return the url of the file at `path` in a manifest, however `path` is spelled; None if it is not listed."""
     name = os.path.basename(path)
     for url in (*(url for url in manifest.entries if os.path.basename(url) == name), *manifest.entries):
         with contextlib.suppress(OSError, ValueError):
@@ -177,10 +180,10 @@ class FolderReport:
 
 
 def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], object]) -> FolderReport:
-    """Write the manifest of a folder anew from its shards `*.tar`. Index those that have no index, as `write_index` does.
+    """Write a new manifest of a folder from its shards `*.tar`. Index shards without an index, as `write_index` does.
 
     Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once.
-    `show` is called with the number of shards that were read, and of all.
+    `show` is called with the number of shards read so far, and the number of all shards.
 
     Raises:
         FileExistsError: A writer holds the folder.

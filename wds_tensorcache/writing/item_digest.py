@@ -1,4 +1,4 @@
-"""Digest of an item of a dataset, by which `build` sees that an item has changed."""
+"""Compute the digest of an item of a dataset, by which `build` detects that an item has changed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KINDS = "biufcSUmM"  # of numpy dtypes whose bytes are their values
 
 
 def digest_item(value: Any) -> int:
-    """Return the digest of an item that consists of plain values; 0 if it contains anything else.
+    """Return the digest of an item of plain values, paths, arrays and tensors; 0 if it contains another type.
 
-    The digest is the XXH3-64 of the following bytes, or 1 if that is 0. Each value begins with a letter and, where its length
-    can vary, a count of 8 bytes, so that different values have different bytes. All numbers are little-endian.
+    The digest is the XXH3-64 of the following bytes, or 1 if this hash is 0. Each value begins with a letter and, where its
+    length can vary, a count of 8 bytes, so that different values have different bytes. All numbers are little-endian.
 
     - None, True and False: `N`, `T`, `F`.
     - int: `i`, count, two's complement. float: `f`, 8 bytes. str: `s`, count, UTF-8. bytes: `b`, count, the bytes.
@@ -32,7 +32,7 @@ def digest_item(value: Any) -> int:
     - Arrays and numbers of numpy, and tensors: `a` or `x`, number of dimensions, the dtype as a str, the dimensions, then the
       bytes in C order.
 
-    Subclasses, such as those of dict, and all other types have no digest: their content may not be all that matters.
+    All other types, such as subclasses of dict, have no digest: `fn` may depend on more than their content.
 
     Memory: nothing is copied, except arrays and tensors that are not contiguous, or not in the memory of the CPU.
     """
@@ -45,7 +45,7 @@ def digest_item(value: Any) -> int:
 
 
 class _NoDigest(Exception):
-    """An item with a part whose type has no digest."""
+    """The error for an item that contains a value whose type has no digest."""
 
 
 def _feed(update: Any, value: Any) -> None:

@@ -41,14 +41,14 @@ def reshard(
     """Write the samples of a cache into shards of another length, in the same order; `source` is not changed.
 
     All members are copied with their tar headers, byte for byte. Each new shard has the fingerprint of its samples. A new shard
-    starts at each sample whose fingerprint differs from that of the sample before it.
+    starts wherever the fingerprint of the samples changes.
 
     The folder appears by one rename when it is complete. A killed or interrupted call leaves a hidden folder next to `out`,
-    and the same call after it resumes. A call with other arguments for the same `out` deletes that folder.
+    and repeating the call resumes from it. A call with other arguments for the same `out` deletes that folder.
 
     Args:
         source: Shards, as in `tc.open`.
-        out: A new folder, or an empty one, which is replaced.
+        out: A new folder, or an empty folder, which is replaced.
         max_samples, max_nbytes, dali_index, fsync: As in `ShardWriter`.
         progress: As in `tc.build`; counts samples.
 
@@ -88,7 +88,7 @@ def merge(
 
     Raises:
         InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
-        StaleCacheError: A cache has a fingerprint that the first one does not have, and `mixed` is False.
+        StaleCacheError: A cache has a fingerprint that the first cache does not have, and `mixed` is False.
         ValueError: There are no sources, or not as many prefixes as sources.
         And the errors of `reshard`.
     """
@@ -139,7 +139,7 @@ def _unite_sources(shards: list[OldShard]) -> None:
 
 
 def _check_fingerprints(parts: list[list[OldShard]]) -> None:
-    """Raise StaleCacheError if the fingerprint of a shard is not one of those in the first cache."""
+    """Raise StaleCacheError if a shard has a fingerprint that no shard of the first cache has."""
     texts, first = set(map(_text, parts[0])), parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if _text(shard) not in texts:
@@ -157,7 +157,7 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
 
 
 def _check_keys(shards: list[OldShard]) -> None:
-    """Raise InvalidKeyError if a key occurs in several shards; the index of one shard has no key twice."""
+    """Raise InvalidKeyError if a key occurs in several shards; a shard's own keys are unique."""
     table = KeyTable((shard.keys, None) for shard in shards)
     repeated = table.shared()
     if repeated:
@@ -172,7 +172,7 @@ def _check_keys(shards: list[OldShard]) -> None:
 
 
 def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> Iterator[list[Run]]:
-    """Yield the samples of each new shard; shards end where `ShardWriter` with these limits would end them."""
+    """Yield the samples of each new shard. Shards end where `ShardWriter` with the same limits would end them."""
     runs: list[Run] = []
     count = nbytes = 0
     for shard in shards:

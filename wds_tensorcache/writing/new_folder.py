@@ -24,7 +24,13 @@ def check_local(path: str | os.PathLike[str], role: str) -> None:
 
 
 def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for the version") -> str:
-    """Return the absolute path of a folder that can be made or replaced. If it is not empty, the error ends with `hint`."""
+    """Return the absolute path of a folder that can be made or replaced.
+
+    Raises:
+        FileExistsError: The path is a file, or a folder that cannot be replaced. If the folder is not empty, the message ends
+            with `hint`.
+        ValueError: The path is empty or a url.
+    """
     check_local(out, "a folder that appears by one rename")
     path = os.fsdecode(out)
     if not path:
@@ -42,7 +48,7 @@ def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for 
 
 
 def has_entries(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a folder that is not empty."""
+    """Return whether a path is a folder that contains files or folders."""
     return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
@@ -55,8 +61,8 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
     Args:
         out: A path that `check_new` returned.
         fsync: Wait for the disk.
-        token: Hexadecimal digits that stand for the content. An interruption or an error of the system then keeps the hidden
-            folder, and a later call with the same token yields it again with its files.
+        token: Hexadecimal digits that identify the content. With a token, the hidden folder stays after an interruption or an
+            error of the system. A later call with the same token yields this folder with its files.
 
     Raises:
         FileExistsError: `out` is no longer empty, or another process writes the folder of this token.
@@ -90,6 +96,6 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
 
 @contextlib.contextmanager
 def _lock_folder(folder: str) -> Iterator[bool | None]:
-    """Lock a folder that this process writes or deletes; yield False if another process holds it, None without locks."""
+    """Lock a folder to write or delete; yield False if another process holds it, None without locks."""
     with Flock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as lock:
         yield lock.is_locked

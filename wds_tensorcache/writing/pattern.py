@@ -22,12 +22,12 @@ _RANK = re.compile(r"r([0-9]+)of([0-9]+)-(?=%(?:0\d+)?d)")  # before the number,
 class ShardPattern:
     """Names of the shards of one writer.
 
-    A build on several ranks has a pattern for each rank. The pattern of rank 3 of 8 is `r3of8-%06d.tar`, where `%06d.tar`,
-    their `base`, is the pattern of a build on one process.
+    A build on several ranks has a pattern for each rank. For example, rank 3 of 8 has the pattern `r3of8-%06d.tar`. Without the
+    label of the rank, `%06d.tar` is the pattern of a build on one process.
 
     Args:
-        pattern: As for `ShardWriter`. A path without a number that does not end in `.tar`, or that of an existing folder, means
-            a folder.
+        pattern: As for `ShardWriter`. A path means a folder if the folder exists, or if the path has no number and does not end
+            in `.tar`.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -77,24 +77,24 @@ class ShardPattern:
         return self.locate(self.shard_name(number))
 
     def locate(self, name: str) -> str:
-        """Return the path of the file `name` in the folder."""
+        """Return the path or url of the file `name` in the folder."""
         return join_url(self.folder, name) if self._is_url else os.path.join(self.folder, name)
 
     def number(self, name: str) -> int | None:
-        """Return the number in the name of a shard; None if the file does not match this pattern."""
+        """Return the number in the name of a shard; None if the name does not match this pattern."""
         place = self._parse(name)
         return place[2] if place is not None and place[:2] == self._rank else None
 
     def covers(self, name: str) -> bool:
-        """Return whether the name of a file in the folder matches this pattern."""
+        """Return whether the name of a file matches this pattern."""
         return self.number(name) is not None
 
     def is_in_build(self, name: str) -> bool:
-        """Return whether a file in the folder has the name of a shard of the same build: of any rank, with any world size."""
+        """Return whether a file name belongs to a shard of the same build, of any rank and any world size."""
         return self._parse(name) is not None
 
     def is_of_other_rank(self, name: str) -> bool:
-        """Return whether a file in the folder has the name of a shard of another rank, with the same world size."""
+        """Return whether a file name belongs to a shard of another rank, with the same world size."""
         place = self._parse(name)
         return place is not None and place[0] == self._rank[0] and place[1] != self._rank[1]
 
@@ -114,27 +114,27 @@ class ShardPattern:
         return (world_size, rank, number) if base == name else None
 
     def is_other_world_size(self, name: str) -> bool:
-        """Return whether `name` is the last part of the pattern of a rank of this build with another number of ranks.
+        """Return whether `name` is the pattern, without the folder, of a rank of this build with another world size.
 
-        Ranks of both numbers would compute the same samples.
+        Ranks of both world sizes would compute the same samples.
         """
         base, (world_size, _) = _without_rank(name)
         return base == self._base and world_size != self._rank[0]
 
     def existing(self, names: Iterable[str]) -> dict[int, str]:
-        """Return the shards of this pattern by number, ascending, among the names of files in the folder."""
+        """Return the shards of this pattern among file names, by number, ascending."""
         numbers = {number: name for name in names if (number := self.number(name)) is not None}
         return dict(sorted(numbers.items()))
 
     def build_shards(self, names: Iterable[str]) -> list[str]:
-        """Return the shards of the same build, of all ranks and world sizes, among the names of files in the folder."""
+        """Return the shards of the same build, of all ranks and world sizes, among file names."""
         places = {name: place for name in names if (place := self._parse(name)) is not None}
         return sorted(places, key=lambda name: (places[name], name))
 
     def shards_by_age(self) -> list[tuple[int, str]]:
         """Return number and path of the existing shards of the same build, ascending by number.
 
-        If each call begins with the next number of the folder, shards with higher numbers have the newer samples of a key.
+        If each writer starts at the next number in the folder, shards with higher numbers contain the newer samples of a key.
         """
         places = {name: self._parse(name) for name in folder_of(self.folder).names()}
         return sorted((place[2], self.locate(name)) for name, place in places.items() if place is not None)
@@ -161,13 +161,13 @@ def _build_regex(base: str) -> str:
 
 
 def _with_rank(base: str, rank: int, world_size: int) -> str:
-    """Return the name in the pattern of a rank, given the name in the pattern of a build on one process."""
+    """Add the label of a rank, such as `r3of8-`, to the name in the pattern of a build on one process."""
     label = f"r{rank:0{len(str(world_size - 1))}}of{world_size}-" if world_size > 1 else ""
     return _NUMBER.sub(lambda number: label + number[0], base, count=1)
 
 
 def _without_rank(name: str) -> tuple[str, tuple[int, int]]:
-    """Return the name in the pattern of a build on one process, and the world size and rank in a rank's name."""
+    """Remove the label of a rank from the name in a pattern; return the name, and the world size and rank."""
     match = _RANK.search(name)
     if match is not None:
         base, rank, world_size = name[: match.start()] + name[match.end() :], int(match[1]), int(match[2])

@@ -1,4 +1,4 @@
-"""Lock that allows one writer at a time for a pattern of shard names, such as `train-%06d.tar`."""
+"""A lock that allows one writer at a time for a pattern of shard names, such as `train-%06d.tar`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WAIT_S = 0.2  # a process that looks whether the file is locked holds it for an
 class WriterLock:
     """The exclusive right of this process to write the shards of a pattern, until `close`.
 
-    It is a lock on the file `.PATTERN.lock` in the folder, which is made if it is missing. Different patterns may still
-    produce the same names; a shard never replaces another one. A read-only folder, and a file system without locks, is not
-    locked.
+    The lock is on the file `.PATTERN.lock` in the folder, which is made if it is missing. A read-only folder cannot be locked,
+    nor can a folder on a file system without locks. Different patterns may still produce the same names, but a shard never
+    replaces another shard.
 
     Attributes:
         is_locked: True if no other process can have the lock; False without locks.
 
     Raises:
-        FileExistsError: Another writer has the lock, or is a rank of the same build with another number of ranks.
+        FileExistsError: Another writer has the lock, or is a rank of the same build with another world size.
 
     Threads/fork/pickle: as for `Flock`.
     """

@@ -1,4 +1,4 @@
-"""Finished shards of a writer: find their samples by key, and write the sidecars that a killed writer did not write."""
+"""Load the finished shards of a writer, find samples in them by key, and write indexes that a killed writer left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from wds_tensorcache.writing.pattern import ShardPattern
 
 
 class FinishedShards:
-    """Indexes of finished shards by path or url, in the order of their samples."""
+    """The indexes of finished shards by path or url, in the order of their samples."""
 
     def __init__(self, indexes: Mapping[str, ShardIndex], files: Files) -> None:
         self.indexes, self.files = indexes, files
@@ -54,22 +54,22 @@ class FinishedShards:
         return bool(self._table.find(key))
 
     def find(self, key: str) -> list[tuple[str, int]]:
-        """Return the shard's path and the row (number in the shard) of each sample with a key."""
+        """Return (path of the shard, row in the shard) for each sample with this key."""
         numbers = [(position, bisect_right(self._starts, position) - 1) for position in self._table.find(key)]
         return [(self._paths[number], position - self._starts[number]) for position, number in numbers]
 
     def has_cache(self, path: str, row: int) -> bool:
-        """Return whether a sample has a cache; without one, the sample consists of other members only."""
+        """Return whether a sample has a cache, and not only other members."""
         caches = self.indexes[path].caches.values()
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
     def stored_key(self, key: str) -> str:
-        """Return `key`; or the key that an earlier `safe_key` made of the same name, if a sample has this one."""
+        """Return `key`; if a sample has the key that an earlier `safe_key` made of the same name, return that key."""
         older = older_key(key)
         return key if older is None or older not in self else older
 
     def is_finished(self, key: str) -> bool:
-        """Return whether the key has a sample, and all samples with this key have a cache."""
+        """Return whether samples with this key exist, and all of them have a cache."""
         places = self.find(key)
         return bool(places) and all(self.has_cache(*place) for place in places)
 
@@ -91,7 +91,7 @@ class FinishedShards:
         return list(self.files.get(url).read_many(begins.tolist(), (begins + members.nbytes).tolist()))
 
     def entry(self, path: str) -> ShardEntry:
-        """Return the entry of a shard in the manifest of its folder."""
+        """Return the entry of a shard for the manifest of its folder."""
         index = self.indexes[path]
         if is_url(path):
             return ShardEntry(name_of(path), len(index.keys), self.files.get(path).nbytes, index.digest)
@@ -101,9 +101,12 @@ class FinishedShards:
 def load_finished(
     shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
-    """Load the indexes of finished shards; raise FormatError if a shard is damaged, or differs from its entry in a manifest.
+    """Load the indexes of finished shards, by path or url.
 
-    `shards` has, by path or url, the entry of each shard in a manifest, and a fingerprint, used if its index has none.
+    `shards` contains the manifest's entry of each shard, and a fingerprint for a shard whose index has none.
+
+    Raises:
+        FormatError: A shard is damaged, or differs from its entry in a manifest.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
     remote = _load_remote(list(filter(is_url, shards)), files)
@@ -146,7 +149,7 @@ def take_over(
     """Load the finished shards of a build; write missing `.idx` files and manifest entries, and remove stale entries.
 
     `names` are all files in the folder, and `shards` the finished shards among them. `manifest` was read before `names`; it is
-    None if the writer lists no shards.
+    None if the writer has no manifest.
     """
     listed = Manifest() if manifest is None else manifest
     finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})
@@ -182,9 +185,9 @@ def take_over(
 
 
 def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
-    """Return the indexes, by path, of the finished shards of a build that are not in `finished`; list them in the manifest.
+    """Load the finished shards of a build that are not in `finished`, and add them to the manifest.
 
-    `options` are those of the `ShardWriter` that has written the shards of this rank.
+    `options` are the options of the `ShardWriter` that has written the shards of this rank. Return the indexes by path.
     """
     # NFS has no locks for folders, so ranks that change the manifest at the same time lose each other's entries. Every rank
     # calls this after its last shard, so that the last change of the manifest lists all shards.

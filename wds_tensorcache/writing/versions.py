@@ -45,7 +45,7 @@ def drop(
 
     Args:
         source: Folder of the cache; its files are not changed.
-        out: Folder of the version: a new folder, or an empty one, which is replaced.
+        out: Folder of the version: a new folder, or an empty folder, which is replaced.
         keys: Keys of the samples to drop, with all their members.
         fsync: Wait for the disk before the folder appears.
 
@@ -53,7 +53,7 @@ def drop(
         FileExistsError: `out` is not empty, or a shard has the name that the `.idx` or `.index` of another shard needs.
         FileNotFoundError: `source` does not exist, or has no shards.
         FormatError: A shard or the manifest is damaged, or was changed during the call.
-        KeyError: A key has no sample.
+        KeyError: The cache has no sample with one of the keys.
         OSError: A file cannot be read or written, for example because the disk is full.
         TypeError: `keys` is a str or bytes.
         ValueError: No sample would remain; or `source` is not a folder.
@@ -73,7 +73,10 @@ def drop(
 
 
 class OldCache:
-    """The cache from which a version is made; `urls` are the paths of its shards in the folder of a version, by path."""
+    """The cache from which a version is made.
+
+    `urls` contains, by path, the url of each shard relative to the folder.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         check_local(folder, "the old cache of a version")
@@ -85,7 +88,10 @@ class OldCache:
         self.urls = {path: os.path.relpath(path, self.folder).replace(os.sep, "/") for path in self.shards.indexes}
 
     def next_urls(self, name: str | None) -> Iterator[str]:
-        """Yield urls for new shards, numbered after the old ones; without `name`, they are named like the last old shard."""
+        """Yield urls for new shards, numbered after the old shards.
+
+        `name` is the pattern of their names; by default, they are named like the last old shard.
+        """
         folder, last = os.path.split(list(self.urls.values())[-1])
         match = _LAST_NUMBER(last)
         if name is None and match is not None and "%" not in last:
@@ -101,8 +107,8 @@ class OldCache:
 def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
     """Compute the samples that cannot be reused. On one process, also write the version, and return True.
 
-    Computed samples are first written to a hidden cache, as in a build without `reuse=`. A call resumes from there, also if
-    other ranks have computed them.
+    Computed samples are first written to a hidden cache, as in a build without `reuse=`. A later call resumes from this cache,
+    even if other ranks have written it.
     """
     options = {**job.options, "manifest": True}  # keeps the fingerprints of shards without a footer
     job, items, folder, fingerprint = replace(job, options=options), job.items, _hidden(out), options["fingerprint"]
@@ -130,7 +136,7 @@ def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
 
 
 def remove_abandoned(out: str) -> None:
-    """Delete the computed samples of a version, now that `out` is a cache, unless another call still computes some."""
+    """Delete the computed samples of a version that is complete, unless another call is still computing."""
     folder = _hidden(os.path.realpath(out))
     if os.path.isdir(folder) and not is_being_written(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -141,7 +147,10 @@ def _hidden(out: str) -> str:
 
 
 def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> _Changes:
-    """Compute the samples of this rank that are neither reusable nor computed already; add the keys of its items to `keys`."""
+    """Compute the samples of this rank that are neither reusable nor computed already; return the changes.
+
+    The keys of the rank's items are added to `keys`.
+    """
     changes: _Changes = {}
     sink = ShardWriter(str(pattern), resume=True, **job.options)
     finished, ages = sink.finished, pattern.shards_by_age()
@@ -161,7 +170,10 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
 def _stale(
     job: Job, old: OldCache, computed: FinishedShards, pattern: ShardPattern, keys: set[str], changes: _Changes
 ) -> Iterator[list[Target]]:
-    """Yield batches of items that cannot reuse a sample; add the keys of all items to `keys`."""
+    """Yield batches of items that cannot reuse a sample.
+
+    The keys of all items are added to `keys`, and the changes to `changes`.
+    """
     # Batches are the same after an interruption, because they include the items that this rank has computed. The items that
     # ranks of another world size have computed are left out.
     items, todo = job.items, list[Target]()
@@ -205,7 +217,7 @@ def _write_version(
     name: str | None,
     fsync: bool,
 ) -> None:
-    """Write a version: the shards of the old cache with the changes, then new samples that have `keys`."""
+    """Write a version: the shards of the old cache with the changes, then shards of new samples with these `keys`."""
     shards = {path: OldShard(path, index, computed.files) for path, index in computed.indexes.items()}
 
     def newest(key: str) -> Run:
@@ -231,7 +243,7 @@ def _write_version(
 
 
 def _add(plan: list[NewShard], url: str | Iterator[str], old: OldShard, changes: Mapping[int, Run | None]) -> None:
-    """Plan a copy of an old shard in which rows are left out or replaced, unless no sample remains."""
+    """Plan a copy of an old shard without some rows, or with replacements for them, unless no sample remains."""
     runs, begin, count = list[Run](), 0, len(old.index.keys)
     for row, replacement in sorted(changes.items()):
         runs += [(old, begin, row)] * (begin < row)

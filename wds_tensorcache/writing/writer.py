@@ -101,7 +101,6 @@ class _UnfinishedShard:
         return ShardEntry(self.name, self.num_samples, self.nbytes + len(tail), index.digest), index
 
     def drop(self) -> None:
-        """Delete the unfinished file."""
         self._output.drop()
 
 
@@ -114,7 +113,7 @@ class ShardWriter:
 
     Args:
         pattern: A folder for shards `000000.tar`, `000001.tar`, …, or a path with one number such as `%06d` in its last part. A
-            path that ends in `.tar` is that of a single shard. Missing folders are made. Or a url of such a folder or path in
+            path that ends in `.tar` names a single shard. Missing folders are made. Or a url of such a folder or path in
             an object store: `s3://`, `gs://` or `az://`.
         max_samples: Maximum number of samples in a shard. With the default, 4,096, an interrupted `build` loses at most that
             many samples, and a million small samples make 245 shards.
@@ -124,9 +123,9 @@ class ShardWriter:
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
         overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
         resume: Continue after the last existing shard, and skip keys that are already stored, also in shards from ranks of a
-            `build` with this pattern. If you write all samples again with the same options, the shards equal those of an
-            uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed; `tc.verify`
-            finds it.
+            `build` with this pattern. If you write all samples again with the same options, the shards equal the shards
+            of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
+            `tc.verify` finds it.
         fsync: Wait until a shard is on disk before it gets its final name. Without effect for a url.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values. It is stored in
@@ -135,7 +134,7 @@ class ShardWriter:
         encoder: Function that encodes the members outside caches, for example webdataset's `make_encoder(True)`. It takes a
             dict of values by extension, and returns a dict of bytes. By default, bytes, text, `json` and `cls` are accepted.
 
-    At a url, another thread uploads a shard from local disk while the next one is written. An upload's error is raised by the
+    At a url, another thread uploads a shard from local disk while the next shard is written. An upload's error is raised by the
     next `write` or by `close`. After an error or an interrupt in the `with` block, finished shards are still uploaded; another
     interrupt cancels the uploads. Writers on any number of machines may share a folder. See docs/remote_writing.md.
 
@@ -150,9 +149,9 @@ class ShardWriter:
             `max_nbytes` or `footer` does not suit a url.
 
     Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
-        shard never replaces another one. A second writer of the same pattern is refused while the first one is open and its
-        process runs. At a url, its first upload is refused instead. A forked child cannot use the writer: `write` raises
-        RuntimeError, and `close` has no effect.
+        shard never replaces another shard. A second writer of the same pattern is refused while the first writer is open and
+        its process runs. At a url, the first upload of the second writer is refused instead. A forked child cannot use the
+        writer: `write` raises RuntimeError, and `close` has no effect.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class ShardWriter:
         self._resumes = self.num_finished > 0
 
     def _begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:
-        """Take over or delete existing shards; return those that were taken over, and the number of the next shard."""
+        """Take over or delete existing shards; return the shards taken over, and the number of the next shard."""
         folder, pattern = self._folder, self._pattern
         # The manifest may list shards that other ranks have stored after the folder was listed. So it is read first.
         manifest = Manifest.of(folder) if self._manifest else None
@@ -253,8 +252,8 @@ class ShardWriter:
                 sample is written.
             InvalidKeyError: Some reader of shards would misread the key, a cache name or an extension; or the key is already
                 in this shard.
-            OSError: The shard, or an earlier one, cannot be written, for example because the disk is full.
-            RuntimeError: This is a forked child.
+            OSError: The shard, or an earlier shard, cannot be written, for example because the disk is full.
+            RuntimeError: This process is a fork of the writer's process.
             ValueError: The writer is closed, or a shard could not be finished.
 
         Memory: this call copies or writes the bytes of the tensors, so the tensors may be changed afterwards.
@@ -311,7 +310,7 @@ class ShardWriter:
         return shard
 
     def _finish(self) -> None:
-        """Finish the current shard; at a url on a thread, so that the next shard is written during the upload."""
+        """Finish the current shard. At a url, a thread uploads it while the next shard is written."""
         shard, self._shard = self._shard, None
         if shard is None:
             return

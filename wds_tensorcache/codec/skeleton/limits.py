@@ -41,12 +41,12 @@ def check_depth(value: Any) -> None:
 
 
 def call_budget(nbytes: int) -> int:
-    """Return the limit on the total `call_cost` of the calls in a skeleton whose body has `nbytes` bytes."""
+    """Return the limit on the sum of `call_cost` in a skeleton whose body has `nbytes` bytes."""
     return 1_000_000 + 10 * nbytes
 
 
 def call_cost(arguments: Sequence[Any]) -> int:
-    """Return the cost of a call: the number of its arguments, and roughly the number of bytes that it copies from them."""
+    """Return the cost of a call: the number of its arguments, plus roughly the bytes that it copies from them."""
     return len(arguments) + sum(map(_argument_cost, arguments))
 
 
@@ -57,12 +57,12 @@ def _argument_cost(argument: Any) -> int:
 
 
 def add_key_parts(num_parts: int, keys: Collection[Any]) -> int:
-    """Return the number of parts of all keys of a skeleton so far: `num_parts`, and the parts of `keys`.
+    """Add the parts of `keys` to `num_parts`, the count for the skeleton so far, and return the sum.
 
     Call this before `keys` are added to a dict, set or frozenset.
 
     Raises:
-        FormatError: These are more than `MAX_KEY_PARTS`, or a key has a long number or nests too deeply.
+        FormatError: The sum exceeds `MAX_KEY_PARTS`, or a key contains a long number or nests too deeply.
     """
     for key in keys:
         if key.__class__ is str or key.__class__ is bytes:  # their hashes have a secret seed
@@ -80,7 +80,7 @@ def add_key_parts(num_parts: int, keys: Collection[Any]) -> int:
 
 
 def _count_parts(key: Any, limit: int) -> int:
-    """Return the number of parts of a key; any number above `limit` if there are more."""
+    """Return the number of parts of a key; stop counting above `limit`."""
     count = 0
     todo = [(key, 1)]
     while todo and count <= limit:

@@ -29,7 +29,7 @@ CONSTANTS = {NONE: None, NEWTRUE: True, NEWFALSE: False}
 
 
 def read_text(raw: bytes) -> str:
-    """Decode UTF-8, in which a surrogate takes 3 bytes."""
+    """Decode UTF-8 that may contain surrogates, each encoded in 3 bytes."""
     return str(raw, "utf-8", "surrogatepass")
 
 
@@ -72,7 +72,7 @@ def _write_int(value: int) -> bytes:
 
 
 def write_text(value: str) -> bytes:
-    """Return the shortest opcode that pushes a string, with the string."""
+    """Return the shortest encoding of a string: opcode, length and UTF-8."""
     raw = value.encode("utf-8", "surrogatepass")
     if len(raw) < 256:
         return _SHORT_TEXT % (len(raw), raw)
@@ -90,5 +90,5 @@ ATOM_WRITERS: dict[type, Callable[[Any], bytes]] = {
 
 
 def write_get(index: int) -> bytes:
-    """Return the opcode that pushes object `index` of the memo."""
+    """Return the opcode, with its argument, that pushes object `index` of the memo."""
     return pack("<BB", BINGET, index) if index < 256 else pack("<BI", LONG_BINGET, index)

@@ -3,8 +3,8 @@
 Python's own unpickler is unsafe even if `find_class` allows only listed names. It builds any object that its opcodes reach,
 allocates as much memory as the input claims to need, and lets callables escape as values. Here, no callable leaves this
 file: each fetched callable must be called. Builders check their arguments, and a length must not exceed the remaining bytes.
-To audit it, read this file, `types.py` and `limits.py`; and `template.py`, which reads only bodies that this file has accepted
-with other plain values.
+To audit the reader, read this file, `types.py`, `limits.py` and `template.py`. A template reads a body only
+if this file has accepted an equal body with other plain values.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def _run(body: bytes, pos: int, reference: Callable[[str], object], allow: Allow
 
 
 def _is_factory(args: tuple[Any, ...]) -> bool:
-    """Return whether these arguments are one builder, which can only be the factory of a defaultdict."""
+    """Return whether the only argument is a builder, which must be the factory of a defaultdict."""
     return len(args) == 1 and args[0].__class__ is Builder
 
 

@@ -1,15 +1,15 @@
-"""Templates: a fast path for skeletons, and samples, that differ from an earlier one only in plain values and tensors.
+"""Templates: a fast path for samples that differ from an earlier sample only in plain values and tensors.
 
 Most samples of a cache have the same structure: the same opcodes, with different numbers and strings between them. A template
 is the body of a skeleton without these numbers and strings.
 
-- *Reading.* If a body equals the template everywhere else, it has the opcodes of a body that the interpreter (`reader.py`) has
-  read. So the interpreter would accept it, too.
-- *Writing.* The body of a sample with the same structure is the template with the sample's values in it, byte for byte what
-  `SkeletonWriter` writes.
+- *Reading.* A body that equals the template everywhere else has the same opcodes as a body that the interpreter (`reader.py`)
+  has read. So the interpreter would accept it, too.
+- *Writing.* The body of a sample with the same structure is the template with the sample's values in it, byte for byte as
+  `SkeletonWriter` writes it.
 
-A template is learned from a sample and its body, by writing the sample again: no second parser of pickles is needed. Samples
-that contain anything but dicts with string keys, lists, tuples, plain values and tensors have no template.
+A template is learned from a sample and its body by writing the sample again, which needs no second parser of pickles. A sample
+has no template if it contains anything but dicts with string keys, lists, tuples, plain values and tensors.
 """
 
 from __future__ import annotations
@@ -53,23 +53,24 @@ Written = tuple[bytes, bytes, Layout, list[Any], "tuple[str, ...] | None"]
 class Template:
     """A skeleton's body without its plain values.
 
-    The *parts* of a sample are the sample, then the items of the first container among them, then those of the second, and so
-    on.
+    The *parts* of a sample are a list of objects. The first part is the sample. The items of the first container in the list
+    follow, then the items of the second container, and so on.
 
     Attributes:
         segments: Bytes before each value, and bytes after the last value.
         references: Strings of the references to tensors, in the order of the body.
-        containers: For each container, inner ones first: its type, its keys if it is a dict, and a function that selects its
-            items. The function gets one list of all values, then all tensors, then the containers built so far.
+        containers: For each container, inner containers first: its type, its keys if it is a dict, and a function that selects
+            its items. The function gets a list of all values, then all tensors, then the containers built so far.
         outline: For each container, in the order of the parts: its position among them, its type, and the number of parts up
-            to its last item. None if the body fetches a part again: the template is then for reading only.
+            to its last item. None if the body fetches a part from the memo: the template is then for reading only.
         keys: Keys of all dicts, in the order of the parts.
         select_values: Function that selects the plain values from the parts, in the order of the body.
         select_tensors: Function that selects the tensors from the parts, in the order of their bytes in the member.
-        tensors: For each tensor in this order: its type, its stored form, and its torch dtype if `view_plain` takes it.
+        tensors: For each tensor, in the order of the bytes: its type, its stored form, and its torch dtype if `view_plain`
+            takes it.
         select_unique: Function that selects the parts that must be different objects.
-        num_unique: Number of these parts.
-        texts: Keys and other constant strings of the body, from which a writer would fetch an equal value.
+        num_unique: Number of parts that must be different objects.
+        texts: Keys and other constant strings of the body. A writer would fetch an equal value from the memo.
     """
 
     segments: tuple[bytes, ...]
@@ -85,7 +86,7 @@ class Template:
     texts: set[Any]
 
     def match(self, body: bytes, pos: int) -> Any:
-        """Return the plain values of a skeleton whose body starts at `pos`, or `MISS` if it does not match."""
+        """Return the plain values of a skeleton whose body starts at `pos`; `MISS` if the body does not match."""
         values: list[Any] = []
         append = values.append
         # one step per value
@@ -126,11 +127,14 @@ class Template:
         return values if body[pos:] == self.segments[-1] else MISS
 
     def build(self, parts: list[Any]) -> Any:
-        """Return the object built from `parts`, all of its values followed by all of its tensors. Changes the list."""
+        """Return the sample built from `parts`: its values, followed by its tensors. Changes the list."""
         return assemble(self.containers, parts)
 
     def write(self, sample: Any, align: int) -> Written | None:
-        """Return the content of both members, which aliases the sample's tensors; None if the sample does not match."""
+        """Return the content of both members; None if the sample does not match.
+
+        Memory: aliases the sample's tensors.
+        """
         if self.outline is None:
             return None
         parts: list[Any] = [sample]
@@ -203,7 +207,10 @@ def _plan(template: Template, align: int, *shapes: tuple[int, ...]) -> tuple[byt
 
 
 def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> Any:
-    """Build each container from `parts`, append it to them, and return the last; for `containers`, see `Template`."""
+    """Build containers from `parts`, and return the last container; for `containers`, see `Template`.
+
+    Each container is appended to `parts`.
+    """
     for kind, keys, select in containers:
         if kind is dict:
             parts.append(dict(zip(keys, select(parts), strict=True)))
@@ -213,7 +220,7 @@ def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> A
 
 
 def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
-    """Return a function of a list that returns a tuple of its items at `indices`."""
+    """Return a function that takes a list and returns a tuple of its items at `indices`."""
     if not indices:
         return lambda items: ()
     if len(indices) == 1:
@@ -223,7 +230,7 @@ def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
 
 
 class _MarkingWriter(SkeletonWriter):
-    """A writer that records the positions of plain values, and does not read the bytes of tensors."""
+    """A writer that marks the positions of plain values, and does not read the bytes of tensors."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -239,23 +246,23 @@ class _MarkingWriter(SkeletonWriter):
         return StorableTensor("tensor" if is_tensor else "ndarray", true, (), b"")
 
     def first_mark(self, mark: int) -> int:
-        """Return a value's own mark if it is written in full, otherwise the mark of the equal value before it."""
+        """Return the mark of a value; if the value is fetched from the memo, the mark of the equal value before it."""
         return self._gets.get(mark, mark + 1) - 1
 
     def has_constant_of(self, values: Iterable[int]) -> bool:
-        """Return whether a key, or another constant of the body, is fetched from one of the values at these marks."""
+        """Return whether the body fetches a key or another constant from one of the values at these marks."""
         constants = {slot - 1 for index, slot in self._gets.items() if index not in self.marks}
         return not constants.isdisjoint(values)
 
     def segments(self, marks: Iterable[int]) -> tuple[bytes, ...]:
-        """Return the bytes between the values at these marks. Call `body` before."""
+        """Return the bytes before, between and after the values at these marks. Call `body` first."""
         edges = [-1, *marks, len(self._parts)]
         segments = [b"".join(self._parts[begin + 1 : end]) for begin, end in pairwise(edges)]
         return (*segments[:-1], segments[-1] + CODE[STOP])
 
 
 def learn(sample: Any, body: bytes) -> Template | None:
-    """Return the template of a sample and the body of its skeleton.
+    """Return the template for a sample and the body of its skeleton.
 
     Return None if the sample contains an object that a template cannot represent, or if `SkeletonWriter` writes another body.
     """
@@ -346,7 +353,10 @@ class Family:
     num_misses: int = 0  # samples since the last one that matched the template
 
     def miss(self, sample: Any, body: bytes) -> None:
-        """Count a sample that did not match; make the template from some of these samples and their bodies."""
+        """Count a sample that did not match the template.
+
+        After some misses, learn a template from the sample and its body. After too many misses, drop the template.
+        """
         self.num_misses += 1
         # Learning takes as long as writing three samples. So it skips the first sample, which may be the only one or an
         # exception, and becomes rarer with each further miss.

@@ -1,10 +1,10 @@
 """The types that a skeleton may name, for writing and reading: listed types, and classes in `allow=` (FORMAT.md 2.5, 2.7).
 
-An object of a *listed* type (here, a type in the table of FORMAT.md 2.5) is written as a call of that type. `_rows` has one row
+An object of a *listed* type (here, a type in the table of FORMAT.md 2.5) is written as a call of that type. `_rows` has a row
 for each type, except `defaultdict`, `numpy.dtype`, `torch.dtype` and `Ellipsis`. A row contains a function that returns the
-arguments to write, the same on every Python version. It also contains the *builder*, which makes the object from arguments that
-were read. Builders refuse all arguments that could run code, open a file, or allocate more memory than the arguments themselves
-take.
+arguments to write, which are the same on every Python version. It also contains the *builder*, which makes the object from
+the arguments that were read. Builders refuse all arguments that could run code, open a file, or allocate more memory than the
+arguments themselves take.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ REFERENCE = Builder(refuse_reference)  # `_run` resolves references itself
 
 
 def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], object], allow: Allowed) -> Any:
-    """Return the builder for a global that a skeleton names: one of `builders`, or a class in `allow`.
+    """Return the builder for a global that a skeleton names, from `builders` or for a class in `allow`.
 
     Raises:
         UnsafeSkeletonError: There is no builder for this global.
@@ -100,7 +100,9 @@ def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], objec
 
 
 def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
-    """Return the opcode that builds `value`, and its arguments, keywords, state, items and pairs from `__reduce_ex__`.
+    """Return the opcode that builds `value`, and the results of its `__reduce_ex__`.
+
+    These are arguments, keywords, state, items and pairs.
 
     Raises:
         ValueError: `__reduce_ex__` names a callable other than the class of `value`, or a function that sets the state.
@@ -122,7 +124,7 @@ def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
 def refuse_callables(arguments: Any, num_callables: int) -> None:
     """Raise UnsafeSkeletonError if a class in `allow=` would receive a `Builder` in these arguments.
 
-    `num_callables` is the number of builders that were fetched and not called yet.
+    `num_callables` is the number of builders that were fetched but not called yet.
     """
     # without such builders, there is no walk: it would be slow if many calls share their arguments
     if num_callables and any(value.__class__ is Builder for value, _ in walk(arguments)):
@@ -176,7 +178,10 @@ ALLOW_ONLY: dict[int, Operation] = {
 
 
 def _checked(make: Callable[..., Any], *kinds: Any, optional: int = 0) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a `Builder.build` that calls `make` on arguments of these classes; the last `optional` ones may be missing."""
+    """Return a `Builder.build` that calls `make` if the arguments have these classes.
+
+    The last `optional` arguments may be missing.
+    """
     allowed = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
     counts = range(len(allowed) - optional, len(allowed) + 1)
     signatures = {signature for count in counts for signature in product(*allowed[:count])}

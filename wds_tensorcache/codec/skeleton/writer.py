@@ -48,7 +48,7 @@ _write_key = lru_cache(4096)(op.write_text)  # samples of one cache have the sam
 
 
 class SkeletonWriter:
-    """A walk over one sample. `save` does the walk; `body()` and `tensors` are the results."""
+    """A writer of the skeleton of one sample. `save` walks the sample; `body()` and `tensors` are the results."""
 
     def __init__(self, allow: Allowed) -> None:
         self.tensors: dict[str, StorableTensor] = {}  # name -> tensor, in the order of the walk
@@ -87,7 +87,10 @@ class SkeletonWriter:
         return body
 
     def save(self, value: Any, path: str = "", opaque: Iterator[int] | None = None, depth: int = 1) -> None:
-        """Write the value at `path`. In a set, key or allowed object, where paths end, `opaque` numbers the tensors."""
+        """Write the value at `path`.
+
+        Values in a set, a dict key or an allowed object have no paths; tensors there take their numbers from `opaque`.
+        """
         cls = type(value)
         if (atom := op.ATOM_WRITERS.get(cls)) is not None:
             self._save_value(value, cls, atom)
@@ -142,7 +145,7 @@ class SkeletonWriter:
     _describe = staticmethod(describe_tensor)
 
     def _save_container(self, value: Any, path: str, opaque: Iterator[int] | None, depth: int) -> None:
-        """Write an empty container or a call, and then the contents of a container, which may contain itself."""
+        """Write an empty container or a call, then the items, so that a container may contain itself."""
         cls = type(value)
         if cls in _EMPTY:
             self._parts.append(_EMPTY[cls])
@@ -237,7 +240,7 @@ class SkeletonWriter:
             self.save(item, path, inside, depth + 1)
 
     def _canonical(self, value: Any, path: str, depth: int) -> tuple[bytes, bytes]:
-        """Return the two keys by which an element of a set is sorted; they depend only on its value."""
+        """Return the sort key of an element of a set, which depends only on the element's value."""
         atom = op.ATOM_WRITERS.get(type(value))
         if atom is not None:
             return atom(value), b""
