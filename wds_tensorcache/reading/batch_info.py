@@ -98,8 +98,8 @@ class BatchInfo:
 
         A seed is a pure function of the loader's seed, the epoch and the sample index. So it does not depend on the batch
         size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over the
-        sample's cache replaces the epoch. So a sample has another seed in each pass. A sample that `weights` draw twice in an
-        epoch has the same seed twice. In a mix with weights of samples, a pass is as many draws as the cache or bucket has
+        sample's cache replaces the epoch. So a sample has a different seed in each pass. A sample that `weights` draw twice in
+        an epoch has the same seed twice. In a mix with weights of samples, a pass is as many draws as the cache or bucket has
         samples. A row that fills an epoch's last step has the seed of the row that it repeats.
         """
         return self._randomness.seeds(self.indices)
@@ -118,13 +118,13 @@ class BatchInfo:
     def mask(self, name: str) -> torch.Tensor:
         """Return the mask of a padded tensor: bool `[B, T]`, on the batch's device, True for data and False for padding.
 
-        T is the length of the rows: as `tc.pad(to=…)` says, otherwise that of the longest row. A sample that lacks the tensor
-        has no data. After `tc.drop_text`, this is the mask of the texts that the batch holds. Any other transform that changes
-        lengths must make its own mask.
+        T is the length of the rows after padding: the length in `tc.pad(to=…)`, or else the length of the longest row. A sample
+        that lacks the tensor has no data. After `tc.drop_text`, this is the mask of the texts that the batch holds. Any other
+        transform that changes lengths must make its own mask.
 
         Raises:
-            KeyError: No tensor has this name, or samples differ in its number of dimensions. In a pickled copy, also if no
-                sample of the batch has the tensor.
+            KeyError: No tensor has this name, or samples differ in its number of dimensions. Or this record is a pickled copy,
+                and no sample of the batch has the tensor.
             ValueError: The tensor has no dimensions.
         """
         shapes, held_lengths = self._held()
@@ -146,7 +146,7 @@ class BatchInfo:
         return way.length(longest) if isinstance(way, Pad) else longest
 
     def _is_list(self, name: str) -> bool:
-        """Return whether the rows of a tensor are a list, so that they have no padding."""
+        """Return whether the rows of a tensor are a list without padding."""
         return self._collate is not None and self._collate.ways_for([name])[0] == "list"
 
     def _is_lacking(self, name: str) -> bool:

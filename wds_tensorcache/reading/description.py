@@ -52,7 +52,7 @@ class ValueDescription:
     Attributes:
         name: Path of the value in the samples, like the name of a tensor: `cond.0.1.prompt`.
         types: Number of examined samples of each type. Types are in words: `"str"`, `"tuple of 2 int"`, `"list of 3..7 str"`.
-        example: Value of the first of these samples in which it is neither None nor empty, or else of the last sample.
+        example: Value in the first examined sample where it is neither None nor empty, or else in the last examined sample.
         num_samples: Number of examined samples that have the value.
     """
 

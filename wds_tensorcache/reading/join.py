@@ -61,8 +61,8 @@ def join(
             map to one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
 
     Raises:
-        KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some. Or a key occurs twice in a
-            cache other than the first.
+        KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some of these keys. Or a key occurs
+            twice in a cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
         ValueError: There are no caches, `how` is unknown, or `keys` names a cache that does not exist, or the first one.
         BatchError: The first samples of a list of caches are not dicts, or have names in common.
@@ -128,7 +128,7 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
 
 
 def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
-    """Return the index in `other` of each sample's match, -1 without one, and the keys that only `other` has.
+    """Return the index in `other` of each sample's match, -1 without a match, and the keys that only `other` has.
 
     The array is None if both caches have the same keys in the same order. With `key_map`, no keys are returned.
 
@@ -334,7 +334,7 @@ class JoinedCache(Cache[_Sample]):
         return _JoinedRequest(parts, self._prefixes)
 
     def _owners(self, alternatives: Alternatives) -> dict[int, Alternatives]:
-        """Return the alternatives of each cache that has some, by its position."""
+        """Return the alternatives in each cache by the cache's position, without caches that have no alternatives."""
         groups_of_caches: dict[int, list[Group]] = {}
         for group in alternatives.groups:
             parts = [(number, group.without(prefix)) for number, prefix in enumerate(self._prefixes)]

@@ -130,7 +130,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return `range(count)`, or `most` of its numbers at equal distances, with the first number."""
+    """Return at most `most` numbers of `range(count)`, at equal distances, from 0 on."""
     most = min(count, most)
     return [count * number // most for number in range(most)]
 

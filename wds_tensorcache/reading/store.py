@@ -31,7 +31,9 @@ _NO_VALUES: Mapping[int, tuple[Any, ...]] = {}
 
 
 class KeptValues:
-    """The plain values of samples, after their first use, in bounded memory: decoding them again would take 3 us a sample.
+    """The plain values of samples, kept in bounded memory after their first use.
+
+    Decoding them again would take 3 us per sample.
 
     Threads/fork: any thread; a forked child has a copy.
     """
@@ -104,17 +106,17 @@ class Store:
         return store
 
     def load_indexes(self, numbers: Iterable[int] | None = None) -> None:
-        """Load the indexes of the remote shards with these numbers, or of all, several at a time."""
+        """Load the indexes of the remote shards with these numbers, or of all remote shards, several at a time."""
         if self._unloaded:
             wanted = sorted(self._unloaded.intersection(self._unloaded if numbers is None else numbers))
             load_indexes([self.shards[number] for number in wanted])
             self._unloaded.difference_update(wanted)
 
     def find_names(self, numbers: Iterable[int] | None = None) -> bool:
-        """Look for further names that old indexes lack, by default in all shards; return whether there are such names.
+        """Find additional names that old indexes lack, by default in all shards; return whether there are such names.
 
-        The shards then have other indexes. Cost: one skeleton of each form, and all skeletons of the shards in which such a
-        sample has further names. A shard is examined only once.
+        Shards with such names get new indexes. Cost: one skeleton of each form; if it has additional names, all skeletons of
+        the shard. A shard is examined only once.
         """
         has_new_names = False
         for number in range(len(self.shards)) if numbers is None else numbers:
@@ -196,5 +198,5 @@ def load_indexes(shards: Iterable[Shard]) -> None:
 
 
 def _threads(num_threads: int) -> Callable[[], Threads | None]:
-    """Return a function that returns this process's threads besides the caller's, or None."""
+    """Return a function that returns this process's additional threads; the result is None with a single thread."""
     return per_process(lambda: Threads(num_threads - 1, "tensorcache") if num_threads > 1 else None)

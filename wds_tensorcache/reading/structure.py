@@ -114,7 +114,7 @@ def put(sample: Any, name: str, value: Any) -> None:
 
 
 def _key_of(part: str) -> str:
-    """Return the text key that has this part in the names of tensors."""
+    """Return the dict key that a tensor's name contains as `part`."""
     return part if "%" not in part else "" if part == "%" else unquote(part)
 
 
@@ -171,9 +171,11 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
 
 
 def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[str, str, str] | None:
-    """Return the first difference of the structures of two samples, as texts: the place, and the part of each; None if equal.
+    """Return the first difference between the structures of two samples; None if they are equal.
 
-    `first` may have tensors that `other` lacks. Tensors whose names `wanted` refuses count as equal.
+    The difference consists of three texts: the place, and the contents of each sample at that place.
+
+    `first` may have tensors that `other` lacks. Tensors whose names `wanted` rejects count as equal.
 
     If a container occurs several times in the first sample, the other sample must have one container in the same places:
     `map_leaves` visits it only once.
@@ -189,7 +191,7 @@ class _Difference:
         self._met: dict[int, tuple[Any, Path]] = {}  # id of a container in the first -> the other's, and its path
 
     def _kind(self, value: Any) -> Any:
-        """Return the name of a wanted tensor, "" for any other, the type of a copied container, or else None."""
+        """Return the name of a wanted tensor, "" for any other tensor, the type of a copied container, or else None."""
         if isinstance(value, Lazy):
             return value.name if self._wanted is None or self._wanted(value.name) else ""
         cls = type(value)

@@ -26,7 +26,7 @@ Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
 
 @dataclass(slots=True)
 class _Group:
-    """Samples of a batch that share a template, with their values; or decoded samples without one."""
+    """Samples of a batch that share a template, with their values; or decoded samples without a template."""
 
     template: Template | None
     positions: list[int]
@@ -79,13 +79,15 @@ def _number_leaves(template: Template) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor, or stands for one."""
+    """Return whether a value is a tensor, or the placeholder of a tensor."""
     return value is _TENSOR or isinstance(value, (LazyTensor, LazyArray))
 
 
 class Decoded:
-    """The skeletons of a batch, read once, by any thread. If a skeleton matches a known template, only its values are
-    extracted."""
+    """The decoded samples of a batch. Any thread may use them; the skeletons are read once.
+
+    If a skeleton matches a known template, only its values are extracted.
+    """
 
     def __init__(self, request: Request, layouts: Layouts) -> None:
         self.structure = request.structures.structure_for(layouts, request.fixed)  # of the batch
@@ -107,7 +109,7 @@ class Decoded:
             return _in_order(groups, [group.column(path) for group in groups])
 
     def find(self, find: Find) -> list[Any]:
-        """Return the result of `find` for each sample, called without its tensors; [] if a sample matches no template."""
+        """Call `find` for each sample without its tensors, and return the results; [] if a sample matches no template."""
         with self._lock:
             groups = self._groups = self._groups or self._read(may_build=False)
             if not groups or any(group.template is None for group in groups):
