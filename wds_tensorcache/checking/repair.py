@@ -48,21 +48,21 @@ def repair(
 
     Args:
         source: Shards, as in `verify`.
-        out: A new folder, or an empty one, which is replaced. If there is nothing to write, it is not made or changed.
+        out: A new folder, or an empty folder, which is replaced. If there is nothing to write, it is not made or changed.
         drop: False raises FormatError, and writes nothing, if a sample is damaged or any part of a tar is lost.
         num_threads: Number of threads, as in `verify`.
         allow: Classes that skeletons may build, as in `verify`.
         progress: As in `verify`. The bytes of every shard count twice: they are checked, then written.
 
     Returns:
-        The faults of `source`, as `verify` reports them, and counts of what was written. The faults name each lost sample
-        whose key is in an index, an `.idx` file or the tar.
+        The faults of `source`, as `verify` reports them, and counts of the written shards, samples and bytes. The faults name
+        each lost sample whose key is in an index, an `.idx` file or the tar.
 
     Raises:
         FileExistsError: `out` is not empty, or is the current folder or a mount point.
         FileNotFoundError: A file does not exist, or there are no shards.
-        FormatError: With `drop=False`, something is damaged or lost; or a shard was changed during the call.
-        OSError: The disk is full, the folder around `out` is read-only, …
+        FormatError: With `drop=False`, a sample is damaged, or a part of a tar is lost. Or a shard was changed during the call.
+        OSError: The disk is full, the parent folder of `out` is read-only, …
         ImportError: `progress` is True, and `tqdm` is not installed.
         ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, `out` is an
             empty string, `source` is a url, or `num_threads` is less than 1.

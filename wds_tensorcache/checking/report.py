@@ -38,12 +38,12 @@ class Fault:
 
 @dataclass(slots=True)
 class Report:
-    """Faults and counts of shards that were read.
+    """Faults and counts of the shards that `verify` or `repair` read.
 
     Attributes:
         faults: Faults grouped by shard; within a shard, those in its bytes come first, by offset.
         num_shards: Number of shards that were read.
-        num_missing: Number of shards that could not be read: listed ones that do not exist, and unreadable ones.
+        num_missing: Number of shards that could not be read: listed shards that do not exist, and unreadable shards.
         num_samples: Number of samples in the shards, including damaged ones.
         num_damaged: Number of samples with a fault in their own bytes or names. `repair` leaves them out.
         num_lost: Number of samples that an index or the manifest lists, but no shard contains.
@@ -108,7 +108,7 @@ class Report:
 
 @dataclass(slots=True)
 class RepairReport(Report):
-    """Faults and counts of the shards that `repair` read, and counts of what it wrote.
+    """Faults and counts of the shards that `repair` read, and counts of the shards that it wrote.
 
     Attributes:
         num_shards_written: Number of shards in the new folder; 0 if there is no new folder.

@@ -73,7 +73,7 @@ class Checked:
             files that belong to no sample.
         end: Offset of the end-of-archive marker; None if there is none.
         is_broken: True if there are bytes in which no member could be read, or members after the end-of-archive marker.
-        copy_of: Path of the shard that has replaced this one; None if none has.
+        copy_of: Path of the shard whose copy has replaced this shard; None if this shard is no copy.
     """
 
     path: str
@@ -99,8 +99,9 @@ def check_shard(
 ) -> Checked:
     """Check a shard in one pass over its bytes. After each sample, call `reach` with the offset of its end.
 
-    If samples have the same key, one with the most caches is kept: if possible one with its own headers, and of these the
-    first. If this is not the first sample with the key, or a sample has lost a cache, there is a second pass.
+    Of samples with the same key, the sample with the most caches is kept. Of samples with equally many caches, samples with
+    their own headers come first, then the earliest in the shard. If the kept sample is not the first with the key, or a sample
+    has lost a cache, there is a second pass.
 
     Raises:
         OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.

@@ -135,7 +135,6 @@ def open(
 
 
 def _remote_indexes(folder: str | os.PathLike[str] | None, keep: bool | str | os.PathLike[str]) -> RemoteIndexes:
-    """Return the places for the arguments `index_folder` and `keep_indexes`."""
     from wds_tensorcache.shards.kept_indexes import KeptIndexes, default_folder
     from wds_tensorcache.shards.remote_indexes import RemoteIndexes
 
@@ -147,7 +146,6 @@ def _remote_indexes(folder: str | os.PathLike[str] | None, keep: bool | str | os
 
 
 def _node_cache(path: str | os.PathLike[str], max_nbytes: int | None, max_open: int | None) -> NodeCache:
-    """Return the cache for the arguments `cache_dir` and `cache_nbytes`."""
     from wds_tensorcache.storage.node_cache.cache import open_node_cache
 
     max_nbytes = None if max_nbytes is None else as_int("cache_nbytes", max_nbytes)

@@ -43,7 +43,7 @@ _LEFT_WAITS_S = 1.0  # how long an abandoned loop waits for its threads: a serve
 
 
 class Read(NamedTuple):
-    """A batch that was read.
+    """A batch that a thread has read.
 
     Attributes:
         step: Step of the batch.
@@ -51,8 +51,8 @@ class Read(NamedTuple):
         batch: A list with the batch, from which the loop takes it, so that nothing else keeps its memory.
         is_padding: Mask of the padding on the loader's device; None for the CPU.
         edits: Transforms that have changed shapes.
-        timing: Times of its stages; None if they are unknown.
-        transfer: Its copies to a GPU; the thread that iterates must call `hand_over`.
+        timing: Times of the batch's stages; None if they are unknown.
+        transfer: Copies of the batch to a GPU; the thread that iterates must call `hand_over`.
     """
 
     step: Step
@@ -96,8 +96,9 @@ class BaseLoader(ABC):
     def num_batches_left(self) -> int:
         """Number of batches from the next one to the end of its epoch, equal on all ranks.
 
-        After the last batch of an epoch, it is the number of batches of the next epoch. After a state that was saved with
-        another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's size.
+        After the last batch of an epoch, it is the number of batches of the next epoch. After loading a state that was saved
+        with another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's
+        size.
         """
         self._sampler._find_rank()
         return self._sampler._plan.num_steps(self._sampler._position)
@@ -108,7 +109,7 @@ class BaseLoader(ABC):
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:
-        """Return the times for which training and the loader waited for each other, and times and bytes of each stage."""
+        """Return the times that training and the loader waited for each other, and the times and bytes of the stages."""
         return replace(self._stats)
 
     def set_epoch(self, epoch: int) -> None:
@@ -133,7 +134,7 @@ class BaseLoader(ABC):
         return self._iterate(iteration, os.getpid(), with_info=with_info)
 
     def _iterate(self, iteration: object, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
-        """Yield the rest of an epoch. Any thread may close the iteration, also while another thread waits here."""
+        """Yield the remaining batches of an epoch. Any thread may close the iteration, even while another thread waits here."""
         # the epoch begins when the first batch is requested, because Lightning calls `set_epoch` after `iter`
         sampler, given_at, num_moves = self._sampler, None, -1
         reads: Generator[Read, None, None] | None = None
@@ -178,17 +179,17 @@ class BaseLoader(ABC):
 
     @abstractmethod
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
-        """Yield the batches from the sampler's position to the end of its epoch; keep `_scheduled`."""
+        """Yield the batches from the sampler's position to the end of its epoch; update `_scheduled`."""
 
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that are not scheduled yet.
 
         `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with such weights.
 
-        In an iteration, `prefetch_batches` steps of the same epoch are scheduled after the last batch returned. By default
-        these are 32 if shards are at urls, however many are read ahead; without threads, none are scheduled. So ranks that
-        change the weights at the same step also use them from the same step on. A state has the weights at the time of
-        `state_dict`. So a run that resumes before the first step with new weights uses them at once.
+        In an iteration, `prefetch_batches` steps of the same epoch are scheduled after the last batch returned. By default, 32
+        steps are scheduled if shards are at urls, however many batches are read ahead. Without threads, no step is scheduled.
+        So ranks that change the weights at the same step also use them from the same step on. A state has the weights at the
+        time of `state_dict`. So a run that resumes before the first step with new weights uses them at once.
 
         Returns:
             Number of the first step with the new weights.
@@ -263,7 +264,7 @@ class Loader(BaseLoader):
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The
-            default is 2. If shards are at urls, it is 16, since their threads wait for requests most of the time.
+            default is 2. If shards are at urls, it is 16, because the threads wait for requests most of the time.
         prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4. While
             training waits for requests, it grows up to 32 batches or 1 GiB, as the server's latency and rate require. After
             eight batches in a row that needed no request, it is 2, and may grow again.
@@ -277,7 +278,7 @@ class Loader(BaseLoader):
     Memory: `prefetch_batches + 1` batches, besides those that the caller keeps. On a GPU, a batch keeps its memory until the
         work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in
         memory.
-    Threads/fork/pickle: one thread iterates, any thread may call `close`; only in the process that made the loader.
+    Threads/fork/pickle: one thread iterates, and any thread may call `close`, but only in the process that made the loader.
         Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch. A forked child
         begins its own iterations.
     """

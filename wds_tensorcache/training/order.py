@@ -117,7 +117,7 @@ def _round_tables(seed: int, epoch: int, bits: int) -> list[Array]:
 
 
 def _round(half: Array, bits: int, key: np.uint64) -> Array:
-    """Return the round function of one half of the values, int64: `bits` bits, to combine with the other half."""
+    """Apply the round function to one half of the values; return int64 in `[0, 2^bits)`, to combine with the other half."""
     result: Array = (finalize(half ^ key) & np.uint64((1 << bits) - 1)).astype(np.int64)
     return result
 

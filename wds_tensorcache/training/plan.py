@@ -43,7 +43,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One rank's batch in one step: all that a worker process needs to read it.
+    """The batch of one rank in one step, with everything that a worker process needs to read it.
 
     Attributes:
         number: Number of preceding steps, in all epochs.
@@ -91,14 +91,14 @@ class RowCounts:
 
 
 class Stream:
-    """The samples of one cache or one bucket, in passes over all of them: `repeats` in an epoch.
+    """The samples of one cache or one bucket. An epoch passes over these samples `repeats` times.
 
     Attributes:
         members: Sample indices in the cache; None for all samples.
         name: Name of the stream, as in `info.source`.
         source: Number of the cache.
         count: Number of samples in a pass.
-        identity: Numbers that fix the order, besides seed and `shuffle`.
+        identity: Numbers that determine the order, besides seed and `shuffle`.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class Plan:
       Unless samples are shuffled, the draws are the same in each epoch.
     - With weights of samples, in proportion to the sum of the weights of its samples.
     - With weights of caches, first the cache by its weight, then one of its buckets. A cache passes over all its buckets before
-      any of them begins another pass. Only the end of a bucket is filled from its next pass. If its samples have weights, too,
-      the bucket is drawn in proportion to their sums, and the samples are drawn.
+      any of them begins another pass. Only the end of a bucket is filled from its next pass. If the cache's samples also have
+      weights, the bucket is drawn in proportion to the sum of its weights, and the samples in proportion to their weights.
 
     With weights, an epoch has as many samples as all streams together, rounded to whole steps.
 
@@ -198,7 +198,7 @@ class Plan:
 
     @cached_property
     def dataset(self) -> str:
-        """The samples' identity in a state: their number, and a hash of their keys in order."""
+        """The identity of the samples in a state: the number of samples, and a hash of their keys in order."""
         digest = xxhash.xxh3_128()
         for cache in self.caches:
             digest.update(b"%d," % len(cache))

@@ -41,7 +41,7 @@ class StepReader:
         return [] if self.alternatives is None else self.alternatives.names
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns for `Cache.select`: those of the stored tensors of batches with only the tensors `names`."""
+        """Return patterns for `Cache.select` of the stored tensors that batches with only the tensors `names` need."""
         return list(map(glob.escape, names)) if self.alternatives is None else self.alternatives.patterns_for(names)
 
     def schema(self) -> dict[str, TensorSchema]:
@@ -77,7 +77,7 @@ class StepReader:
             raise _stopped(step) from exc
 
     def request_structure(self, indices: Any) -> Any:
-        """Return a request for the structure of samples of the only cache."""
+        """Return a request for samples of the only cache, to get the structure of their batch."""
         return self._caches[0]._request_chosen(indices, Randomness(alternatives=self.alternatives, choices={}))
 
     def info(

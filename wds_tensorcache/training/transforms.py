@@ -33,8 +33,8 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
         p: Probability, in [0, 1].
         value: Replacements by name; a row has all of them replaced, or none: `{"text": empty_text, "pooled": 0}`. In place of a
             tensor, a replacement is a number or a tensor of one row's shape, for example the states of the empty prompt. In a
-            padded batch, it may be shorter than the rows: zeros fill the rest. In place of any other value, it is any value,
-            for example `{"prompt": ""}`. None stays None, because a sample without a text has no text to drop.
+            padded batch, it may be shorter than the rows: zeros fill the rest. In place of any other value, a replacement may
+            be any value, for example `{"prompt": ""}`. None stays None, because a sample without a text has no text to drop.
         mark: Name under which the batch gets a bool tensor `[B]`, True for the replaced rows.
 
     Raises:
@@ -45,7 +45,7 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
         TypeError: A text is a numpy array; store it as a tensor.
         ValueError: A replacement does not have the shape of a row.
 
-    Memory: overwrites the rows of stacked tensors in the batch's own memory; lists are replaced by new ones.
+    Memory: overwrites the rows of stacked tensors in the batch's own memory. Lists are replaced by new lists.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}, expected a probability in [0, 1]")
@@ -167,8 +167,8 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
             means in the channel dimension: `[B, 2 * C, …]`, or a list of B tensors `[2 * C, …]`.
         std: Name of the tensor with the standard deviations, of the same shape.
         to: Name of the latent in the batch; by default, `mean`. The latent takes the place of the moments.
-        logvar: The standard deviations are stored as logarithms of variances. As in diffusers, they are limited to [-30, 20].
-            Their exponentials may differ between devices in the last bits.
+        logvar: True if the standard deviations are stored as logarithms of variances. As in diffusers, they are limited to
+            [-30, 20]. Their exponentials may differ between devices in the last bits.
 
     A row that is None, because its sample lacks the moments, stays None.
 
@@ -178,7 +178,7 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such tensor.
         TypeError: It is not a tensor of floating-point numbers.
-        ValueError: Its number of channels is odd, or the shapes of means and deviations differ; or a row has means, but no
+        ValueError: The number of channels is odd, or the shapes of means and deviations differ; or a row has means, but no
             deviations.
 
     Memory: computes in float32; the latent has the dtype of the means and new memory.
