@@ -80,7 +80,7 @@ class Salvage:
     lost and there is no index, its files are mistaken for members.
 
     Stock readers stop at the first block of zeros. Zeros are damage if an index says that the archive ends later, or if only
-    one block is zero. Members after two or more blocks of zeros, such as those of an appended tar, belong to no archive.
+    one block is zero. Members after two or more blocks of zeros, such as the members of an appended tar, belong to no archive.
 
     Args:
         file: The shard.

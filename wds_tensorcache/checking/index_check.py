@@ -79,7 +79,7 @@ def _read_footer(checked: Checked) -> ShardIndex | None:
 
 
 def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
-    """Return the offset of the first byte that is not zero, or None."""
+    """Return the offset of the first byte that is not zero; None if all bytes are zero."""
     for at in range(begin, end, _CHUNK_NBYTES):
         chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
         if chunk.strip(b"\0"):

@@ -69,8 +69,8 @@ class Checked:
         fingerprint: Fingerprint in an index of the shard, or else in a manifest; None if there is none.
         damaged: Keys of samples with a fault.
         doubtful: Keys of samples without a digest whose skeletons need a class that is not in `allow=`.
-        ranges: Whole members to keep, with headers for those that lost theirs: all members of samples without a fault, and
-            files that belong to no sample.
+        ranges: Whole members to keep, with new headers for members that lost their headers: all members of samples without a
+            fault, and files that belong to no sample.
         end: Offset of the end-of-archive marker; None if there is none.
         is_broken: True if there are bytes in which no member could be read, or members after the end-of-archive marker.
         copy_of: Path of the shard whose copy has replaced this shard; None if this shard is no copy.
@@ -120,7 +120,7 @@ def _check_all(
     reach: Callable[[int], object],
     excluded: dict[int | str, tuple[str, Kind]],
 ) -> Checked:
-    """Check a shard without excluded samples; exclude samples from the next pass."""
+    """Check a shard without the samples in `excluded`; add the samples to exclude from the next pass."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()

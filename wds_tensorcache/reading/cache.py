@@ -90,7 +90,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Raises:
             IndexError: The index is not in `[-len, len)`.
-            TypeError: The index has any other type, or is a mask whose length is not that of the cache.
+            TypeError: The index has any other type, or is a mask whose length differs from the length of the cache.
             KeyError: No sample has the key, or samples of several shards have it.
             FormatError: The shard is damaged, or does not match its index.
         """
@@ -131,7 +131,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Raises:
             InvalidKeyError: `tc.safe_key` did not make the key. Or the key contains a hash, and the index of the shard lacks
                 the name, for example because another tool wrote the index.
-            KeyError: There is no such sample.
+            KeyError: No sample has the key.
         """
         stored = self._stored_name(self._find(key))
         return original_name(key) if stored is None else stored
@@ -185,9 +185,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
-        Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all
-        selected tensors, even a tensor that all samples of the batch lack. Other tensors are not read. They, and None in their
-        places, are removed from dicts; in lists, tuples and deques, None replaces them. Small values keep their places in
+        Patterns have the syntax of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has
+        all selected tensors, even a tensor that all samples of the batch lack. Other tensors are not read. They, and None in
+        their places, are removed from dicts; in lists, tuples and deques, None replaces them. Small values keep their places in
         samples and batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
 
         Raises:
@@ -396,7 +396,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _take(self, numbers: slice | Array) -> Self: ...
 
     def _batch_names(self) -> list[str]:
-        """Return the names of all tensors that a batch may have, also those that no sample of this view has."""
+        """Return the names of all tensors that a batch may have, even if all samples of this view lack a tensor."""
         return list(self.schema)
 
     @abstractmethod
@@ -467,11 +467,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the members `KEY.suffix` by position in the batch, for the positions `wanted` that have one."""
+        """Return the members `KEY.suffix` by position in the batch, for those samples at the positions `wanted` that have such
+        a member.
+        """
 
     @property
     def _left_out(self) -> str | None:
-        """Message about shards of the folder that the manifest does not list; None if it lists all."""
+        """Message about shards of the folder that the manifest does not list; None if it lists all shards."""
         return None
 
     @abstractmethod
@@ -588,7 +590,9 @@ class TensorCache(Cache[_Sample]):
         return self._structures.request(self._store, positions, fixed)
 
     def _fixed_by(self, collate: Any) -> tuple[str, ...]:
-        """Return the names of the tensors in every batch: the tensors of the view, and those that `collate` pads or lists."""
+        """Return the names of the tensors in every batch: the tensors of the view, and the tensors that `collate` pads or
+        lists.
+        """
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names

@@ -1,7 +1,7 @@
 """`choose=`: alternatives among the tensors and values of a sample; a batch has the chosen alternative.
 
-For a batch, the chosen alternative is an ordinary tensor under another name. So the batch reads no other alternative.
-Chosen values are taken from the decoded samples.
+For a batch, the chosen alternative is an ordinary tensor under another name. So other alternatives are not read. Chosen values
+come from the decoded samples.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Group:
-    """Names that are chosen together, with the alternatives of each.
+    """Names that are chosen together, with the alternatives of each name.
 
     Attributes:
         names: Names in the batch.
@@ -168,7 +168,7 @@ class Alternatives:
                 raise BatchError(f"choose={{{name!r:.100}: …}}: {problem}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
-        """Warn of two independent patterns if both match equally many alternatives in the examined samples."""
+        """Warn about two independent patterns that match equally many alternatives in the examined samples."""
         patterns = [(group.names[0], group.patterns[0]) for group in self.groups if group.patterns[0][0].endswith("*")]
         if len(patterns) < 2:
             return
@@ -192,7 +192,7 @@ class Alternatives:
         return [pattern for name in names for pattern in self.patterns.get(name, (glob.escape(name),))]
 
     def schema_of(self, schema: Mapping[str, TensorSchema]) -> dict[str, TensorSchema]:
-        """Return the properties of a batch's tensors, from those of the samples' tensors."""
+        """Return the properties of a batch's tensors, from the properties of the samples' tensors."""
         merged = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
         for name, patterns in self.patterns.items():
             for alternative in _expand(patterns, list(schema)):
@@ -240,7 +240,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _check_container(name: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError if an alternative is a container of tensors; `names` are those of the samples' tensors."""
+    """Raise ValueError if an alternative is a container of tensors; `names` are the names of the samples' tensors."""
     for pattern in patterns:
         if fnmatch.filter(names, f"{pattern}.*"):
             raise ValueError(
@@ -331,7 +331,7 @@ class Randomness:
 class Choices(Mapping[str, Array]):
     """The choices in a batch, by name: `choices["text"]` is the index of each sample's alternative, int64 `[B]`.
 
-    `choices.chosen("text")` gives the names of the chosen alternatives, "" for a sample that lacks the tensor.
+    `choices.chosen("text")` returns the names of the chosen alternatives, "" for a sample that lacks the tensor.
     `read_batch(indices, choose=…, choices=choices)` reads the same tensors again.
 
     Threads/fork/pickle: immutable, safe everywhere.
@@ -617,7 +617,7 @@ def _find_values(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[An
 
 
 def _values(sample: Any, patterns: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return names and values of a sample's alternatives, without None and without tensors, which are not selected here."""
+    """Return names and values of a sample's alternatives, without None and tensors."""
     values: list[tuple[str, Any]] = []
     for place, key, name, is_list in _find_values(sample, patterns):
         value = place[key]

@@ -50,7 +50,7 @@ def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
         to: Length after padding, so that all batches have one shape. Or ascending lengths such as `[64, 128, 256]`: each batch
             gets the smallest length that fits, so that batches have few shapes. By default, the length of the longest tensor in
             the batch. A tensor that is longer than all of these raises BatchError.
-        value: Number that fills the rest of each tensor; texts and dates are filled with zero bytes.
+        value: Number that fills the padding of each tensor; texts and dates are filled with zero bytes.
 
     Raises:
         ValueError: `to` is neither a length nor a sequence of ascending lengths.
@@ -77,7 +77,7 @@ class Collate:
         return replace(self, prefix=self.prefix + prefix) if prefix else self
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise BatchError if a name or pattern matches none of the tensors."""
+        """Raise BatchError if a name or pattern matches no tensor."""
         for option, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
             for pattern in wanted if isinstance(wanted, Mapping) else ():
                 if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):

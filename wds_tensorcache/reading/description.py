@@ -78,8 +78,8 @@ class Description:
         values: Types and an example of every other value, by name, in the examined samples; at most 1,000 values.
         members: Number of samples that have a member `KEY.suffix` outside all caches, by suffix.
         fingerprint: Description of how the cache was made, as in `Cache.fingerprint`.
-        num_counted: Number of samples whose tensors were counted: all samples, or in a `SharedDataset` at most 1,000 of those
-            in shared memory.
+        num_counted: Number of samples whose tensors were counted: all samples, or in a `SharedDataset` at most 1,000 of the
+            samples in shared memory.
         num_examined: Number of samples whose values were examined, spread over the cache; at most 64.
     """
 

@@ -54,7 +54,7 @@ def find_shards(
         RemoteError: A request failed.
         TypeError, ValueError: The source is not valid.
 
-    Cost: one request for each manifest or listing at a url; none for the url of a shard.
+    Cost: one request for each manifest or listing at a url; no request for the url of a shard.
     """
     shards: list[FoundShard] = []
     messages: list[str] = []
@@ -174,7 +174,7 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of shards among the names of files: those that end in `.tar`, without hidden ones."""
+    """Return the sorted names of shards among file names: all names that end in `.tar`, except hidden files."""
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
@@ -234,7 +234,7 @@ def _list_first(paths: Sequence[str]) -> str:
 
 
 def file_identity(path: str) -> tuple[int, int]:
-    """Return numbers that are equal for all names of one file."""
+    """Return numbers that are equal for all names of the same file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 

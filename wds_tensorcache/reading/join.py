@@ -1,4 +1,4 @@
-"""Join several caches by key into one: for example, new text states with latents that need not be rewritten."""
+"""Join several caches by key into one cache, for example to add new text states to latents without rewriting the latents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def join(
     """Join caches by key: each sample combines the samples of all caches that have the same key.
 
     Args:
-        caches: Caches, or sources for `tc.open`. With a list, samples must be dicts, and those with the same key are merged
+        caches: Caches, or sources for `tc.open`. With a list, samples must be dicts, and samples with the same key are merged
             into one dict. With a dict, a joined sample maps each cache's name to that cache's sample. The first cache
             determines the keys, indices and order of the joined samples.
         how: `"exact"` requires the same keys in all caches. `"inner"` keeps the samples whose keys are in all caches.
@@ -64,7 +64,7 @@ def join(
         KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some of these keys. Or a key occurs
             twice in a cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
-        ValueError: There are no caches, `how` is unknown, or `keys` names a cache that does not exist, or the first one.
+        ValueError: There are no caches, `how` is unknown, or `keys` names the first cache, or a cache that does not exist.
         BatchError: The first samples of a list of caches are not dicts, or have names in common.
         Errors of `tc.open`: A path among `caches` cannot be opened.
 
@@ -208,7 +208,7 @@ def _chosen_names(request: Any) -> list[str]:
 class JoinedCache(Cache[_Sample]):
     """Caches joined by key; made by `tc.join`.
 
-    Keys, indices and order are those of the first cache. If the caches have names, a tensor's name is `CACHE.TENSOR`.
+    Keys, indices and order come from the first cache. If the caches have names, a tensor's name is `CACHE.TENSOR`.
     """
 
     def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:

@@ -51,14 +51,14 @@ def open(
             uncompressed tar files by any writer. Braces and wildcards are expanded only in the text that you pass, not in the
             names of the files that it leads to. If you list a shard twice, or a folder contains it under two names, its samples
             occur twice.
-        cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the one without a name; by default
-            the only one. Samples that lack this cache are left out.
+        cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the cache without a name; by default the
+            only cache. Samples that lack this cache are left out.
         io: `"auto"` copies batches out of memory maps of local shards, and reads all other shards. A shard that was truncated
             or changed is refused before and after each copy. But **truncating a shard in place during a copy kills the
             process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which raise an error.
         num_threads: Number of threads that read a batch; by default the number of cores, but at most four.
-        allow: Classes that a sample may contain beyond those of the format. Only for shards that you trust: reading a sample
-            creates objects of these classes.
+        allow: Classes that a sample may contain beyond the classes of the format. Only for shards that you trust: reading a
+            sample creates objects of these classes.
         pool_nbytes: Maximum bytes of idle memory to keep for the next batches.
         max_open_files: The most local shards that this process keeps open, for all caches; by default a quarter of the
             system's limit, at most 256. The last call that passes it sets the limit.
@@ -153,7 +153,7 @@ def _node_cache(path: str | os.PathLike[str], max_nbytes: int | None, max_open: 
 
 
 def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
-    """Return the name of the cache to open, among those in the shards."""
+    """Return the name of the cache to open, among the caches in the shards."""
     if name:
         cache_name(name)
     there = sorted({other for names in caches.values() for other in names})

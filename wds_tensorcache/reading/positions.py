@@ -1,4 +1,4 @@
-"""The samples of a view: their positions in its store, a range or an array, and their keys."""
+"""The positions of a view's samples in its store, as a range or an array, and the keys of the samples."""
 
 from __future__ import annotations
 

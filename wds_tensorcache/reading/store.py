@@ -43,7 +43,7 @@ class KeptValues:
         self._left_nbytes = _MAX_VALUES_NBYTES
 
     def of(self, number: int, template: Template) -> Mapping[int, tuple[Any, ...]]:
-        """Return the values that a template gave for samples of a shard, by row."""
+        """Return the values that a template extracted from samples of a shard, by row."""
         return self._values.get((number, template), _NO_VALUES)
 
     def keep(self, number: int, row: int, template: Template, values: Sequence[Any], nbytes: int) -> None:
@@ -100,7 +100,7 @@ class Store:
         return Store, (self.shards, self.files, self.pool, self.num_threads, self.fingerprint, self.left_out)
 
     def single_threaded(self) -> Store:
-        """Return a store that reads with one thread, and shares the files and memory of this one."""
+        """Return a store that reads with one thread, and shares the files and memory of this store."""
         store = Store(self.shards, self.files, self.pool, 1, self.fingerprint, self.left_out)
         store.schema, store.whole_copies, store.values = self.schema, self.whole_copies, self.values
         return store
@@ -135,7 +135,7 @@ class Store:
         return has_new_names
 
     def locate(self, position: int) -> tuple[Shard, int]:
-        """Return the shard of the sample at `position`, and the sample's row: its number among the samples with this cache."""
+        """Return the shard of the sample at `position`, and its row: its number among the shard's samples with this cache."""
         if len(self.shards) == 1:
             return self.shards[0], position
         number = self.shard_number(position)
@@ -186,7 +186,7 @@ class Store:
 
 
 def load_indexes(shards: Iterable[Shard]) -> None:
-    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load theirs on first use."""
+    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load their index on first use."""
     waiting = [shard for shard in shards if shard.is_remote and not shard.is_loaded]
     if len(waiting) > 1:
         from wds_tensorcache.storage.remote.fetch import run_all

@@ -40,7 +40,7 @@ def insert(sample: Any, name: str) -> Any:
     """Return a sample with a placeholder of a tensor at the path `name`, where the sample has None or nothing.
 
     Raises:
-        ValueError: The path is that of another value, or leads through a value that is not a container. Or the name does not
+        ValueError: Another value has this path, or the path leads through a value that is not a container. Or the name does not
             determine the type of a container that the sample lacks.
     """
     lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
@@ -95,7 +95,7 @@ def put(sample: Any, name: str, value: Any) -> None:
     """Put a chosen tensor or value into nested dicts, at the path `name`; add missing dicts.
 
     Raises:
-        BatchError: The path is that of another value, or leads through a value that is not a dict.
+        BatchError: Another value has this path, or the path leads through a value that is not a dict.
     """
     container = sample
     parts = name.split(".")
@@ -114,7 +114,7 @@ def put(sample: Any, name: str, value: Any) -> None:
 
 
 def _key_of(part: str) -> str:
-    """Return the dict key that a tensor's name contains as `part`."""
+    """Return the dict key that tensor names contain as `part`, which may be escaped."""
     return part if "%" not in part else "" if part == "%" else unquote(part)
 
 
@@ -177,8 +177,8 @@ def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[st
 
     `first` may have tensors that `other` lacks. Tensors whose names `wanted` rejects count as equal.
 
-    If a container occurs several times in the first sample, the other sample must have one container in the same places:
-    `map_leaves` visits it only once.
+    If a container occurs several times in the first sample, a single container must occur in the same places of the other
+    sample, because `map_leaves` visits it only once.
     """
     mismatch = _Difference(other, wanted).between(first, other, ())
     return None if mismatch is None else (_at(mismatch[0]), mismatch[1], mismatch[2])

@@ -125,7 +125,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a sparse, nested or wrapping tensor consists of; none for any other tensor."""
+    """Return the tensors of which a sparse, nested or wrapping tensor consists; [] for any other tensor."""
     if is_traceable_wrapper_subclass(tensor):  # for example nested tensors of the layout `torch.jagged`
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     names = "values" if tensor.is_nested else _PARTS.get(tensor.layout, "")

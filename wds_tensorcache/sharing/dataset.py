@@ -70,7 +70,7 @@ class SharedDataset(Cache[Any]):
             memory must agree on it, and on the types and lengths of the dataset and of the datasets that it wraps. The indices
             of a `Subset` and the fingerprints of Hugging Face's `datasets` must also be equal. Code and samples are not
             compared.
-        allow: Classes that samples may contain beyond those of the format.
+        allow: Classes that samples may contain beyond the classes of the format.
         lazy: True returns samples with lazy tensors. False loads the tensors for code that expects them, such as transforms of
             torchvision; each access copies all tensors of the sample. Batches and views work the same.
 
@@ -166,7 +166,7 @@ class SharedDataset(Cache[Any]):
         return len(self._indices)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at `indices` as a list; first load those that no other thread or process is loading now."""
+        """Return the samples at `indices` as a list; first load samples that no other thread or process is loading."""
         return list(map(self._finish, self._samples.get_many(self._indices[self._numbers(indices)].tolist())))
 
     def __contains__(self, key: object) -> bool:
@@ -204,7 +204,7 @@ class SharedDataset(Cache[Any]):
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        """Description of the dataset, compared with those of other datasets of this name: see the argument `fingerprint`."""
+        """Description of the dataset, which must be equal for all datasets of this name; see the argument `fingerprint`."""
         return dict(self._fingerprint)
 
     @property

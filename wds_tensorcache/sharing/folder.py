@@ -51,7 +51,7 @@ def base_folder(directory: str | os.PathLike[str] | None) -> str:
         directory: Path of a folder; None for shared memory, `/dev/shm`.
 
     Raises:
-        NotImplementedError: The system is not Linux, whose locks on byte ranges belong to open files, not to processes.
+        NotImplementedError: The system is not Linux. Only there do locks on byte ranges belong to open files.
         FileNotFoundError: The directory does not exist.
         PermissionError: The folder belongs to another user, or other users may use it.
     """

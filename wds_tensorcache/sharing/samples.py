@@ -1,4 +1,4 @@
-"""Load each sample once, however many threads and processes want it."""
+"""Load each sample once, even if several threads and processes request it."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ class Samples:
         return self.get_many([index])[0] if parsed is None else parsed.build(self.allow)
 
     def get_many(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples, with lazy tensors; first load those that no other thread or process is loading now."""
+        """Return samples, with lazy tensors; first load samples that no other thread or process is loading."""
         return [loaded.build(self.allow) for loaded in self._load_many(indices)]
 
     def get_parsed(self, indices: Sequence[int]) -> list[ParsedSample]:
-        """Return parsed samples; load missing ones in the order of `get_many`.
+        """Return parsed samples; load missing samples in the order of `get_many`.
 
         Raises:
             EncodeError: A sample cannot be encoded.
@@ -217,7 +217,7 @@ class Samples:
         return parsed
 
     def _load_many(self, indices: Sequence[int]) -> list[ParsedSample | _Unencodable]:
-        """Find samples, and load missing ones; begin with those that no other thread or process is loading."""
+        """Find samples, and load missing samples; begin with samples that no other thread or process is loading."""
         samples: dict[int, ParsedSample | _Unencodable | None] = {index: self._find(index) for index in indices}
         missing = [index for index, loaded in samples.items() if loaded is None]
         for wait in (False, True):

@@ -102,7 +102,7 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in all segments, including those that are being written."""
+        """Number of bytes in all segments, including bytes that are being written."""
         return sum(segment.reserved for segment in self._table.segments())
 
     def find(self, index: int) -> Members | None:

@@ -109,7 +109,7 @@ class BaseLoader(ABC):
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:
-        """Return the times that training and the loader waited for each other, and the times and bytes of the stages."""
+        """Return the waiting times of training and of the loader, and the times and bytes of the stages."""
         return replace(self._stats)
 
     def set_epoch(self, epoch: int) -> None:
@@ -184,12 +184,12 @@ class BaseLoader(ABC):
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that are not scheduled yet.
 
-        `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with such weights.
+        `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with weights of samples.
 
         In an iteration, `prefetch_batches` steps of the same epoch are scheduled after the last batch returned. By default, 32
         steps are scheduled if shards are at urls, however many batches are read ahead. Without threads, no step is scheduled.
-        So ranks that change the weights at the same step also use them from the same step on. A state has the weights at the
-        time of `state_dict`. So a run that resumes before the first step with new weights uses them at once.
+        So ranks that change the weights at the same step also use the new weights from the same step on. A state contains the
+        weights at the time of `state_dict`. So a run that resumes before the first step with new weights uses them at once.
 
         Returns:
             Number of the first step with the new weights.
@@ -260,7 +260,7 @@ class Loader(BaseLoader):
         device, pin_memory, collate, pad_value: As in `read_batch`.
         choose: Alternatives as in `read_batch`. One of them is chosen for each sample, with equal probability. The choice is a
             pure function of seed, epoch and sample index, so it does not depend on batch size and ranks, and resumes
-            exactly. `info.choices` has the choices.
+            exactly. `info.choices` contains the choices.
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The
@@ -275,8 +275,8 @@ class Loader(BaseLoader):
         BatchError: A name or pattern in `collate`, `pad_value` or `choose` matches no tensor.
         RuntimeError (when a batch is requested): A transform failed; the message names the step.
 
-    Memory: `prefetch_batches + 1` batches, besides those that the caller keeps. On a GPU, a batch keeps its memory until the
-        work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in
+    Memory: `prefetch_batches + 1` batches, besides the batches that the caller keeps. On a GPU, a batch keeps its memory until
+        the work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in
         memory.
     Threads/fork/pickle: one thread iterates, and any thread may call `close`, but only in the process that made the loader.
         Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch. A forked child
@@ -390,7 +390,7 @@ class Loader(BaseLoader):
     def pause(self) -> None:
         """Pause the threads until the next batch is requested, after waiting until they have read all batches ahead.
 
-        Call this before work that other threads disturb, such as the capture of a CUDA graph.
+        Call this before work that other threads would disturb, for example the capture of a CUDA graph.
         """
         wait(self._jobs)
 
@@ -415,7 +415,7 @@ class Loader(BaseLoader):
 
 
 def _end(pool: Threads, jobs: Iterable[Future[Any]]) -> None:
-    """End the threads of an iteration; wait briefly for those that read a batch."""
+    """End the threads of an iteration; wait briefly for threads that are reading a batch."""
     running = [job for job in jobs if not job.cancel()]
     pool.shutdown(wait=False)
     if not _is_reader() and not wait(running, _LEFT_WAITS_S).not_done:

@@ -1,10 +1,10 @@
 """Normal random numbers from seeds: bit for bit the same on every device, in any batch and at any position in it.
 
-torch's own generators promise neither. Each number comes from 32 bits of SplitMix64, a counter-based generator (Steele, Lea and
-Flood, 2014), and from a table of the inverse normal distribution. The table has linear pieces, 128 for each power of two of the
-tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from Uniform
-Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that IEEE 754
-rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in one
+torch's own generators do not promise this. Each number comes from 32 bits of SplitMix64, a counter-based generator (Steele, Lea
+and Flood, 2014), and from a table of the inverse normal distribution. The table has linear pieces, 128 for each power of two of
+the tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from
+Uniform Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that IEEE
+754 rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in one
 operation, as in `addcmul`, which some devices round once, and other devices twice.
 """
 
@@ -57,9 +57,7 @@ def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.T
 
 
 def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the normal number of each int32 to `out`. The number has the integer's sign; the integer's magnitude selects the
-    quantile.
-    """
+    """Write the normal number of each int32 to `out`; the integer selects the sign and the quantile."""
     # sign, exponent and first bits of the float32 select a piece; the integer is odd, so it is not 0
     raw = (bits | 1).to(torch.float32).view(torch.int32)
     piece = ((raw >> _INSIDE_BITS) & 0xFFFF).view(-1)

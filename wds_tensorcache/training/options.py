@@ -45,7 +45,7 @@ def split_mix(mix: Any) -> tuple[list[Any], dict[str, Any] | None]:
 
 
 def by_source(option: str, values: Any, mix: Mapping[str, Any] | None) -> dict[int, Any]:
-    """Return the values of an option by cache index. With `mix`, the option is a dict by the names of caches."""
+    """Return the values of an option by cache index. With `mix`, the option is a dict with names of caches as keys."""
     if values is None or mix is None:
         return {} if values is None else {0: values}
     if not isinstance(values, Mapping) or not set(values) <= set(mix):

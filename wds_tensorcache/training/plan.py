@@ -220,7 +220,7 @@ class Plan:
         return self.next_epoch(at) if self.is_over(at) else at
 
     def num_steps(self, at: Position | None = None) -> int:
-        """Return the number of steps in an epoch, or in the rest of a position's epoch."""
+        """Return the number of steps in an epoch, or from a position to the end of its epoch."""
         extra = 0 if self.last_batch == "drop" else self.step_size - 1
         return sum((count + extra) // self.step_size for count in self.remaining(self.start if at is None else at))
 

@@ -40,8 +40,8 @@ class StepSampler(DistributedSampler[Step]):
     Args:
         cache: Cache from `tc.open` or `tc.join`; None with `mix`.
         batch_size: Number of samples in a batch of one rank.
-        shuffle: True for a new order in each epoch. With False, all epochs have one order, also with buckets or a mix, unless
-            there are weights. `"blocks"`, for remote shards, reads shards in random order, and shuffles samples within windows
+        shuffle: True for a new order in each epoch. With False, all epochs have the same order, even with buckets or a mix, but
+            not with weights. `"blocks"`, for remote shards, reads shards in random order, and shuffles samples within windows
             of `window` samples.
         seed: Seed of all random choices; the same on all ranks.
         rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come from
@@ -74,7 +74,7 @@ class StepSampler(DistributedSampler[Step]):
 
     Memory: at most 64 KiB for each cache or bucket; also 8 bytes per sample with `bucket_by`, about 16 with `weights`, and
         about 40 with both.
-    Threads/fork/pickle: one thread at a time may use a sampler, only in the process that made it.
+    Threads/fork/pickle: one thread at a time may use a sampler, and only in the process that made it.
     """
 
     def __init__(
@@ -308,9 +308,9 @@ def _lightning_loop() -> Any:
 
 
 class _StepIterator(Iterator[Step]):
-    """Iterator over the rest of an epoch's steps; torchdata's `StatefulDataLoader` calls its state methods.
+    """Iterator over the remaining steps of an epoch; torchdata's `StatefulDataLoader` calls its state methods.
 
-    A data loader may create several iterators and use one, so an epoch begins only with its first step.
+    A data loader may create several iterators and use only one of them. So an epoch begins when the first step is requested.
     """
 
     def __init__(self, sampler: StepSampler) -> None:

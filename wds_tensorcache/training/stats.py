@@ -1,4 +1,4 @@
-"""Statistics of a loader: how long training waited for data and data for training, and the time of each stage."""
+"""Statistics of a loader: waiting times of training and of ready batches, and the time of each stage."""
 
 from __future__ import annotations
 

@@ -119,10 +119,10 @@ class Columns:
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
-        sizes: Bytes of each tensor, if equal in all layouts; else None.
+        sizes: Bytes of each tensor; None if the bytes of a tensor differ between layouts.
         bools: Tensor index and layout index of each bool tensor, whose bytes must be checked.
-        references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; `resolve` sets it, and
-            also `first`, `shapes`, `limits` and `limit`.
+        references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; `resolve` sets it, with
+            `first`, `shapes`, `limits` and `limit`.
         first: Reference of each tensor in the first layout that has it; if no layout has it, a reference from the schema.
         shapes: Shape of each tensor in `first`.
         limits: Largest number of samples for which each tensor can be stacked; 0 if its shapes differ, or a layout lacks it.
@@ -151,7 +151,7 @@ class Columns:
     def resolve(self, layouts: Layouts, schema: Callable[[], Mapping[str, TensorSchema]]) -> None:
         """Resolve the reference of each tensor in each layout; raise BatchError if its kind or dtype differs between layouts.
 
-        `schema` returns the schema of all tensors, including those that no layout has.
+        `schema` returns the properties of all tensors, including tensors that no layout has.
         """
         texts = with_chosen([layout.named_texts for layout in layouts.items], layouts)
         self.references, self.first = [], []

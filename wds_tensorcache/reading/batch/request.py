@@ -28,7 +28,7 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
 class NewNames(Exception):
-    """Signal that an old index lacks names of a skeleton. The shard has another index now: read the batch again."""
+    """Signal that an old index lacks names in a skeleton. The shard has a new index now, so read the batch again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Structures:
         return view
 
     def request(self, store: Store, positions: Any, fixed: tuple[str, ...]) -> Request:
-        """Return a request for the samples at `positions` of a store, int64 `[B]`; `fixed` as in `Request`."""
+        """Return a request for the samples at `positions` of a store, int64 `[B]`; see `Request` for `fixed`."""
         return Request(store, locate(store, positions), self, fixed)
 
     def note_values(self) -> None:
@@ -113,7 +113,7 @@ class Structures:
         return sample
 
     def find_base(self, layouts: Layouts) -> int:
-        """Return the first sample with the most selected tensors, and of those the most tensors in all."""
+        """Return the sample with the most selected tensors. A tie goes to more tensors in all, then to the first sample."""
         if not layouts.is_mixed:
             return 0
         wanted = self.wanted or (lambda name: True)
@@ -209,7 +209,7 @@ def check_names(rows: Rows, i: int, sample: Any) -> None:
 def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     """Return `Structure.visits` of a sample that matches a template.
 
-    Such a sample contains only dicts, lists and tuples, and each occurs once.
+    Such a sample contains only dicts, lists and tuples, and each container occurs once.
     """
     names: list[str] = []
     paths: list[Path] = []

@@ -52,7 +52,7 @@ class _Group:
         return list(map(find, self.samples()))
 
     def samples(self) -> list[Any]:
-        """Return the samples; those that match the template have `_TENSOR` in place of tensors."""
+        """Return the samples. Samples that match the template have `_TENSOR` in place of tensors."""
         template = self.template
         if template is None:
             return self.values
@@ -161,7 +161,7 @@ class Decoded:
         return list(groups.values())
 
     def _find_kept(self, template: Template) -> list[Any]:
-        """Return the kept values of each sample from this template, or None."""
+        """Return the values that the store keeps for each sample of this template; None for a sample without kept values."""
         rows, store = self._request.rows, self._request.store
         values_by_sample: list[Any] = [None] * len(self)
         if rows.shards is not store.shards:
@@ -176,7 +176,7 @@ class Decoded:
         return values_by_sample
 
     def _compare(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
-        """Return a template and the values of sample `i`, after comparing its structure with that of the batch."""
+        """Return a template and the values of sample `i`, after comparing its structure with the batch's structure."""
         # Samples of one template differ only in plain values. All of these are alike, but only None may take the place of a
         # tensor. So one sample is compared for all with None in the same places.
         key = template, *(slot for slot, value in enumerate(values) if value is None)
@@ -186,7 +186,7 @@ class Decoded:
         return template, values
 
     def _build(self, i: int) -> Any:
-        """Return sample `i`; raise BatchError if its structure differs from that of the batch."""
+        """Return sample `i`; raise BatchError if its structure differs from the batch's structure."""
         request, structures = self._request, self._request.structures
         sample = request.whole_sample(i)
         mismatch = difference(self.structure.sample, sample, structures.wanted)
