@@ -64,8 +64,8 @@ def repair(
         FormatError: With `drop=False`, a sample is damaged, or a part of a tar is lost. Or a shard was changed during the call.
         OSError: The disk is full, the parent folder of `out` is read-only, …
         ImportError: `progress` is True, and `tqdm` is not installed.
-        ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, `out` is an
-            empty string, `source` is a url, or `num_threads` is less than 1.
+        ValueError: Two shards in different folders have the same name, or would have the same `.idx` file. Or `out` is an empty
+            string, `source` is a url, or `num_threads` is less than 1.
 
     Memory: as in `verify`, but with the indexes of all shards at once.
     """

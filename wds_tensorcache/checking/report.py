@@ -48,7 +48,7 @@ class Report:
         num_damaged: Number of samples with a fault in their own bytes or names. `repair` leaves them out.
         num_lost: Number of samples that an index or the manifest lists, but no shard contains.
         num_repeated: Number of keys that occur in several shards; for these, `cache[key]` raises KeyError. Repeated keys are
-            not faults, since a folder may contain different caches of the same samples.
+            not faults, since a folder may contain unrelated shards.
         num_unverified: Number of samples from other writers that lack a digest of the skeleton or the tensors. Damage to these
             bytes goes unnoticed.
         num_unread: Number of samples whose skeletons need a class that is not in `allow=`; only their digests were compared.

@@ -33,7 +33,7 @@ _HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter
 
 @dataclass(slots=True)
 class _Member:
-    """A member of a sample, after every byte of it was read."""
+    """A member of a sample whose bytes were all read."""
 
     begin: int
     nbytes: int

@@ -467,9 +467,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the members `KEY.suffix` by position in the batch, for those samples at the positions `wanted` that have such
-        a member.
-        """
+        """Return the members `KEY.suffix` of the samples at the positions `wanted` in the batch, by position."""
 
     @property
     def _left_out(self) -> str | None:
@@ -590,9 +588,7 @@ class TensorCache(Cache[_Sample]):
         return self._structures.request(self._store, positions, fixed)
 
     def _fixed_by(self, collate: Any) -> tuple[str, ...]:
-        """Return the names of the tensors in every batch: the tensors of the view, and the tensors that `collate` pads or
-        lists.
-        """
+        """Return the names of the tensors that the view or `collate` puts into every batch."""
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names

@@ -160,7 +160,7 @@ class Alternatives:
         self._warn_of_pairs(cache)
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """Raise BatchError if a pattern matches none of the tensor `names`, but another pattern of its alternatives does."""
+        """Raise BatchError if a pattern matches no tensor in `names`, but another pattern of the same alternatives matches."""
         for name, patterns in self.patterns.items():
             unknown = [pattern for pattern in patterns if not _expand([pattern], names)]
             if 0 < len(unknown) < len(patterns):
@@ -295,10 +295,10 @@ class Randomness:
         return sample_seeds(self.seed, self.epochs, indices)
 
     def chooser(self, indices: Array) -> Chooser:
-        """Return the function that chooses for the samples at `indices`: by `choices`, or each alternative with equal
-        probability.
+        """Return the function that chooses for the samples at `indices`, by `choices` or else at random.
 
-        A random choice depends only on the seed of the sample, its number of alternatives and the names of the group.
+        Random choices have equal probabilities. A random choice depends only on the seed of the sample, its number of
+        alternatives and the names of the group.
 
         Raises (on use):
             ValueError: The choices for a name are not integers `[B]`, or differ between names that are chosen together.

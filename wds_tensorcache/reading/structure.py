@@ -178,7 +178,7 @@ def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[st
     `first` may have tensors that `other` lacks. Tensors whose names `wanted` rejects count as equal.
 
     If a container occurs several times in the first sample, a single container must occur in the same places of the other
-    sample, because `map_leaves` visits it only once.
+    sample. `map_leaves` visits such a container only once.
     """
     mismatch = _Difference(other, wanted).between(first, other, ())
     return None if mismatch is None else (_at(mismatch[0]), mismatch[1], mismatch[2])

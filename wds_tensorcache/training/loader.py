@@ -94,7 +94,7 @@ class BaseLoader(ABC):
 
     @property
     def num_batches_left(self) -> int:
-        """Number of batches from the next one to the end of its epoch, equal on all ranks.
+        """Number of batches from the next batch to the end of its epoch, equal on all ranks.
 
         After the last batch of an epoch, it is the number of batches of the next epoch. After loading a state that was saved
         with another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's
@@ -104,8 +104,7 @@ class BaseLoader(ABC):
         return self._sampler._plan.num_steps(self._sampler._position)
 
     def count_rows(self) -> RowCounts:
-        """Return the number of rows of an epoch over all ranks, and the numbers of padded rows, repeated rows and dropped
-        samples."""
+        """Return the numbers of rows, padded rows, repeated rows and dropped samples of an epoch over all ranks."""
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:

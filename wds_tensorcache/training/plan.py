@@ -149,7 +149,8 @@ class Plan:
     - With weights of samples, in proportion to the sum of the weights of its samples.
     - With weights of caches, first the cache by its weight, then one of its buckets. A cache passes over all its buckets before
       any of them begins another pass. Only the end of a bucket is filled from its next pass. If the cache's samples also have
-      weights, the bucket is drawn in proportion to the sum of its weights, and the samples in proportion to their weights.
+      weights, the bucket is drawn in proportion to the sum of its weights. Its samples are drawn in proportion to their
+      weights.
 
     With weights, an epoch has as many samples as all streams together, rounded to whole steps.
 
@@ -245,8 +246,7 @@ class Plan:
         return not any(self.remaining(at))
 
     def remaining(self, at: Position) -> list[int]:
-        """Return the number of samples that remain in each stream, or, with weights, in all streams together; 0 if they are
-        dropped."""
+        """Return the number of samples that remain in each stream, without dropped samples; with weights, only their sum."""
         least = self.step_size if self.last_batch == "drop" else 1
         if self.weights.are_used:
             counts = [sum(self._lengths) - at.used]

@@ -215,8 +215,7 @@ class StepSampler(DistributedSampler[Step]):
         return self._position.epoch
 
     def count_rows(self) -> RowCounts:
-        """Return the number of rows of an epoch over all ranks, and the numbers of padded rows, repeated rows and dropped
-        samples."""
+        """Return the numbers of rows, padded rows, repeated rows and dropped samples of an epoch over all ranks."""
         self._find_rank()
         return self._plan.count_rows()
 

@@ -61,7 +61,7 @@ def no_memory(nbytes: int) -> BatchError:
 
 
 def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
-    """Return the length in bytes of an array with a tensor's dtype and this shape."""
+    """Return the length in bytes of an array with this shape and the dtype of a tensor."""
     return math.prod(shape) * int(reference.dtype.itemsize)
 
 

@@ -122,8 +122,7 @@ class Structures:
         return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
-        """Return the structure of a batch; raise BatchError if a tensor has no place in it. The batch must have the names
-        `fixed`."""
+        """Return the structure of a batch with the names `fixed`; raise BatchError if a tensor has no place in it."""
         base = self.find_base(layouts) if layouts.is_mixed else 0
         missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
         rows = layouts.rows
@@ -164,7 +163,7 @@ class Structures:
         return Structure(sample, names, template, visits, is_plain, sample is raw, bool(missing))
 
     def whole(self, sample: Any) -> Any:
-        """Return a sample with the structure that the batch has if all tensors are selected."""
+        """Return a sample with the structure of a batch of all tensors."""
         return separate(sample)[0]
 
     def names_for(self, layouts: Layouts, fixed: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
@@ -300,7 +299,7 @@ class Request:
         return self.structures.selected(self.rows.sample(i))
 
     def whole_sample(self, i: int) -> Any:
-        """Return sample `i` with the structure that the batch has if all tensors are selected; raise as `check_names` does."""
+        """Return sample `i` with the structure of a batch of all tensors; raise the errors of `check_names`."""
         sample = self.rows.sample(i)
         check_names(self.rows, i, sample)
         return self.structures.whole(sample)
