@@ -191,7 +191,7 @@ def _may_begin_sample(header: bytes) -> bool:
 
 
 class _Places:
-    """The members in a shard's index, or else in its sidecar, even a stale one.
+    """The members in a shard's index, or else in its sidecar, even if the index is stale.
 
     Hazard: an index may be stale. So a place counts only if a header there names the member. If that header is unreadable, the
     bytes must match the digests in the index, the skeleton and the tensors. An index that a header contradicts is not used.

@@ -33,14 +33,14 @@ def repair(
     """Write the intact samples of shards into a new folder, with new indexes and a manifest; `source` is not changed.
 
     Samples without a fault are copied with their tar headers, byte for byte. Entries that belong to no sample, such as folders
-    and links, may be left out. Where headers are damaged, the index at the shard's end or in its sidecar, even a stale one,
-    shows the places of samples. A sample without headers gets new ones if its bytes match the digests in the index, the
-    skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a
-    shard was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that
-    the archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that
-    has lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have
-    the same key, the first intact sample with the most caches is kept. If a copy of another shard has replaced a shard, the
-    copy is left out.
+    and links, may be left out. Where headers are damaged, the index at the shard's end or in its sidecar shows the places of
+    samples, even if it is stale. A sample without headers gets new headers if its bytes match the digests in the index, the
+    skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a shard
+    was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that the
+    archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that has
+    lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have the
+    same key, the first intact sample with the most caches is kept. If a copy of another shard has replaced a shard, the copy is
+    left out.
 
     Shards keep their names, their order and their fingerprints. A damaged shard without intact members is not written. The
     folder appears by one rename when it is complete. A killed process leaves a hidden folder next to `out`, which the next

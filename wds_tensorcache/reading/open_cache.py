@@ -1,4 +1,4 @@
-"""Open shards for random access by `tc.open`."""
+"""`tc.open`: open shards for random access."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class _Difference:
         return cls if cls in DICTS or (cls in SEQUENCES and self._holds(value)) else None
 
     def _is_lacking(self, first: Any, other: Any) -> bool:
-        """Return whether a sample that lacks the tensors in `first` may have `other` in its place."""
+        """Return whether a sample that lacks the tensors in `first` may have `other` instead of `first`."""
         if (other is not None and other is not _NOTHING) or not self._holds(first):
             return False
         names = flatten(first).keys() & flatten(self._other).keys()

@@ -30,7 +30,7 @@ class Layouts:
 
     Attributes:
         rows: Locations of the batch's samples.
-        items: Distinct layouts, starting with the first sample's.
+        items: Distinct layouts, starting with the layout of the first sample.
         which: Index into `items` for each sample, int64 `[B]`.
         is_mixed: True if samples of the batch differ in their tensors' names, apart from alternatives.
         chosen: For each item, the stored names of the chosen tensors, by name in the batch. A stored name is None if the
