@@ -41,11 +41,11 @@ _RECORD = re.compile(rb"[0-9]+ [^=\n]+=")
 
 
 class Member(NamedTuple):
-    """An ordinary file: its content starts at byte `begin`, its padding ends at byte `end`.
+    """An ordinary file, whose content starts at byte `begin`, and whose padding ends at byte `end`.
 
-    Its headers are after byte `first`, the end of the member before it, perhaps after entries that belong to no sample.
+    The previous member ends at byte `first`. The headers follow, perhaps after entries that belong to no sample.
 
-    If `is_rebuilt`, its header is unreadable: its name and place come from an index, and digests confirm its bytes.
+    If `is_rebuilt`, the header is unreadable. Name and place come from an index, and digests confirm the bytes.
     """
 
     name: str
@@ -191,7 +191,7 @@ def _may_begin_sample(header: bytes) -> bool:
 
 
 class _Places:
-    """The members in a shard's index, or else in its sidecar, even if the index is stale.
+    """The members in a shard's index, or else in its sidecar.
 
     Hazard: an index may be stale. So a place counts only if a header there names the member. If that header is unreadable, the
     bytes must match the digests in the index, the skeleton and the tensors. An index that a header contradicts is not used.

@@ -174,7 +174,7 @@ class _Manifest:
     """A manifest, compared with the shards of its folder.
 
     Attributes:
-        paths: The shards that are listed or in the manifest's folder.
+        paths: Paths of the shards that are listed, or are in the manifest's folder.
     """
 
     def __init__(self, path: str, report: Report) -> None:

@@ -132,7 +132,7 @@ class Alternatives:
 
     @cached_property
     def covers(self) -> Wanted:
-        """Function that returns whether the tensor with a name is an alternative."""
+        """Function that returns whether the tensor with a given name is an alternative."""
         return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)
 
     def check(self, cache: Any) -> None:
@@ -258,7 +258,7 @@ def _other_tensor(name: str) -> BatchError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Randomness:
-    """The source of a batch's seeds and choices, besides its sample indices.
+    """The inputs for the seeds and choices of a batch, except its sample indices.
 
     Attributes:
         seed: Seed of the loader.

@@ -176,7 +176,7 @@ def _with_keys(cache: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _JoinedRequest:
-    """The samples of a batch; `parts` contains one request per cache, `prefixes` the prefix of its tensors' names."""
+    """The samples of a batch; `parts` contains a request for each cache, `prefixes` the prefixes of the tensors' names."""
 
     parts: Sequence[Any]
     prefixes: Sequence[str]

@@ -37,7 +37,7 @@ _END: Any = object()  # takes the place of a sequence's item that only one of tw
 
 
 def insert(sample: Any, name: str) -> Any:
-    """Return a sample with a placeholder of a tensor at the path `name`, where the sample has None or nothing.
+    """Return a sample with a placeholder for a tensor at the path `name`. The sample has None or nothing there.
 
     Raises:
         ValueError: Another value has this path, or the path leads through a value that is not a container. Or the name does not
@@ -121,7 +121,7 @@ def _key_of(part: str) -> str:
 def value_at(sample: Any, path: Path) -> Any:
     """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample.
 
-    Returns None in place of a tensor, and if the sample lacks the container of the value, or has a shorter container.
+    Return None for a tensor, and if the sample lacks the container of the value, or the container is too short.
     """
     for step in path:
         if type(sample) in DICTS:

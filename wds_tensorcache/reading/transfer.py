@@ -83,7 +83,7 @@ class Transfer:
 def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy `host` to `device`, as part of the transfer whose `with` block contains the call.
 
-    Without such a transfer to this device, the current stream of a GPU waits for the copy.
+    Without a transfer to this device, the current stream of a GPU waits for the copy.
     """
     device = _with_index(torch.device(device))
     if device.type != "cuda" or not host.numel():

@@ -87,7 +87,7 @@ def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]
 
 
 def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
-    """Return the length of each run of successive samples in one shard, among the sample indices `members`; None for all."""
+    """Return the length of each run of successive samples in one shard, among `members`; None stands for all samples."""
     while isinstance(cache, JoinedCache):  # joined caches have the order of the first cache
         cache = cache._caches[0]
     if not isinstance(cache, TensorCache):  # in memory: every order takes the same time

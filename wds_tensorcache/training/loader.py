@@ -65,7 +65,7 @@ class Read(NamedTuple):
 
 
 class BaseLoader(ABC):
-    """Base class of the loaders: iterations over the steps of a `StepSampler`, whose position follows the batches returned."""
+    """Base class of the loaders. It iterates over the steps of a `StepSampler`, whose position follows the batches returned."""
 
     _sampler: StepSampler
     _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
@@ -432,5 +432,5 @@ def _close_all() -> None:
 
 
 def _is_reader() -> bool:
-    """Return whether this thread reads batches, so that it cannot wait for itself."""
+    """Return whether this thread reads batches, and so must not wait for itself."""
     return current_thread().name.startswith(_THREAD_NAME)

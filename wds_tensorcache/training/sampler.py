@@ -260,7 +260,7 @@ class StepSampler(DistributedSampler[Step]):
             )
 
     def _check_counters(self, loop: Any) -> None:
-        """Raise RuntimeError if Lightning resumes in the middle of an epoch, but after other batches than this sampler."""
+        """Raise RuntimeError if Lightning resumes in the middle of an epoch, at another batch than this sampler."""
         batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
         number, used = batches.current.ready, self._plan.num_steps() - self._plan.num_steps(self._position)
         # a checkpoint of the last batch's hooks continues its epoch if that has more batches with another batch size

@@ -1,4 +1,4 @@
-"""`drop_text` and `sample_moments`: transforms whose randomness comes only from the seeds of the samples, so it resumes."""
+"""`drop_text` and `sample_moments`: transforms that draw random numbers from the seeds of the samples, and resume exactly."""
 
 from __future__ import annotations
 
