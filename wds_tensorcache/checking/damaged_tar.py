@@ -41,11 +41,11 @@ _RECORD = re.compile(rb"[0-9]+ [^=\n]+=")
 
 
 class Member(NamedTuple):
-    """An ordinary file: its content starts at byte `begin`, its padding ends at byte `end`.
+    """An ordinary file, whose content starts at byte `begin`, and whose padding ends at byte `end`.
 
-    Its headers are after byte `first`, the end of the member before it, perhaps after entries that belong to no sample.
+    The previous member ends at byte `first`. The headers follow, perhaps after entries that belong to no sample.
 
-    If `is_rebuilt`, its header is unreadable: its name and place come from an index, and digests confirm its bytes.
+    If `is_rebuilt`, the header is unreadable. Name and place come from an index, and digests confirm the bytes.
     """
 
     name: str
@@ -75,12 +75,12 @@ class End(NamedTuple):
 class Salvage:
     """The contents of a damaged tar, in order: its members, unreadable ranges (`Break`) and `End`.
 
-    After damage, reading resumes at the next member of an index whose place is confirmed. Without one, it resumes at the next
-    block with a valid checksum and the name of a sample's member. Hazard: a member may itself be a tar. Without an index, its
-    files are taken for members if its header is lost.
+    After damage, reading resumes at the next member of an index whose place is confirmed. Without an index, it resumes at the
+    next block with a valid checksum and the name of a sample's member. Hazard: a member may itself be a tar. If its header is
+    lost and there is no index, its files are mistaken for members.
 
     Stock readers stop at the first block of zeros. Zeros are damage if an index says that the archive ends later, or if only
-    one block is zero. Members after two or more blocks of zeros, such as those of an appended tar, belong to no archive.
+    one block is zero. Members after two or more blocks of zeros, such as the members of an appended tar, belong to no archive.
 
     Args:
         file: The shard.
@@ -126,7 +126,7 @@ class Salvage:
                 scan_begin = place.end
 
     def _resume(self, failed: int, kind: Kind) -> tuple[Member | None, int | None]:
-        """Return the next member of the index, or else the offset where a scan resumes, or neither."""
+        """Return the next member in the index, or else the offset where a scan resumes; (None, None) if there is neither."""
         if kind == "zeros" and failed == self._end:
             return None, None
         if self._places is None:
@@ -191,7 +191,7 @@ def _may_begin_sample(header: bytes) -> bool:
 
 
 class _Places:
-    """The members in a shard's index, or else in its sidecar, even a stale one.
+    """The members in a shard's index, or else in its sidecar.
 
     Hazard: an index may be stale. So a place counts only if a header there names the member. If that header is unreadable, the
     bytes must match the digests in the index, the skeleton and the tensors. An index that a header contradicts is not used.
@@ -221,7 +221,7 @@ class _Places:
         return self._member
 
     def is_last(self, offset: int) -> bool:
-        """Return whether at most one member follows an offset: the damaged one."""
+        """Return whether the damaged member is the only member that may follow an offset."""
         return not self._is_stale and bool((self._table.begins > offset).sum() <= 1)
 
     def _member_at(self, at: int) -> tuple[str, str, int, int]:
@@ -263,7 +263,7 @@ class _Places:
         return Member(name, begin, begin, nbytes, end, True)
 
     def _has_digests(self, cache: CacheColumns, at: int) -> bool:
-        """Return whether both members of a cache match the digest in the index and their own."""
+        """Return whether both members of a cache match the digest in the index and their own digests."""
         read, layout = self._file.read, self._index.layouts[cache.layout.item(at)]
         begin, digest = cache.tensors_begin.item(at), cache.digest.item(at)
         skeleton_begin, skeleton_nbytes = cache.skeleton_begin.item(at), cache.skeleton_nbytes.item(at)

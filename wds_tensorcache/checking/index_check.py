@@ -24,7 +24,7 @@ _Places = Mapping[tuple[str, str], tuple[Any, ...]]  # the fields of each member
 
 
 def check_indexes(checked: Checked, needs_idx: bool) -> None:
-    """Add the faults of a shard's indexes to `checked`, and what only they contain: fingerprint and origins."""
+    """Add the faults of a shard's indexes to `checked`, and the fingerprint and origins, which only indexes contain."""
     footer = sidecar = None
     try:
         footer = _read_footer(checked)
@@ -79,7 +79,7 @@ def _read_footer(checked: Checked) -> ShardIndex | None:
 
 
 def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
-    """Return the offset of the first byte that is not zero, or None."""
+    """Return the offset of the first byte that is not zero; None if all bytes are zero."""
     for at in range(begin, end, _CHUNK_NBYTES):
         chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
         if chunk.strip(b"\0"):
@@ -111,7 +111,7 @@ def _compare(
     lost: set[str],
     is_in_order: bool = False,
 ) -> None:
-    """Add a fault for each lost sample or member, and one for other differences."""
+    """Add a fault for each lost sample or member, and one fault for all other differences."""
     keys = {key for key, _ in present_places}
     if keys and not any(key in keys for key, _ in listed_places):
         checked.fault(None, None, f"{where} belongs to a different shard, or is wrong; {_REMEDY}", "index")
@@ -173,5 +173,4 @@ def _check_idx(checked: Checked, needs_idx: bool, lost: set[str]) -> None:
 
 
 def _by_name(members: Iterable[list[str]]) -> _Places:
-    """Return the members of DALI's index by key and suffix."""
     return {split: tuple(fields) for fields in members if (split := split_member(fields[3])) is not None}

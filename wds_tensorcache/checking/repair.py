@@ -33,14 +33,14 @@ def repair(
     """Write the intact samples of shards into a new folder, with new indexes and a manifest; `source` is not changed.
 
     Samples without a fault are copied with their tar headers, byte for byte. Entries that belong to no sample, such as folders
-    and links, may be left out. Where headers are damaged, the index at the shard's end or in its sidecar, even a stale one,
-    shows the places of samples. A sample without headers gets new ones if its bytes match the digests in the index, the
-    skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a
-    shard was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that
-    the archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that
-    has lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have
-    the same key, the first intact one with the most caches is kept. If a copy of another shard has replaced a shard, the copy
-    is left out.
+    and links, may be left out. Where headers are damaged, the index at the shard's end or in its sidecar shows the places of
+    samples, even if it is stale. A sample without headers gets new headers if its bytes match the digests in the index, the
+    skeleton and the tensors. Without an index, reading resumes at the next intact header. Samples after the point where a shard
+    was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that the
+    archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that has
+    lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have the
+    same key, the first intact sample with the most caches is kept. If a copy of another shard has replaced a shard, the copy is
+    left out.
 
     Shards keep their names, their order and their fingerprints. A damaged shard without intact members is not written. The
     folder appears by one rename when it is complete. A killed process leaves a hidden folder next to `out`, which the next
@@ -48,24 +48,24 @@ def repair(
 
     Args:
         source: Shards, as in `verify`.
-        out: A new folder, or an empty one, which is replaced. If there is nothing to write, it is not made or changed.
+        out: A new folder, or an empty folder, which is replaced. If there is nothing to write, it is not made or changed.
         drop: False raises FormatError, and writes nothing, if a sample is damaged or any part of a tar is lost.
         num_threads: Number of threads, as in `verify`.
         allow: Classes that skeletons may build, as in `verify`.
         progress: As in `verify`. The bytes of every shard count twice: they are checked, then written.
 
     Returns:
-        The faults of `source`, as `verify` reports them, and counts of what was written. The faults name each lost sample
-        whose key is in an index, an `.idx` file or the tar.
+        The faults of `source`, as `verify` reports them, and counts of the written shards, samples and bytes. The faults name
+        each lost sample whose key is in an index, an `.idx` file or the tar.
 
     Raises:
         FileExistsError: `out` is not empty, or is the current folder or a mount point.
         FileNotFoundError: A file does not exist, or there are no shards.
-        FormatError: With `drop=False`, something is damaged or lost; or a shard was changed during the call.
-        OSError: The disk is full, the folder around `out` is read-only, …
+        FormatError: With `drop=False`, a sample is damaged, or a part of a tar is lost. Or a shard was changed during the call.
+        OSError: The disk is full, the parent folder of `out` is read-only, …
         ImportError: `progress` is True, and `tqdm` is not installed.
-        ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, `out` is an
-            empty string, `source` is a url, or `num_threads` is less than 1.
+        ValueError: Two shards in different folders have the same name, or would have the same `.idx` file. Or `out` is an empty
+            string, `source` is a url, or `num_threads` is less than 1.
 
     Memory: as in `verify`, but with the indexes of all shards at once.
     """

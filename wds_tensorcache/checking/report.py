@@ -20,7 +20,7 @@ class Fault:
         offset: Byte offset of the fault in the shard; None if the fault is not in the shard's bytes.
         what: Description of the fault.
         kind: Kind of the fault, as in `FormatError.kind`. Faults of a tar are `truncated`, `compressed`, `checksum`, `header`,
-            `extended-header`, `sparse`, `zeros` or `trailing`, and those of a sample `duplicate`, `damaged`, `lost` or
+            `extended-header`, `sparse`, `zeros` or `trailing`, and faults of a sample are `duplicate`, `damaged`, `lost` or
             `unsafe`. A member or a shard may be `missing`, and a file `unreadable`. A sidecar or manifest that is damaged or
             disagrees with the shards is `index`. `format` is any other violation of FORMAT.md.
     """
@@ -38,17 +38,17 @@ class Fault:
 
 @dataclass(slots=True)
 class Report:
-    """Faults and counts of shards that were read.
+    """Faults and counts of the shards that `verify` or `repair` read.
 
     Attributes:
-        faults: Faults grouped by shard; within a shard, those in its bytes come first, by offset.
+        faults: Faults grouped by shard; within a shard, faults in its bytes come first, by offset.
         num_shards: Number of shards that were read.
-        num_missing: Number of shards that could not be read: listed ones that do not exist, and unreadable ones.
+        num_missing: Number of shards that could not be read: listed shards that do not exist, and unreadable shards.
         num_samples: Number of samples in the shards, including damaged ones.
         num_damaged: Number of samples with a fault in their own bytes or names. `repair` leaves them out.
         num_lost: Number of samples that an index or the manifest lists, but no shard contains.
-        num_repeated: Number of keys that occur in several shards; for these, `cache[key]` raises. They are not faults, since a
-            folder may contain shards of several kinds.
+        num_repeated: Number of keys that occur in several shards; for these, `cache[key]` raises KeyError. Repeated keys are
+            not faults, since a folder may contain unrelated shards.
         num_unverified: Number of samples from other writers that lack a digest of the skeleton or the tensors. Damage to these
             bytes goes unnoticed.
         num_unread: Number of samples whose skeletons need a class that is not in `allow=`; only their digests were compared.
@@ -108,7 +108,7 @@ class Report:
 
 @dataclass(slots=True)
 class RepairReport(Report):
-    """Faults and counts of the shards that `repair` read, and counts of what it wrote.
+    """Faults and counts of the shards that `repair` read, and counts of the shards that it wrote.
 
     Attributes:
         num_shards_written: Number of shards in the new folder; 0 if there is no new folder.

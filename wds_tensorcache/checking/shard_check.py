@@ -33,7 +33,7 @@ _HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter
 
 @dataclass(slots=True)
 class _Member:
-    """A member of a sample, after every byte of it was read."""
+    """A member of a sample whose bytes were all read."""
 
     begin: int
     nbytes: int
@@ -69,11 +69,11 @@ class Checked:
         fingerprint: Fingerprint in an index of the shard, or else in a manifest; None if there is none.
         damaged: Keys of samples with a fault.
         doubtful: Keys of samples without a digest whose skeletons need a class that is not in `allow=`.
-        ranges: Whole members to keep, with headers for those that lost theirs: all members of samples without a fault, and
-            files that belong to no sample.
+        ranges: Whole members to keep, with new headers for members that lost their headers: all members of samples without a
+            fault, and files that belong to no sample.
         end: Offset of the end-of-archive marker; None if there is none.
         is_broken: True if there are bytes in which no member could be read, or members after the end-of-archive marker.
-        copy_of: Path of the shard that has replaced this one; None if none has.
+        copy_of: Path of the shard whose copy has replaced this shard; None if this shard is no copy.
     """
 
     path: str
@@ -99,8 +99,9 @@ def check_shard(
 ) -> Checked:
     """Check a shard in one pass over its bytes. After each sample, call `reach` with the offset of its end.
 
-    If samples have the same key, one with the most caches is kept: if possible one with its own headers, and of these the
-    first. If this is not the first sample with the key, or a sample has lost a cache, there is a second pass.
+    Of samples with the same key, the sample with the most caches is kept. Of samples with equally many caches, samples with
+    their own headers come first, then the earliest in the shard. If the kept sample is not the first with the key, or a sample
+    has lost a cache, there is a second pass.
 
     Raises:
         OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.
@@ -119,7 +120,7 @@ def _check_all(
     reach: Callable[[int], object],
     excluded: dict[int | str, tuple[str, Kind]],
 ) -> Checked:
-    """Check a shard without excluded samples; exclude samples from the next pass."""
+    """Check a shard without the samples in `excluded`; add the samples to exclude from the next pass."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()

@@ -44,13 +44,13 @@ def verify(
     manifest, too. Other members (`jpg`, …) have no digests, so they are only read.
 
     Args:
-        source: Shards, as for `open`: a folder, a manifest, a shard, a pattern, or a list of those.
+        source: Shards, as for `open`: a folder, a manifest, a shard, a pattern, or a list of sources.
         num_threads: Number of threads; by default the number of cores.
         allow: Classes that skeletons may build; only for shards that you trust. Samples that need other classes are
             counted in `Report.num_unread`: only their digests are compared.
         progress: Show rate and time left with `tqdm`; by default only if `tqdm` is installed and stderr is a terminal. Or a
-            function of the bytes that are checked and the bytes in all: `progress=lambda done, total: …`. The caller's thread
-            calls it at the beginning, after each shard, and ten times a second during large shards.
+            function of the number of bytes checked so far and the total number of bytes: `progress=lambda done, total: …`. The
+            caller's thread calls it at the beginning, after each shard, and ten times a second during large shards.
 
     Returns:
         A report of all faults.
@@ -166,7 +166,7 @@ def _nbytes(path: str) -> int:
 
 
 def _without_number(path: str) -> str:
-    """Mask the numbers in a path, so that shards of one writer are equal."""
+    """Mask the numbers in a path, so that the paths of one writer's shards are equal."""
     return re.sub(r"[0-9]+", "#", path)
 
 
@@ -174,7 +174,7 @@ class _Manifest:
     """A manifest, compared with the shards of its folder.
 
     Attributes:
-        paths: The shards that are listed or in the manifest's folder.
+        paths: Paths of the shards that are listed, or are in the manifest's folder.
     """
 
     def __init__(self, path: str, report: Report) -> None:

@@ -76,7 +76,7 @@ class BatchInfo:
         """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors with the same number of dimensions in all rows.
 
         The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out. After
-        `tc.drop_text` and `tc.sample_moments`, the shapes are those of the tensors in the batch.
+        `tc.drop_text` and `tc.sample_moments`, the shapes describe the tensors in the batch.
         """
         return self._held()[0]
 
@@ -98,8 +98,8 @@ class BatchInfo:
 
         A seed is a pure function of the loader's seed, the epoch and the sample index. So it does not depend on the batch
         size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over the
-        sample's cache replaces the epoch. So a sample has another seed in each pass. A sample that `weights` draw twice in an
-        epoch has the same seed twice. In a mix with weights of samples, a pass is as many draws as the cache or bucket has
+        sample's cache replaces the epoch. So a sample has a different seed in each pass. A sample that `weights` draw twice in
+        an epoch has the same seed twice. In a mix with weights of samples, a pass is as many draws as the cache or bucket has
         samples. A row that fills an epoch's last step has the seed of the row that it repeats.
         """
         return self._randomness.seeds(self.indices)
@@ -118,13 +118,13 @@ class BatchInfo:
     def mask(self, name: str) -> torch.Tensor:
         """Return the mask of a padded tensor: bool `[B, T]`, on the batch's device, True for data and False for padding.
 
-        T is the length of the rows: as `tc.pad(to=…)` says, otherwise that of the longest row. A sample that lacks the tensor
-        has no data. After `tc.drop_text`, this is the mask of the texts that the batch holds. Any other transform that changes
-        lengths must make its own mask.
+        T is the length of the rows after padding: the length in `tc.pad(to=…)`, or else the length of the longest row. A sample
+        that lacks the tensor has no data. After `tc.drop_text`, this is the mask of the texts in the batch. Any other transform
+        that changes lengths must make its own mask.
 
         Raises:
-            KeyError: No tensor has this name, or samples differ in its number of dimensions. In a pickled copy, also if no
-                sample of the batch has the tensor.
+            KeyError: No tensor has this name, or samples differ in its number of dimensions. Or this record is a pickled copy,
+                and no sample of the batch has the tensor.
             ValueError: The tensor has no dimensions.
         """
         shapes, held_lengths = self._held()
@@ -146,11 +146,11 @@ class BatchInfo:
         return way.length(longest) if isinstance(way, Pad) else longest
 
     def _is_list(self, name: str) -> bool:
-        """Return whether the rows of a tensor are a list, so that they have no padding."""
+        """Return whether the rows of a tensor are a list without padding."""
         return self._collate is not None and self._collate.ways_for([name])[0] == "list"
 
     def _is_lacking(self, name: str) -> bool:
-        """Return whether the cache has a tensor that no sample of the batch has."""
+        """Return whether the cache has a tensor that all samples of the batch lack."""
         return self.cache is not None and name in self.cache._batch_names() and name not in self._shapes_in_cache()
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
@@ -173,7 +173,7 @@ class BatchInfo:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Return a summary of bounded length: it shows the first 8 indices, and counts the rows that are padding."""
+        """Return a summary of bounded length: the first 8 indices, and the number of padding rows."""
         indices = ", ".join(map(str, self.indices[:_NUM_INDICES].tolist())) + ", …" * (len(self.indices) > _NUM_INDICES)
         cache = "None" if self.cache is None else f"{type(self.cache).__name__} of {len(self.cache):,} samples"
         return (

@@ -19,19 +19,19 @@ _REQUIRED = 4  # bytes in flight, in multiples of latency times rate, above whic
 class BatchesAhead:
     """The number of batches to read ahead, which grows while training waits for requests.
 
-    Requests take the server's latency, during which `latency * rate` bytes of other requests must be on their way to use
-    all of its rate. Latency and rate are measured. The number begins with 4. It doubles when training had to wait for a batch
-    while less than four times these bytes were in flight. Eight batches in a row that needed no request, as from a node's
-    cache, reduce it to 2: more batches in memory only take room in the processor's caches. One thread uses it.
+    To use the full rate of a server, `latency * rate` bytes must be in flight. Latency and rate are measured. The number begins
+    with 4. It doubles when training had to wait for a batch while less than four times as many bytes were in flight. Eight
+    batches in a row without a request, for example from a node's cache, reduce it to 2. More batches would only fill the
+    processor's caches. Only one thread may use it.
 
     Args:
-        url: Url of a shard, whose server is measured; None if all shards are local: the number is then 2.
+        url: Url of a shard on the server to measure. If all shards are local, it is None, and the number is 2.
         fixed: Number that never changes; None for a number that adapts.
 
     Attributes:
         count: Current number. More than 2 batches take at most 1 GiB.
         most: Maximum of `count`.
-        is_local: True after eight batches in a row that needed no request; two threads then read as fast as more.
+        is_local: True after eight batches in a row that needed no request; more than two threads then read no faster.
     """
 
     def __init__(self, url: str | None, fixed: int | None = None) -> None:
@@ -59,5 +59,5 @@ class BatchesAhead:
 
 
 def remote_url(caches: Iterable[Any]) -> str | None:
-    """Return the url of a remote shard of some caches; None if all their shards are local."""
+    """Return the url of a remote shard of the caches; None if all shards are local."""
     return next(filter(is_url, chain.from_iterable(cache._paths() for cache in caches)), None)

@@ -90,7 +90,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Raises:
             IndexError: The index is not in `[-len, len)`.
-            TypeError: The index has any other type, or is a mask whose length is not that of the cache.
+            TypeError: The index has any other type, or is a mask whose length differs from the length of the cache.
             KeyError: No sample has the key, or samples of several shards have it.
             FormatError: The shard is damaged, or does not match its index.
         """
@@ -126,12 +126,12 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return the keys in order, as a sequence that decodes each key on access."""
 
     def original_name(self, key: str) -> str:
-        """Return the name from which `tc.safe_key` made the key of a sample, also if the key has only a hash of it.
+        """Return the name from which `tc.safe_key` made the key of a sample, even if the key contains only a hash of the name.
 
         Raises:
-            InvalidKeyError: `tc.safe_key` did not make the key. Or the key has a hash, and the index of the shard lacks the
-                name, for example because another tool wrote it.
-            KeyError: There is no such sample.
+            InvalidKeyError: `tc.safe_key` did not make the key. Or the key contains a hash, and the index of the shard lacks
+                the name, for example because another tool wrote the index.
+            KeyError: No sample has the key.
         """
         stored = self._stored_name(self._find(key))
         return original_name(key) if stored is None else stored
@@ -166,7 +166,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def describe(self) -> Description:
         """Return a description of tensors, small values and members; its repr has a bounded length.
 
-        Tensors and members of all samples are counted in the indexes. Values are those of at most 64 samples, spread over the
+        Tensors and members of all samples are counted in the indexes. Values come from at most 64 samples, spread over the
         cache. A `SharedDataset` loads no sample: it describes at most 1,000 of the samples that are in shared memory.
 
         Raises:
@@ -185,10 +185,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
-        Patterns are those of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has all of
-        its tensors, also a tensor that all samples of the batch lack. Other tensors, and None in their places, are removed
-        from dicts, and replaced by None in lists, tuples and deques; they are not read. Small values remain, in the same
-        places of samples and batches. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
+        Patterns have the syntax of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has
+        all selected tensors, even a tensor that all samples of the batch lack. Other tensors are not read. They, and None in
+        their places, are removed from dicts; in lists, tuples and deques, None replaces them. Small values keep their places in
+        samples and batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -237,22 +237,22 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 stacked. A function receives the list of B samples with loaded tensors, and returns the batch.
             pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name. `tc.pad(…)` has its own fill value;
                 texts and dates are filled with zero bytes.
-            choose: Tensors that are alternatives of each other, by the name under which the batch has the chosen one:
+            choose: Alternative tensors, by the name of the chosen tensor in the batch:
                 `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
-                alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
-                `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
-                Alternatives may be values, for example a list of captions as strings. They are decoded and chosen on first
-                use. Tensors and values can be chosen together: `{("text", "caption"): ("texts.*", "captions.*")}`. In a
-                joined cache, names that are chosen together, and all their alternatives, must be in one of its caches.
-            choices: Index of the chosen one among the alternatives that each sample has, integers `[B]`, by name in `choose`;
+                alternatives. Only the chosen tensor is read, and is in the batch. A tuple of names is chosen together:
+                `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`. Alternatives may be values,
+                for example a list of captions as strings. They are decoded and chosen on first use. Tensors and values can be
+                chosen together: `{("text", "caption"): ("texts.*", "captions.*")}`. In a joined cache, names that are chosen
+                together, and all their alternatives, must be in one of its caches.
+            choices: Index of the chosen alternative among the alternatives of each sample, integers `[B]`, by name in `choose`;
                 0 by default.
 
         Returns:
             The samples' structure, with a batched tensor in place of each tensor, and a numpy array in place of each array.
             Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value becomes
             a list-like object of B values, decoded on first use; torch computes with numbers in it. A sample lacks a tensor, or
-            a container of tensors, if it has None in its place, or if a dict has no such key. The batch has the tensors that
-            any of its samples has, and those that are selected, or that `collate` pads or lists.
+            a container of tensors, if it has None in its place, or if a dict has no such key. The batch has every tensor that
+            occurs in one of its samples, that `select` selected, or that `collate` pads or lists.
 
         Raises:
             IndexError, KeyError: An index is out of range, or no sample has a key.
@@ -389,14 +389,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _find(self, key: str) -> int: ...
 
     def _stored_name(self, number: int) -> str | None:
-        """Return a sample's original name from the index; None if the key holds the name."""
+        """Return a sample's original name from the index; None if the key contains the name."""
         return None
 
     @abstractmethod
     def _take(self, numbers: slice | Array) -> Self: ...
 
     def _batch_names(self) -> list[str]:
-        """Return the names of all tensors that a batch may have, also those that no sample of this view has."""
+        """Return the names of all tensors that a batch may have, even if all samples of this view lack a tensor."""
         return list(self.schema)
 
     @abstractmethod
@@ -409,7 +409,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """
 
     def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
-        """Return a request for samples by index, with the alternatives that `randomness` chooses, if it has any."""
+        """Return a request for samples by index, with the alternatives that `randomness` chooses."""
         request = self._request(numbers, collate=collate)
         if randomness.alternatives is None:
             return request
@@ -467,11 +467,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the members `KEY.suffix` by position in the batch, for the positions `wanted` that have one."""
+        """Return the members `KEY.suffix` of the samples at the positions `wanted` in the batch, by position."""
 
     @property
     def _left_out(self) -> str | None:
-        """Message about shards of the folder that the manifest does not list; None if it lists all."""
+        """Message about shards of the folder that the manifest does not list; None if it lists all shards."""
         return None
 
     @abstractmethod
@@ -503,8 +503,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 class TensorCache(Cache[_Sample]):
     """The samples of one or many shards; opened by `tc.open`.
 
-    Memory: about 22 bytes per sample, plus its key. The first look-up by key adds 8 bytes per sample; in a view that is not a
-        slice, 8 bytes more.
+    Memory: about 22 bytes per sample, plus its key. The first look-up by key adds 8 bytes per sample, and another 8 bytes in a
+        view that is not a slice.
     """
 
     def __init__(
@@ -588,7 +588,7 @@ class TensorCache(Cache[_Sample]):
         return self._structures.request(self._store, positions, fixed)
 
     def _fixed_by(self, collate: Any) -> tuple[str, ...]:
-        """Return the names that every batch has: those of the view, and those that `collate` pads or lists."""
+        """Return the names of the tensors that the view or `collate` puts into every batch."""
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names
@@ -656,7 +656,7 @@ class TensorCache(Cache[_Sample]):
         return self._where[number] if isinstance(self._where, range) else self._where.item(number)
 
     def _whole_samples(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Yield samples with all their tensors. Those of remote shards are fetched together."""
+        """Yield samples with all their tensors. Samples in remote shards are fetched together."""
         if not self._store.has_remote:
             located = (self._store.locate(self._at(number)) for number in numbers)
             yield from (shard.sample(row) for shard, row in located)

@@ -1,7 +1,7 @@
-"""`choose=`: alternatives among the tensors and values of a sample; a batch has the chosen one.
+"""`choose=`: alternatives among the tensors and values of a sample; a batch has the chosen alternative.
 
-For a batch, the chosen alternative is an ordinary tensor under another name. So the batch reads no other alternative.
-Chosen values are taken from the decoded samples.
+For a batch, the chosen alternative is an ordinary tensor under another name. So other alternatives are not read. Chosen values
+come from the decoded samples.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Group:
-    """Names that are chosen together, with the alternatives of each.
+    """Names that are chosen together, with the alternatives of each name.
 
     Attributes:
         names: Names in the batch.
         patterns: For each name, the names or patterns of its alternatives in a sample.
-        prefix: In a part of a joined cache, the prefix of all these names in the joined cache.
+        prefix: Prefix of these names in the joined cache to which the samples belong; empty without a joined cache.
     """
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Group:
 
     @cached_property
     def whole_names(self) -> list[str]:
-        """Names in the batch of the joined cache, which choices and seeds refer to."""
+        """Names in the batch of the joined cache. Choices and seeds use these names."""
         return [self.prefix + name for name in self.names]
 
     @cached_property
@@ -75,7 +75,7 @@ class Group:
         return purpose_of("choose", self.whole_names)
 
     def without(self, prefix: str) -> Group | None:
-        """Return the group without this prefix, that of a joined cache; None if a name or an alternative lacks the prefix."""
+        """Return the group without the prefix of a joined cache; None if a name or an alternative lacks the prefix."""
         if not all(text.startswith(prefix) for texts in (self.names, *self.patterns) for text in texts):
             return None
         names, *patterns = (tuple(text[len(prefix) :] for text in texts) for texts in (self.names, *self.patterns))
@@ -100,7 +100,7 @@ class Alternatives:
         """Return the alternatives for an argument `choose=`; see `Cache.read_batch`.
 
         Raises:
-            ValueError: `choose` is not such a dict, or gives a name twice.
+            ValueError: `choose` is not a dict of this form, or contains a name twice.
         """
         if isinstance(choose, Alternatives):
             return choose
@@ -132,11 +132,11 @@ class Alternatives:
 
     @cached_property
     def covers(self) -> Wanted:
-        """Function that returns whether the tensor with a name is an alternative."""
+        """Function that returns whether the tensor with a given name is an alternative."""
         return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)
 
     def check(self, cache: Any) -> None:
-        """Raise an error unless `cache` has these alternatives. Warn if choices seem to belong together, but are made apart.
+        """Raise an error unless `cache` has these alternatives. Warn if independent choices seem to belong together.
 
         Raises:
             BatchError: A name or pattern matches no tensor of the cache. Or a name in the batch belongs to a tensor outside its
@@ -160,7 +160,7 @@ class Alternatives:
         self._warn_of_pairs(cache)
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """Raise BatchError if a pattern matches none of the tensor `names`, but another pattern of its alternatives does."""
+        """Raise BatchError if a pattern matches no tensor in `names`, but another pattern of the same alternatives matches."""
         for name, patterns in self.patterns.items():
             unknown = [pattern for pattern in patterns if not _expand([pattern], names)]
             if 0 < len(unknown) < len(patterns):
@@ -168,7 +168,7 @@ class Alternatives:
                 raise BatchError(f"choose={{{name!r:.100}: …}}: {problem}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
-        """Warn of patterns that are chosen apart, although examined samples have equally many of both."""
+        """Warn about two independent patterns that match equally many alternatives in the examined samples."""
         patterns = [(group.names[0], group.patterns[0]) for group in self.groups if group.patterns[0][0].endswith("*")]
         if len(patterns) < 2:
             return
@@ -188,11 +188,11 @@ class Alternatives:
                     )
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns for the stored tensors of a batch with only the tensors `names`."""
+        """Return patterns of the stored tensors that a batch with only the tensors `names` needs."""
         return [pattern for name in names for pattern in self.patterns.get(name, (glob.escape(name),))]
 
     def schema_of(self, schema: Mapping[str, TensorSchema]) -> dict[str, TensorSchema]:
-        """Return the properties of a batch's tensors, from those of the samples' tensors."""
+        """Return the properties of a batch's tensors, from the properties of the samples' tensors."""
         merged = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
         for name, patterns in self.patterns.items():
             for alternative in _expand(patterns, list(schema)):
@@ -200,7 +200,7 @@ class Alternatives:
         return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the average bytes of a sample in a batch; `sizes` has the bytes of all its tensors by name."""
+        """Return the average number of bytes of a sample in a batch; `sizes` contains the bytes of all its tensors by name."""
         total = sum(size for name, size in sizes.items() if not self.covers(name))
         for patterns in self.patterns.values():
             alternatives = _expand(patterns, list(sizes))
@@ -223,7 +223,10 @@ def _parse_group(name: Any, wanted: Any) -> Group:
 
 
 def _expand(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that match patterns, each once: by pattern, then in natural order, `captions.2` before `captions.10`."""
+    """Return the names that match patterns, each once, in the order of the patterns.
+
+    The names that match one pattern are in natural order: `captions.2` before `captions.10`.
+    """
     ordered = sorted(names, key=_natural)
     matches = (
         [pattern] if pattern in names else [name for name in ordered if fnmatch.fnmatchcase(name, pattern)]
@@ -237,7 +240,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _check_container(name: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError if an alternative is a container of tensors; `names` are those of the samples' tensors."""
+    """Raise ValueError if an alternative is a container of tensors; `names` are the names of the samples' tensors."""
     for pattern in patterns:
         if fnmatch.filter(names, f"{pattern}.*"):
             raise ValueError(
@@ -255,7 +258,7 @@ def _other_tensor(name: str) -> BatchError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Randomness:
-    """The source of a batch's seeds and choices, besides its sample indices.
+    """The inputs for the seeds and choices of a batch, except its sample indices.
 
     Attributes:
         seed: Seed of the loader.
@@ -271,7 +274,9 @@ class Randomness:
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
-        """Return the arguments `choose=` and `choices=` of `Cache.read_batch`; by default, the first alternative is chosen.
+        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`.
+
+        By default, the choice is the first alternative.
 
         Raises:
             ValueError: `choose` and `choices` do not fit each other.
@@ -290,10 +295,10 @@ class Randomness:
         return sample_seeds(self.seed, self.epochs, indices)
 
     def chooser(self, indices: Array) -> Chooser:
-        """Return the function that chooses for the samples at `indices`: by `choices`, or each alternative with equal
-        probability.
+        """Return the function that chooses for the samples at `indices`, by `choices` or else at random.
 
-        A random choice depends only on the seed of the sample, its number of alternatives and the names of the group.
+        Random choices have equal probabilities. A random choice depends only on the seed of the sample, its number of
+        alternatives and the names of the group.
 
         Raises (on use):
             ValueError: The choices for a name are not integers `[B]`, or differ between names that are chosen together.
@@ -326,7 +331,7 @@ class Randomness:
 class Choices(Mapping[str, Array]):
     """The choices in a batch, by name: `choices["text"]` is the index of each sample's alternative, int64 `[B]`.
 
-    `choices.chosen("text")` gives the names of the chosen alternatives, "" for a sample that lacks the tensor.
+    `choices.chosen("text")` returns the names of the chosen alternatives, "" for a sample that lacks the tensor.
     `read_batch(indices, choose=…, choices=choices)` reads the same tensors again.
 
     Threads/fork/pickle: immutable, safe everywhere.
@@ -365,8 +370,8 @@ class ChosenRequest(Request):
         picked: Layouts of the samples, with the chosen tensors.
         counts, choices: By group, the number of alternatives of each sample, and its choice, int64 `[B]`. Groups without
             tensors are missing until `values` is called.
-        of_values: Names whose alternatives are not tensors, each with its group and the patterns.
-        known_values: Result of `values`; empty before.
+        of_values: Name, group and patterns of alternatives that are not tensors.
+        known_values: Result of `values`; empty until it is called.
         decoded: The values of the batch; None if it was not read.
     """
 
@@ -386,7 +391,7 @@ class ChosenRequest(Request):
     def values(self, samples: Sequence[Any] = ()) -> Mapping[str, Sequence[tuple[str, Any]]]:
         """Return the name and the value of each sample's chosen alternative that is not a tensor, by name in the batch.
 
-        `samples` are those of `rows`, if all were decoded before.
+        `samples` contains the samples of `rows` if all were decoded before.
 
         Raises:
             BatchError: A sample has none of the alternatives, or different numbers of alternatives that are chosen together.
@@ -595,7 +600,7 @@ _Contents: TypeAlias = "tuple[dict[str, list[str]], set[str]]"
 
 @lru_cache(maxsize=1024)
 def _parse_place(pattern: str) -> tuple[tuple[str, ...], str, str, bool]:
-    """Return the path of the dict in which a pattern has alternatives, their key, their name, and whether they are a list."""
+    """Return the path of the dict that contains a pattern's alternatives, their key and name, and whether they are a list."""
     name = pattern.removesuffix(".*")
     *path, last = map(unquote, name.split("."))
     return tuple(path), last, name, name != pattern
@@ -612,7 +617,7 @@ def _find_values(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[An
 
 
 def _values(sample: Any, patterns: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return names and values of a sample's alternatives, without None and without tensors, which are not selected here."""
+    """Return names and values of a sample's alternatives, without None and tensors."""
     values: list[tuple[str, Any]] = []
     for place, key, name, is_list in _find_values(sample, patterns):
         value = place[key]

@@ -18,8 +18,10 @@ TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Padding of a tensor's rows; made by `tc.pad`, which explains the fields. A row is one sample's part of a batched
-    tensor."""
+    """Padding of a tensor's rows, made by `tc.pad`, which explains the fields.
+
+    A row contains the data of one sample in a batched tensor.
+    """
 
     to: int | tuple[int, ...] | None = None
     value: complex = 0
@@ -33,7 +35,7 @@ class Pad:
             )
 
     def length(self, longest: int) -> int:
-        """Return the length of the rows of a batch, whose longest tensor may be longer if `to` does not suffice."""
+        """Return the length of the rows of a batch. The batch's longest tensor, of length `longest`, may exceed it."""
         if isinstance(self.to, tuple):
             return self.to[min(bisect_left(self.to, longest), len(self.to) - 1)]
         return longest if self.to is None else self.to
@@ -46,12 +48,12 @@ def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
 
     Args:
         to: Length after padding, so that all batches have one shape. Or ascending lengths such as `[64, 128, 256]`: each batch
-            gets the smallest that fits, so that batches have few shapes. By default the length of the longest tensor in the
-            batch. A tensor that is longer than all of these raises BatchError.
-        value: Number that fills the rest of each tensor; texts and dates are filled with zero bytes.
+            gets the smallest length that fits, so that batches have few shapes. By default, the length of the longest tensor in
+            the batch. A tensor that is longer than all of these raises BatchError.
+        value: Number that fills the padding of each tensor; texts and dates are filled with zero bytes.
 
     Raises:
-        ValueError: `to` is not a length, and not ascending lengths.
+        ValueError: `to` is neither a length nor a sequence of ascending lengths.
     """
     return Pad(tuple(to) if isinstance(to, Sequence) and not isinstance(to, str) else to, value)
 
@@ -75,14 +77,14 @@ class Collate:
         return replace(self, prefix=self.prefix + prefix) if prefix else self
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise BatchError if a name or pattern matches none of the tensors."""
+        """Raise BatchError if a name or pattern matches no tensor."""
         for option, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
             for pattern in wanted if isinstance(wanted, Mapping) else ():
                 if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
                     raise BatchError(f"{option} has an {unknown_name('tensor', pattern, names)}")
 
     def ways_for(self, names: Sequence[str]) -> list[str | Pad]:
-        """Return the way to collate each tensor: that of its name, else of the first pattern that matches, else "stack"."""
+        """Return the way to collate each tensor: by its name, else by the first pattern that matches, else "stack"."""
         return [self._way(self.prefix + name) for name in names]
 
     def fixes(self, name: str) -> bool:
@@ -101,7 +103,7 @@ class Collate:
 def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: Sequence[str] = ()) -> Any:
     """Return a `collate` that `read_batch` of every cache accepts, even if the caches have different tensors.
 
-    `more` are names of tensors in the batches that no cache has.
+    `more` contains names of tensors that are in the batches, but in no cache.
     """
     if callable(collate):
         return collate

@@ -52,7 +52,7 @@ class ValueDescription:
     Attributes:
         name: Path of the value in the samples, like the name of a tensor: `cond.0.1.prompt`.
         types: Number of examined samples of each type. Types are in words: `"str"`, `"tuple of 2 int"`, `"list of 3..7 str"`.
-        example: Value of the first of these samples in which it is neither None nor empty, or else of the last sample.
+        example: Value in the first examined sample where it is neither None nor empty, or else in the last examined sample.
         num_samples: Number of examined samples that have the value.
     """
 
@@ -78,8 +78,8 @@ class Description:
         values: Types and an example of every other value, by name, in the examined samples; at most 1,000 values.
         members: Number of samples that have a member `KEY.suffix` outside all caches, by suffix.
         fingerprint: Description of how the cache was made, as in `Cache.fingerprint`.
-        num_counted: Number of samples whose tensors were counted: all samples, or in a `SharedDataset` at most 1,000 of those
-            in shared memory.
+        num_counted: Number of samples whose tensors were counted: all samples, or in a `SharedDataset` at most 1,000 of the
+            samples in shared memory.
         num_examined: Number of samples whose values were examined, spread over the cache; at most 64.
     """
 

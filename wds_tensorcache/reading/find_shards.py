@@ -27,7 +27,7 @@ _IS_TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)", re.IGNORECASE | r
 
 
 class Found(NamedTuple):
-    """The shards of a source, and a message about those that are left out; None if all are there."""
+    """The shards of a source. `left_out` is a message about omitted shards; None if no shard is omitted."""
 
     shards: list[FoundShard]
     left_out: str | None
@@ -45,16 +45,16 @@ def find_shards(
     Args:
         listed: Function that returns the shards of a manifest, or None if it does not exist; `_read_listed` by default.
         local_for: Past participle of an action that needs local shards, such as `"verified"`. Urls then raise ValueError.
-        copies: A new cache is made of the shards: raise FormatError instead of the warning.
+        copies: True if the caller makes a new cache of the shards. Left-out shards then raise FormatError instead of a warning.
 
     Raises:
-        FileNotFoundError: The file or object does not exist, or the folder has no shard. Or it has no manifest, and the server
-            has no listings.
+        FileNotFoundError: The file or object does not exist, or the folder has no shard. Or a remote folder has no manifest,
+            and the server cannot list it.
         FormatError: A manifest is damaged, or lists a shard that is not in its folder.
         RemoteError: A request failed.
         TypeError, ValueError: The source is not valid.
 
-    Cost: one request for each manifest or listing at a url; none for the url of a shard.
+    Cost: one request for each manifest or listing at a url; no request for the url of a shard.
     """
     shards: list[FoundShard] = []
     messages: list[str] = []
@@ -87,7 +87,7 @@ def iterate_texts(source: Any) -> Iterator[str]:
 
 
 def _expand(source: str) -> Iterator[str]:
-    """Yield the paths of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
+    """Yield the paths that match a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
     if is_url(source):
         yield from _expand_url(source)
         return
@@ -106,7 +106,7 @@ def _expand(source: str) -> Iterator[str]:
 
 
 def _expand_url(source: str) -> Iterator[str]:
-    """Yield the urls of a url or pattern, concealed. Cost: one request for each pattern with wildcards."""
+    """Yield the urls that match a url or pattern, concealed. Cost: one request for each pattern with wildcards."""
     # urlsplit drops line ends and tabs silently, and would name another object.
     if not source.isprintable():
         raise ValueError(f"a url with characters that are not printable: {shown(source)!r:.200}")
@@ -174,7 +174,7 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of shards among the names of files: those that end in `.tar`, without hidden ones."""
+    """Return the sorted names of shards among file names: all names that end in `.tar`, except hidden files."""
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
@@ -234,7 +234,7 @@ def _list_first(paths: Sequence[str]) -> str:
 
 
 def file_identity(path: str) -> tuple[int, int]:
-    """Return numbers that are equal for all names of one file."""
+    """Return numbers that are equal for all names of the same file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 

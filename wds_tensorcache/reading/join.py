@@ -1,4 +1,4 @@
-"""Join several caches by key into one: for example, new text states with latents that need not be rewritten."""
+"""Join several caches by key into one cache, for example to add new text states to latents without rewriting the latents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def join(
     """Join caches by key: each sample combines the samples of all caches that have the same key.
 
     Args:
-        caches: Caches, or sources for `tc.open`. With a list, samples must be dicts, and those with the same key are merged
+        caches: Caches, or sources for `tc.open`. With a list, samples must be dicts, and samples with the same key are merged
             into one dict. With a dict, a joined sample maps each cache's name to that cache's sample. The first cache
             determines the keys, indices and order of the joined samples.
         how: `"exact"` requires the same keys in all caches. `"inner"` keeps the samples whose keys are in all caches.
@@ -61,10 +61,10 @@ def join(
             map to one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
 
     Raises:
-        KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some. Or a key occurs twice in a
-            cache other than the first.
+        KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some of these keys. Or a key occurs
+            twice in a cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
-        ValueError: There are no caches, `how` is unknown, or `keys` names a cache that does not exist, or the first one.
+        ValueError: There are no caches, `how` is unknown, or `keys` names the first cache, or a cache that does not exist.
         BatchError: The first samples of a list of caches are not dicts, or have names in common.
         Errors of `tc.open`: A path among `caches` cannot be opened.
 
@@ -128,7 +128,7 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
 
 
 def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
-    """Return the index in `other` of each sample's match, -1 without one, and the keys that only `other` has.
+    """Return the index in `other` of each sample's match, -1 without a match, and the keys that only `other` has.
 
     The array is None if both caches have the same keys in the same order. With `key_map`, no keys are returned.
 
@@ -176,7 +176,7 @@ def _with_keys(cache: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _JoinedRequest:
-    """The samples of a batch; `parts` contains one request per cache, `prefixes` the prefix of its tensors' names."""
+    """The samples of a batch; `parts` contains a request for each cache, `prefixes` the prefixes of the tensors' names."""
 
     parts: Sequence[Any]
     prefixes: Sequence[str]
@@ -208,7 +208,7 @@ def _chosen_names(request: Any) -> list[str]:
 class JoinedCache(Cache[_Sample]):
     """Caches joined by key; made by `tc.join`.
 
-    Keys, indices and order are those of the first cache. If the caches have names, a tensor's name is `CACHE.TENSOR`.
+    Keys, indices and order come from the first cache. If the caches have names, a tensor's name is `CACHE.TENSOR`.
     """
 
     def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:
@@ -334,7 +334,7 @@ class JoinedCache(Cache[_Sample]):
         return _JoinedRequest(parts, self._prefixes)
 
     def _owners(self, alternatives: Alternatives) -> dict[int, Alternatives]:
-        """Return the alternatives of each cache that has some, by its position."""
+        """Return the alternatives in each cache by the cache's position, without caches that have no alternatives."""
         groups_of_caches: dict[int, list[Group]] = {}
         for group in alternatives.groups:
             parts = [(number, group.without(prefix)) for number, prefix in enumerate(self._prefixes)]

@@ -1,4 +1,4 @@
-"""Open shards for random access by `tc.open`."""
+"""`tc.open`: open shards for random access."""
 
 from __future__ import annotations
 
@@ -45,22 +45,23 @@ def open(
     """Open shards for random access.
 
     Args:
-        source: A folder, a manifest, a shard, a pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of those.
-            A folder stands for its `manifest.json`, or else for its `*.tar` in the order of their names. Each may be a local
-            path, or a url that begins with `s3://`, `gs://`, `az://`, `http://`, `https://` or `hf://`. Shards are uncompressed
-            tar files by any writer. Braces and wildcards are expanded only in the text that you pass, not in the names of the
-            files that it leads to. If you list a shard twice, or a folder contains it under two names, its samples occur twice.
-        cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the one without a name; by default
-            the only one. Samples that lack this cache are left out.
+        source: A folder, a manifest, a shard, a pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of
+            sources. A folder stands for its `manifest.json`, or else for its `*.tar` in the order of their names. Each may be a
+            local path, or a url that begins with `s3://`, `gs://`, `az://`, `http://`, `https://` or `hf://`. Shards are
+            uncompressed tar files by any writer. Braces and wildcards are expanded only in the text that you pass, not in the
+            names of the files that it leads to. If you list a shard twice, or a folder contains it under two names, its samples
+            occur twice.
+        cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the cache without a name; by default the
+            only cache. Samples that lack this cache are left out.
         io: `"auto"` copies batches out of memory maps of local shards, and reads all other shards. A shard that was truncated
-            or changed is refused before and after each copy. But **truncating a shard in place in the moment of a copy kills
-            the process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which raise an error.
+            or changed is refused before and after each copy. But **truncating a shard in place during a copy kills the
+            process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which raise an error.
         num_threads: Number of threads that read a batch; by default the number of cores, but at most four.
-        allow: Classes that a sample may contain beyond those of the format. Only for shards that you trust: reading a sample
-            creates objects of these classes.
+        allow: Classes that a sample may contain beyond the classes of the format. Only for shards that you trust: reading a
+            sample creates objects of these classes.
         pool_nbytes: Maximum bytes of idle memory to keep for the next batches.
         max_open_files: The most local shards that this process keeps open, for all caches; by default a quarter of the
-            system's limit, at most 256. The last call that passes it counts.
+            system's limit, at most 256. The last call that passes it sets the limit.
         expect: Fields and values that the fingerprint of every shard must have; it may have more fields.
         index_folder: Folder or url of a folder with the indexes of remote shards, `NAME.tar.index` for `NAME.tar`, if they
             are not in or next to the shards.
@@ -69,13 +70,13 @@ def open(
         cache_dir: Folder on a local disk of this node for the bytes of remote shards that were read. All processes of the
             node that pass it share it, and fetch each byte once. It is created if needed, for this user alone.
         cache_nbytes: The most bytes that the files in `cache_dir` may take on disk, over all processes; the least recently
-            used shards are removed. With None, it may use all of the disk but a fiftieth.
+            used shards are removed. With None, they may fill the disk up to the last fiftieth.
 
     Raises:
         FileNotFoundError: A file does not exist, or there are no shards. It is a MissingShardError if a manifest lists a shard
             that does not exist.
-        FormatError: A shard or manifest is damaged, or they do not match. A local manifest lists a url, or a remote one lists
-            anything outside its folder. Or a manifest lists a file twice, perhaps under two names.
+        FormatError: A shard or manifest is damaged, or they do not match. A local manifest lists a url, or a remote manifest
+            lists a file outside its folder. Or a manifest lists a file twice, perhaps under two names.
         RemoteError: A request to a server failed; a later read of a remote shard may raise it, too.
         StaleCacheError: The fingerprint of a shard does not match `expect`, or is missing.
         KeyError: No shard has a cache with this name; or `cache` is omitted, and the shards have several caches or none.
@@ -134,7 +135,6 @@ def open(
 
 
 def _remote_indexes(folder: str | os.PathLike[str] | None, keep: bool | str | os.PathLike[str]) -> RemoteIndexes:
-    """Return the places for the arguments `index_folder` and `keep_indexes`."""
     from wds_tensorcache.shards.kept_indexes import KeptIndexes, default_folder
     from wds_tensorcache.shards.remote_indexes import RemoteIndexes
 
@@ -146,7 +146,6 @@ def _remote_indexes(folder: str | os.PathLike[str] | None, keep: bool | str | os
 
 
 def _node_cache(path: str | os.PathLike[str], max_nbytes: int | None, max_open: int | None) -> NodeCache:
-    """Return the cache for the arguments `cache_dir` and `cache_nbytes`."""
     from wds_tensorcache.storage.node_cache.cache import open_node_cache
 
     max_nbytes = None if max_nbytes is None else as_int("cache_nbytes", max_nbytes)
@@ -154,7 +153,7 @@ def _node_cache(path: str | os.PathLike[str], max_nbytes: int | None, max_open: 
 
 
 def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
-    """Return the name of the cache to open, among those in the shards."""
+    """Return the name of the cache to open, among the caches in the shards."""
     if name:
         cache_name(name)
     there = sorted({other for names in caches.values() for other in names})

@@ -1,4 +1,4 @@
-"""The samples of a view: their positions in its store, a range or an array, and their keys."""
+"""The positions of a view's samples in its store, as a range or an array, and the keys of the samples."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return `range(count)`, or `most` of its numbers at equal distances, with the first number."""
+    """Return at most `most` numbers of `range(count)`, at equal distances, from 0 on."""
     most = min(count, most)
     return [count * number // most for number in range(most)]
 

@@ -1,4 +1,4 @@
-"""The reads of a batch from remote shards: out of the node's cache if it has all bytes, otherwise by requests, all at once."""
+"""Read a batch from remote shards: from the node's cache if it has all bytes, otherwise by simultaneous requests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _find_copies(store: Store, numbers: Sequence[int]) -> dict[int, BlockFile] |
 
 
 def _are_present(store: Store, copies: Mapping[int, BlockFile], ranges: Ranges, extents: Collection[_Extent]) -> bool:
-    """Return whether the local files contain ranges and extents. Cost: 0.1 us each."""
+    """Return whether the local files contain ranges and extents. Cost: 0.1 us for each range or extent."""
     partial = [number for number in copies if number not in store.whole_copies]
     if not partial:
         return True

@@ -50,7 +50,7 @@ def random_bits(seed: int, epoch: int, numbers: Any) -> Array:
 
 
 def sample_seeds(seed: int, epochs: int | Array, indices: Array) -> Array:
-    """Return a seed for each sample index, int64 `[B]`, in `[0, 2^63)`. `epochs` is one epoch, or one for each sample."""
+    """Return a seed for each sample index, int64 `[B]`, in `[0, 2^63)`. `epochs` is one epoch, or the epoch of each sample."""
     seed ^= _SAMPLES
     if isinstance(epochs, int):
         bits = random_bits(seed, epochs, indices)
@@ -69,7 +69,7 @@ def stream_seed(seed: int, kind: str, number: int = 0) -> int:
 
 
 def purpose_of(kind: str, names: Iterable[str]) -> str:
-    """Return a text that differs for different kinds of draws, and for draws for different names."""
+    """Return a text that identifies a kind of draw and its names. Different arguments give different texts."""
     return "|".join((kind, *(name.replace("\\", "\\\\").replace("|", "\\|") for name in names)))
 
 

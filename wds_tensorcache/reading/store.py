@@ -31,7 +31,9 @@ _NO_VALUES: Mapping[int, tuple[Any, ...]] = {}
 
 
 class KeptValues:
-    """The plain values of samples, after their first use, in bounded memory: decoding them again would take 3 us a sample.
+    """The plain values of samples, kept in bounded memory after their first use.
+
+    Decoding them again would take 3 us per sample.
 
     Threads/fork: any thread; a forked child has a copy.
     """
@@ -41,7 +43,7 @@ class KeptValues:
         self._left_nbytes = _MAX_VALUES_NBYTES
 
     def of(self, number: int, template: Template) -> Mapping[int, tuple[Any, ...]]:
-        """Return the values that a template gave for samples of a shard, by row."""
+        """Return the values that a template extracted from samples of a shard, by row."""
         return self._values.get((number, template), _NO_VALUES)
 
     def keep(self, number: int, row: int, template: Template, values: Sequence[Any], nbytes: int) -> None:
@@ -98,23 +100,23 @@ class Store:
         return Store, (self.shards, self.files, self.pool, self.num_threads, self.fingerprint, self.left_out)
 
     def single_threaded(self) -> Store:
-        """Return a store that reads with one thread, and shares the files and memory of this one."""
+        """Return a store that reads with one thread, and shares the files and memory of this store."""
         store = Store(self.shards, self.files, self.pool, 1, self.fingerprint, self.left_out)
         store.schema, store.whole_copies, store.values = self.schema, self.whole_copies, self.values
         return store
 
     def load_indexes(self, numbers: Iterable[int] | None = None) -> None:
-        """Load the indexes of the remote shards with these numbers, or of all, several at a time."""
+        """Load the indexes of the remote shards with these numbers, or of all remote shards, several at a time."""
         if self._unloaded:
             wanted = sorted(self._unloaded.intersection(self._unloaded if numbers is None else numbers))
             load_indexes([self.shards[number] for number in wanted])
             self._unloaded.difference_update(wanted)
 
     def find_names(self, numbers: Iterable[int] | None = None) -> bool:
-        """Look for further names that old indexes lack, by default in all shards; return whether there are such names.
+        """Find additional names that old indexes lack, by default in all shards; return whether there are such names.
 
-        The shards then have other indexes. Cost: one skeleton of each form, and all skeletons of the shards in which such a
-        sample has further names. A shard is examined only once.
+        Shards with such names get new indexes. Cost: one skeleton of each form; if it has additional names, all skeletons of
+        the shard. A shard is examined only once.
         """
         has_new_names = False
         for number in range(len(self.shards)) if numbers is None else numbers:
@@ -133,7 +135,7 @@ class Store:
         return has_new_names
 
     def locate(self, position: int) -> tuple[Shard, int]:
-        """Return the shard of the sample at `position`, and the sample's row: its number among the samples with this cache."""
+        """Return the shard of the sample at `position`, and its row: its number among the shard's samples with this cache."""
         if len(self.shards) == 1:
             return self.shards[0], position
         number = self.shard_number(position)
@@ -184,7 +186,7 @@ class Store:
 
 
 def load_indexes(shards: Iterable[Shard]) -> None:
-    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load theirs on first use."""
+    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load their index on first use."""
     waiting = [shard for shard in shards if shard.is_remote and not shard.is_loaded]
     if len(waiting) > 1:
         from wds_tensorcache.storage.remote.fetch import run_all
@@ -196,5 +198,5 @@ def load_indexes(shards: Iterable[Shard]) -> None:
 
 
 def _threads(num_threads: int) -> Callable[[], Threads | None]:
-    """Return a function that returns this process's threads besides the caller's, or None."""
+    """Return a function that returns this process's additional threads; the result is None with a single thread."""
     return per_process(lambda: Threads(num_threads - 1, "tensorcache") if num_threads > 1 else None)

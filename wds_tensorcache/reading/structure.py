@@ -37,10 +37,10 @@ _END: Any = object()  # takes the place of a sequence's item that only one of tw
 
 
 def insert(sample: Any, name: str) -> Any:
-    """Return a sample with a placeholder of a tensor at the path `name`, where the sample has None or nothing.
+    """Return a sample with a placeholder for a tensor at the path `name`. The sample has None or nothing there.
 
     Raises:
-        ValueError: The path is that of another value, or leads through a value that is not a container. Or the name does not
+        ValueError: Another value has this path, or the path leads through a value that is not a container. Or the name does not
             determine the type of a container that the sample lacks.
     """
     lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
@@ -95,7 +95,7 @@ def put(sample: Any, name: str, value: Any) -> None:
     """Put a chosen tensor or value into nested dicts, at the path `name`; add missing dicts.
 
     Raises:
-        BatchError: The path is that of another value, or leads through a value that is not a dict.
+        BatchError: Another value has this path, or the path leads through a value that is not a dict.
     """
     container = sample
     parts = name.split(".")
@@ -114,14 +114,14 @@ def put(sample: Any, name: str, value: Any) -> None:
 
 
 def _key_of(part: str) -> str:
-    """Return the text key that has this part in the names of tensors."""
+    """Return the dict key that tensor names contain as `part`, which may be escaped."""
     return part if "%" not in part else "" if part == "%" else unquote(part)
 
 
 def value_at(sample: Any, path: Path) -> Any:
     """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample.
 
-    Returns None in place of a tensor, and if the sample lacks the container of the value, or has a shorter container.
+    Return None for a tensor, and if the sample lacks the container of the value, or the container is too short.
     """
     for step in path:
         if type(sample) in DICTS:
@@ -171,12 +171,14 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
 
 
 def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[str, str, str] | None:
-    """Return the first difference of the structures of two samples, as texts: the place, and the part of each; None if equal.
+    """Return the first difference between the structures of two samples; None if they are equal.
 
-    `first` may have tensors that `other` lacks. Tensors whose names `wanted` refuses count as equal.
+    The difference consists of three texts: the place, and the contents of each sample at that place.
 
-    If a container occurs several times in the first sample, the other sample must have one container in the same places:
-    `map_leaves` visits it only once.
+    `first` may have tensors that `other` lacks. Tensors whose names `wanted` rejects count as equal.
+
+    If a container occurs several times in the first sample, a single container must occur in the same places of the other
+    sample. `map_leaves` visits such a container only once.
     """
     mismatch = _Difference(other, wanted).between(first, other, ())
     return None if mismatch is None else (_at(mismatch[0]), mismatch[1], mismatch[2])
@@ -189,14 +191,14 @@ class _Difference:
         self._met: dict[int, tuple[Any, Path]] = {}  # id of a container in the first -> the other's, and its path
 
     def _kind(self, value: Any) -> Any:
-        """Return the name of a wanted tensor, "" for any other, the type of a copied container, or else None."""
+        """Return the name of a wanted tensor, "" for any other tensor, the type of a copied container, or else None."""
         if isinstance(value, Lazy):
             return value.name if self._wanted is None or self._wanted(value.name) else ""
         cls = type(value)
         return cls if cls in DICTS or (cls in SEQUENCES and self._holds(value)) else None
 
     def _is_lacking(self, first: Any, other: Any) -> bool:
-        """Return whether a sample that lacks the tensors in `first` may have `other` in its place."""
+        """Return whether a sample that lacks the tensors in `first` may have `other` instead of `first`."""
         if (other is not None and other is not _NOTHING) or not self._holds(first):
             return False
         names = flatten(first).keys() & flatten(self._other).keys()

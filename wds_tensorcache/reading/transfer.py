@@ -32,7 +32,7 @@ class Transfer:
     """The copies that make up one batch on a device, and an event after the last of them.
 
     A thread that reads ahead makes the batch inside `with transfer.copying():`. The thread that uses the batch calls
-    `hand_over` when it receives the batch. Until then, no stream waits for the copies. For any other device than a GPU, both do
+    `hand_over` when it receives the batch. Until then, no stream waits for the copies. On any device other than a GPU, both do
     nothing. A device without an index is the current GPU of the calling thread.
     """
 
@@ -47,7 +47,7 @@ class Transfer:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Make all copies of this thread part of the transfer, and run its other GPU work on the transfer's stream."""
+        """Make this thread's copies part of the transfer, and run its other GPU work on the transfer's stream."""
         if not self._is_gpu:
             yield
             return
@@ -70,7 +70,7 @@ class Transfer:
                     self._tensors[tensor.untyped_storage().data_ptr()] = tensor
 
     def hand_over(self) -> None:
-        """Make the caller's current stream wait for the copies; keep their memory until its work on them is done."""
+        """Make the caller's current stream wait for the copies. Keep their memory until the stream has used them."""
         if self._event is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(self._event)
@@ -81,9 +81,9 @@ class Transfer:
 
 
 def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy `host` to `device`, as part of the transfer that surrounds the call.
+    """Copy `host` to `device`, as part of the transfer whose `with` block contains the call.
 
-    Without such a transfer to this device, the current stream of a GPU waits for the copy.
+    Without a transfer to this device, the current stream of a GPU waits for the copy.
     """
     device = _with_index(torch.device(device))
     if device.type != "cuda" or not host.numel():
@@ -102,8 +102,10 @@ def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers and objects; in place of a tensor without a storage, such as a sparse tensor, its
-    parts."""
+    """Yield the tensors in containers and objects.
+
+    For a tensor without a storage, for example a sparse tensor, yield the tensors of which it consists.
+    """
     seen: dict[int, Any] = {}  # the objects are kept so that their ids are not reused
     todo = [value]
     while todo:
@@ -123,7 +125,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a sparse, nested or wrapping tensor consists of; none for any other tensor."""
+    """Return the tensors of which a sparse, nested or wrapping tensor consists; [] for any other tensor."""
     if is_traceable_wrapper_subclass(tensor):  # for example nested tensors of the layout `torch.jagged`
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     names = "values" if tensor.is_nested else _PARTS.get(tensor.layout, "")

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def rows_of(samples: Samples, indices: Sequence[int]) -> Rows:
-    """Load the samples of a batch that are not in shared memory, and return the locations of all.
+    """Load the samples of a batch that are not in shared memory, and return the locations of all samples.
 
     Args:
         samples: Samples of the dataset.
@@ -54,7 +54,7 @@ class _BatchAsShard:
         return self._parsed[row].build(self._samples.allow)
 
     def layout(self, row: int) -> Layout:
-        """Return the layout of a sample with the strings of its references; without them if the skeleton needs `allow=`."""
+        """Return the layout of a sample, with the strings of its references unless the skeleton needs `allow=`."""
         parsed = self._parsed[row]
         if parsed.named_layout is None:
             layout = parsed.layout
@@ -100,7 +100,7 @@ class _BatchAsFile:
         self._parsed, self._bits = parsed, bits
 
     def address(self) -> int:
-        """Return 0: the members of a batch are in several places, and are read."""
+        """Return 0, since the members of a batch are in several places, so that they must be read."""
         return 0
 
     def is_resident(self, begin: int) -> bool:

@@ -67,11 +67,12 @@ class SharedDataset(Cache[Any]):
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
         fingerprint: A string that describes the dataset, for example its version and transforms. All processes that share the
-            memory must agree on it, and on the types and lengths of the dataset and of those that it wraps. The indices of a
-            `Subset` and the fingerprints of Hugging Face's `datasets` must also be equal. Code and samples are not compared.
-        allow: Other classes that samples may contain.
-        lazy: Samples have lazy tensors. False loads them: each access copies all tensors of the sample, for code that expects
-            tensors, such as transforms of torchvision. Batches and views work the same.
+            memory must pass the same string. The types and lengths of their datasets, and of the datasets inside, must be
+            equal. The indices of a `Subset` and the fingerprints of Hugging Face's `datasets` must also be equal. Code and
+            samples are not compared.
+        allow: Classes that samples may contain beyond the classes of the format.
+        lazy: True returns samples with lazy tensors. False loads the tensors for code that expects them, such as transforms of
+            torchvision; each access copies all tensors of the sample. Batches and views work the same.
 
     Raises:
         InvalidKeyError: `name` is empty or too long, or has other characters than letters, digits and `" .=+@_-"`.
@@ -165,7 +166,7 @@ class SharedDataset(Cache[Any]):
         return len(self._indices)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at `indices` as a list; first load those that no other thread or process is loading now."""
+        """Return the samples at `indices` as a list; first load samples that no other thread or process is loading."""
         return list(map(self._finish, self._samples.get_many(self._indices[self._numbers(indices)].tolist())))
 
     def __contains__(self, key: object) -> bool:
@@ -193,7 +194,7 @@ class SharedDataset(Cache[Any]):
         return merge_shapes(chain.from_iterable(map(_shapes_in, map(self._tensors_of, indices.tolist()))))
 
     def _tensors_of(self, number: int) -> dict[str, Any]:
-        """Return the selected tensors of a sample by name. Load an absent sample; if it cannot be encoded, return none."""
+        """Return the selected tensors of a sample by name. Load an absent sample; return {} if it cannot be encoded."""
         sample = self._samples.peek(number)
         tensors = flatten(self._samples.get(number) if sample is None else sample)
         wanted = self._wanted
@@ -203,7 +204,7 @@ class SharedDataset(Cache[Any]):
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        """Description of the dataset, compared with those of other datasets of this name: see the argument `fingerprint`."""
+        """Description of the dataset, which must be equal for all datasets of this name; see the argument `fingerprint`."""
         return dict(self._fingerprint)
 
     @property
@@ -238,8 +239,8 @@ class SharedDataset(Cache[Any]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, like `Cache.select`.
 
-        Names are known only of samples that were loaded. So a pattern that matches none of them is an error only if all
-        samples of this view are in shared memory. No sample is loaded.
+        Names are known only for loaded samples. So a pattern that matches no known name is an error only if all samples of this
+        view are in shared memory. No sample is loaded.
 
         Cost: if all samples are in shared memory, parses samples until each pattern has matched.
         """

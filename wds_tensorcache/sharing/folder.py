@@ -51,7 +51,7 @@ def base_folder(directory: str | os.PathLike[str] | None) -> str:
         directory: Path of a folder; None for shared memory, `/dev/shm`.
 
     Raises:
-        NotImplementedError: The system is not Linux, whose locks on byte ranges belong to open files, not to processes.
+        NotImplementedError: The system is not Linux. Only there do locks on byte ranges belong to open files.
         FileNotFoundError: The directory does not exist.
         PermissionError: The folder belongs to another user, or other users may use it.
     """
@@ -264,7 +264,7 @@ def find_folders(base: str) -> list[str]:
 
 
 def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
-    """Return the fingerprint of a dataset: its type and length, the datasets and indices in it, and a text of the user.
+    """Return the fingerprint of a dataset: its type and length, the datasets and indices in it, and the user's text.
 
     For torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
     of the indices. For any dataset, it contains the attribute `_fingerprint` if that is a string, as in Hugging Face's
@@ -277,7 +277,7 @@ def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
 
 
 def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
-    """Describe a dataset; `around` has the ids of the wrappers that it is in."""
+    """Describe a dataset; `around` contains the ids of the datasets that wrap it."""
     kind = type(dataset)
     # in spawned processes, the module of the main script has another name
     description: dict[str, object] = {
@@ -298,7 +298,7 @@ def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
 
 
 def _digest(indices: Any) -> str | None:
-    """Return the digest of a sequence of ints, a tensor or an array; None if it is something else."""
+    """Return the digest of a sequence of ints, a tensor or an array; None for any other object."""
     with contextlib.suppress(Exception):  # anything may be in the place of indices
         numbers = np.asarray(indices)
         if numbers.dtype.kind in "iu":

@@ -73,7 +73,7 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
         FileNotFoundError: No shared memory has this name; the message lists the names that exist.
         InvalidKeyError: The name is not allowed.
         BlockingIOError: Processes hold the shared memory, and the message lists their ids.
-        IsADirectoryError: Another program has made a folder in it.
+        IsADirectoryError: Another program has made a folder in the folder of the shared memory.
         NotImplementedError: The system is not Linux.
     """
     base = base_folder(directory)

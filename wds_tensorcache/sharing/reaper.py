@@ -1,7 +1,7 @@
 """Remove a shared folder after the last process that holds it is gone, even if that process was killed.
 
 This file is also a script, the reaper: `reaper.py FOLDER`. At the top it imports no other module of this package, so that
-it starts fast and takes little memory. Folders are created and removed under a lock of the folder around them (`flock`).
+it starts fast and takes little memory. A process creates or removes folders only under a lock of their parent folder (`flock`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _REAPER = NUM_HOLDER_BYTES + 1  # locked by the reaper
 
 
 def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
-    """Remove a folder that no process holds, unless it is persistent. The caller has locked the folder around it.
+    """Remove a folder that no process holds, unless it is persistent. The caller has locked the parent folder.
 
     Returns:
         False if a process holds it.
 
     Raises:
-        IsADirectoryError: There is a folder in it. Then nothing is removed.
+        IsADirectoryError: The folder contains another folder; nothing is removed.
     """
     if os.path.islink(folder) or not os.path.isdir(folder):
         return True
@@ -71,7 +71,7 @@ def start_reaper(folder: str) -> Iterator[None]:
     """Start the reaper of a folder, unless it has one. At the end of the `with` block, it begins to wait for the holders.
 
     Without a reaper, for example because the system allows no more processes, the next process that opens a folder removes
-    abandoned ones.
+    abandoned folders.
     """
     import subprocess
 

@@ -1,4 +1,4 @@
-"""Load each sample once, however many threads and processes want it."""
+"""Load each sample once, even if several threads and processes request it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class SharedStats:
     Attributes:
         hits: Number of samples that this process took from shared memory.
         misses: Number of samples that this process loaded from the dataset.
-        passed_through: Number of misses that this process did not add to the shared memory. There was no room, the sample
-            cannot be encoded, or waiting for another thread or process that was loading it could have been a deadlock.
+        passed_through: Number of misses that this process did not add to the shared memory. There was no room, or the sample
+            cannot be encoded. Or another thread or process was loading the sample, and waiting for it could have caused a
+            deadlock.
         num_samples: Number of samples in shared memory, of all processes.
         nbytes: Bytes of shared memory that these samples take, without the table.
         holders: Process ids of the processes that hold the shared memory, ascending.
@@ -107,7 +108,7 @@ class Samples:
         folder: The folder in shared memory, which this object holds until `close`.
         max_nbytes, pool: As in `Segments`.
         verify: Compare digests at every access.
-        allow: Other classes that samples may contain, as `allow_table` returns them.
+        allow: Additional classes that samples may contain, as `allow_table` returns them.
 
     Threads/fork: safe everywhere. Threads of one process may lose counts of `hits` and `misses`.
     """
@@ -143,11 +144,11 @@ class Samples:
         return self.get_many([index])[0] if parsed is None else parsed.build(self.allow)
 
     def get_many(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples, with lazy tensors; first load those that no other thread or process is loading now."""
+        """Return samples, with lazy tensors; first load samples that no other thread or process is loading."""
         return [loaded.build(self.allow) for loaded in self._load_many(indices)]
 
     def get_parsed(self, indices: Sequence[int]) -> list[ParsedSample]:
-        """Return parsed samples; load missing ones in the order of `get_many`.
+        """Return parsed samples; load missing samples in the order of `get_many`.
 
         Raises:
             EncodeError: A sample cannot be encoded.
@@ -216,7 +217,7 @@ class Samples:
         return parsed
 
     def _load_many(self, indices: Sequence[int]) -> list[ParsedSample | _Unencodable]:
-        """Find samples, and load missing ones; begin with those that no other thread or process is loading."""
+        """Find samples, and load missing samples; begin with samples that no other thread or process is loading."""
         samples: dict[int, ParsedSample | _Unencodable | None] = {index: self._find(index) for index in indices}
         missing = [index for index, loaded in samples.items() if loaded is None]
         for wait in (False, True):
@@ -225,7 +226,7 @@ class Samples:
         return [loaded for index in indices if (loaded := samples[index]) is not None]
 
     def _load(self, index: int, wait: bool) -> ParsedSample | _Unencodable | None:
-        """Load a sample. If another thread or process is loading it, wait for it, or without `wait` return None.
+        """Load a sample. If another thread or process is loading it, wait; without `wait`, return None.
 
         Raises:
             RecursionError: This thread is loading the same sample already.

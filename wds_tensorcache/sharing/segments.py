@@ -1,4 +1,4 @@
-"""The bytes of the samples: append-only files, which every process maps privately, so that views are copied on write.
+"""The bytes of the samples in append-only files. Every process maps the files privately, so that views are copied on write.
 
 A segment is a file of records. A record is the header `_RECORD`, a skeleton, padding, and a `.safetensors` member. No record is
 freed by itself: `reaper.py` removes the whole folder.
@@ -102,7 +102,7 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in all segments, including those that are being written."""
+        """Number of bytes in all segments, including bytes that are being written."""
         return sum(segment.reserved for segment in self._table.segments())
 
     def find(self, index: int) -> Members | None:
@@ -202,7 +202,10 @@ class Segments:
             os.close(fd)
 
     def _reserve(self, nbytes: int, locks: RangeLocks) -> Segment:
-        """Reserve `nbytes` bytes in a segment; return it as it was before, locked in `locks`. The caller holds `_SPACE`."""
+        """Reserve `nbytes` bytes in a segment; return the segment as it was before, locked in `locks`.
+
+        The caller holds `_SPACE`.
+        """
         # the bytes that a killed writer had reserved in a segment are reserved again here
         segments = self._table.segments()
         free = np.inf if self._max_nbytes is None else self._max_nbytes - sum(segment.reserved for segment in segments)

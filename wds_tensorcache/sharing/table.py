@@ -53,8 +53,8 @@ def create_table(path: str, num_samples: int) -> None:
 class Table:
     """A map of the table for `num_samples` samples.
 
-    Threads/fork: safe everywhere. The caller holds a lock: for `publish` that of the sample, for `reserve` and `extend` that of
-        the segment, for `add` the lock `_SPACE` of `Segments`. Other methods need no lock.
+    Threads/fork: safe everywhere. Callers of `publish` hold the lock of the sample. Callers of `reserve` and `extend` hold the
+        lock of the segment. Callers of `add` hold the lock `_SPACE` of `Segments`. Other methods need no lock.
 
     Attributes:
         entries: Entry of each sample, uint64 `[num_samples]`.

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """A function for `bucket_by=` made by `by_length`, which explains the fields."""
+    """A function for `bucket_by=`, made by `by_length`, which explains the fields."""
 
     name: str
     bounds: tuple[int, ...]
@@ -66,7 +66,7 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
 
 
 def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]:
-    """Return the sample indices of each bucket: a shape of the tensor named `by`, or a result of the function `by`."""
+    """Return the sample indices of each bucket, by a shape of the tensor named `by`, or by a result of the function `by`."""
     name = by.name if isinstance(by, ByLength) else by
     if isinstance(name, str) and name not in cache.schema:
         raise KeyError(unknown_name("tensor", name, cache.schema))
@@ -87,7 +87,7 @@ def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]
 
 
 def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
-    """Return the length of each run of successive samples in one shard, among the sample indices `members`; None for all."""
+    """Return the length of each run of successive samples in one shard, among `members`; None stands for all samples."""
     while isinstance(cache, JoinedCache):  # joined caches have the order of the first cache
         cache = cache._caches[0]
     if not isinstance(cache, TensorCache):  # in memory: every order takes the same time

@@ -43,7 +43,7 @@ _LEFT_WAITS_S = 1.0  # how long an abandoned loop waits for its threads: a serve
 
 
 class Read(NamedTuple):
-    """A batch that was read.
+    """A batch that a thread has read.
 
     Attributes:
         step: Step of the batch.
@@ -51,8 +51,8 @@ class Read(NamedTuple):
         batch: A list with the batch, from which the loop takes it, so that nothing else keeps its memory.
         is_padding: Mask of the padding on the loader's device; None for the CPU.
         edits: Transforms that have changed shapes.
-        timing: Times of its stages; None if they are unknown.
-        transfer: Its copies to a GPU; the thread that iterates must call `hand_over`.
+        timing: Times of the batch's stages; None if they are unknown.
+        transfer: Copies of the batch to a GPU; the thread that iterates must call `hand_over`.
     """
 
     step: Step
@@ -65,7 +65,7 @@ class Read(NamedTuple):
 
 
 class BaseLoader(ABC):
-    """Base class of the loaders: iterations over the steps of a `StepSampler`, whose position follows the batches returned."""
+    """Base class of the loaders. It iterates over the steps of a `StepSampler`, whose position follows the batches returned."""
 
     _sampler: StepSampler
     _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
@@ -94,21 +94,21 @@ class BaseLoader(ABC):
 
     @property
     def num_batches_left(self) -> int:
-        """Number of batches from the next one to the end of its epoch, equal on all ranks.
+        """Number of batches from the next batch to the end of its epoch, equal on all ranks.
 
-        After the last batch of an epoch, it is the number of batches of the next epoch. After a state that was saved with
-        another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's size.
+        After the last batch of an epoch, it is the number of batches of the next epoch. After loading a state that was saved
+        with another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's
+        size.
         """
         self._sampler._find_rank()
         return self._sampler._plan.num_steps(self._sampler._position)
 
     def count_rows(self) -> RowCounts:
-        """Return the number of rows of an epoch over all ranks, and the numbers of padded rows, repeated rows and dropped
-        samples."""
+        """Return the numbers of rows, padded rows, repeated rows and dropped samples of an epoch over all ranks."""
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:
-        """Return the times for which training and the loader waited for each other, and times and bytes of each stage."""
+        """Return the waiting times of training and of the loader, and the times and bytes of the stages."""
         return replace(self._stats)
 
     def set_epoch(self, epoch: int) -> None:
@@ -133,7 +133,7 @@ class BaseLoader(ABC):
         return self._iterate(iteration, os.getpid(), with_info=with_info)
 
     def _iterate(self, iteration: object, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
-        """Yield the rest of an epoch. Any thread may close the iteration, also while another thread waits here."""
+        """Yield the remaining batches of an epoch. Any thread may close the iteration, even while another thread waits here."""
         # the epoch begins when the first batch is requested, because Lightning calls `set_epoch` after `iter`
         sampler, given_at, num_moves = self._sampler, None, -1
         reads: Generator[Read, None, None] | None = None
@@ -178,17 +178,17 @@ class BaseLoader(ABC):
 
     @abstractmethod
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
-        """Yield the batches from the sampler's position to the end of its epoch; keep `_scheduled`."""
+        """Yield the batches from the sampler's position to the end of its epoch; update `_scheduled`."""
 
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that are not scheduled yet.
 
-        `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with such weights.
+        `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with weights of samples.
 
-        In an iteration, `prefetch_batches` steps of the same epoch are scheduled after the last batch returned. By default
-        these are 32 if shards are at urls, however many are read ahead; without threads, none are scheduled. So ranks that
-        change the weights at the same step also use them from the same step on. A state has the weights at the time of
-        `state_dict`. So a run that resumes before the first step with new weights uses them at once.
+        In an iteration, `prefetch_batches` steps of the same epoch are scheduled after the last batch returned. By default, 32
+        steps are scheduled if shards are at urls, however many batches are read ahead. Without threads, no step is scheduled.
+        So ranks that change the weights at the same step also use the new weights from the same step on. A state contains the
+        weights at the time of `state_dict`. So a run that resumes before the first step with new weights uses them at once.
 
         Returns:
             Number of the first step with the new weights.
@@ -259,11 +259,11 @@ class Loader(BaseLoader):
         device, pin_memory, collate, pad_value: As in `read_batch`.
         choose: Alternatives as in `read_batch`. One of them is chosen for each sample, with equal probability. The choice is a
             pure function of seed, epoch and sample index, so it does not depend on batch size and ranks, and resumes
-            exactly. `info.choices` has the choices.
+            exactly. `info.choices` contains the choices.
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The
-            default is 2. If shards are at urls, it is 16, since their threads wait for requests most of the time.
+            default is 2. If shards are at urls, it is 16, because the threads wait for requests most of the time.
         prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4. While
             training waits for requests, it grows up to 32 batches or 1 GiB, as the server's latency and rate require. After
             eight batches in a row that needed no request, it is 2, and may grow again.
@@ -274,10 +274,10 @@ class Loader(BaseLoader):
         BatchError: A name or pattern in `collate`, `pad_value` or `choose` matches no tensor.
         RuntimeError (when a batch is requested): A transform failed; the message names the step.
 
-    Memory: `prefetch_batches + 1` batches, besides those that the caller keeps. On a GPU, a batch keeps its memory until the
-        work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in
+    Memory: `prefetch_batches + 1` batches, besides the batches that the caller keeps. On a GPU, a batch keeps its memory until
+        the work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in
         memory.
-    Threads/fork/pickle: one thread iterates, any thread may call `close`; only in the process that made the loader.
+    Threads/fork/pickle: one thread iterates, and any thread may call `close`, but only in the process that made the loader.
         Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch. A forked child
         begins its own iterations.
     """
@@ -389,7 +389,7 @@ class Loader(BaseLoader):
     def pause(self) -> None:
         """Pause the threads until the next batch is requested, after waiting until they have read all batches ahead.
 
-        Call this before work that other threads disturb, such as the capture of a CUDA graph.
+        Call this before work that other threads would disturb, for example the capture of a CUDA graph.
         """
         wait(self._jobs)
 
@@ -414,7 +414,7 @@ class Loader(BaseLoader):
 
 
 def _end(pool: Threads, jobs: Iterable[Future[Any]]) -> None:
-    """End the threads of an iteration; wait briefly for those that read a batch."""
+    """End the threads of an iteration; wait briefly for threads that are reading a batch."""
     running = [job for job in jobs if not job.cancel()]
     pool.shutdown(wait=False)
     if not _is_reader() and not wait(running, _LEFT_WAITS_S).not_done:
@@ -432,5 +432,5 @@ def _close_all() -> None:
 
 
 def _is_reader() -> bool:
-    """Return whether this thread reads batches, so that it cannot wait for itself."""
+    """Return whether this thread reads batches, and so must not wait for itself."""
     return current_thread().name.startswith(_THREAD_NAME)

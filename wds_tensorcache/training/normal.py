@@ -1,10 +1,10 @@
 """Normal random numbers from seeds: bit for bit the same on every device, in any batch and at any position in it.
 
-torch's own generators promise neither. Each number comes from 32 bits of SplitMix64, a counter-based generator (Steele, Lea and
-Flood, 2014), and from a table of the inverse normal distribution. The table has linear pieces, 128 for each power of two of the
-tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from Uniform
-Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that IEEE 754
-rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in one
+torch's own generators do not promise this. Each number comes from 32 bits of SplitMix64, a counter-based generator (Steele, Lea
+and Flood, 2014), and from a table of the inverse normal distribution. The table has linear pieces, 128 for each power of two of
+the tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from
+Uniform Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that IEEE
+754 rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in one
 operation, as in `addcmul`, which some devices round once, and other devices twice.
 """
 
@@ -57,7 +57,7 @@ def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.T
 
 
 def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a normal number for each int32 into `out`, with the sign of the integer, and a tail given by its size."""
+    """Write the normal number of each int32 to `out`; the integer selects the sign and the quantile."""
     # sign, exponent and first bits of the float32 select a piece; the integer is odd, so it is not 0
     raw = (bits | 1).to(torch.float32).view(torch.int32)
     piece = ((raw >> _INSIDE_BITS) & 0xFFFF).view(-1)
@@ -96,7 +96,7 @@ def _signed(value: int) -> int:
 
 
 def _finalize(values: torch.Tensor) -> torch.Tensor:
-    """Apply the finalizer of SplitMix64 to int64 values, whose bits are those of uint64."""
+    """Apply the finalizer of SplitMix64 to the bits of int64 values, as if they were uint64."""
     for shift, factor in (30, MIX[0]), (27, MIX[1]):
         values = (values >> shift).bitwise_and_((1 << 64 - shift) - 1).bitwise_xor_(values).mul_(_signed(factor))
     return (values >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(values)

@@ -33,7 +33,7 @@ class StepOptions(TypedDict, total=False):
 
 
 def split_mix(mix: Any) -> tuple[list[Any], dict[str, Any] | None]:
-    """Return the caches of a `mix=` argument, and their weights by name; None if they have none."""
+    """Return the caches of a `mix=` argument, and their weights by name; None if the caches have no weights."""
     values = list(mix.values()) if isinstance(mix, Mapping) else []
     if values and all(isinstance(value, Cache) for value in values):
         return values, None
@@ -45,7 +45,7 @@ def split_mix(mix: Any) -> tuple[list[Any], dict[str, Any] | None]:
 
 
 def by_source(option: str, values: Any, mix: Mapping[str, Any] | None) -> dict[int, Any]:
-    """Return the values of an option by the index of their cache: with `mix`, the option is a dict with some of its names."""
+    """Return the values of an option by cache index. With `mix`, the option is a dict with names of caches as keys."""
     if values is None or mix is None:
         return {} if values is None else {0: values}
     if not isinstance(values, Mapping) or not set(values) <= set(mix):
@@ -54,7 +54,7 @@ def by_source(option: str, values: Any, mix: Mapping[str, Any] | None) -> dict[i
 
 
 def check_repeats(repeats: Any) -> int:
-    """Return the number of passes over a cache in an epoch."""
+    """Return the number of passes over a cache in an epoch; raise ValueError if it is out of range."""
     passes = as_int("repeats", repeats)
     if not 1 <= passes <= _MAX_REPEATS:
         raise ValueError(f"repeats={passes}, expected at least 1, and at most {_MAX_REPEATS:,}")
@@ -70,7 +70,7 @@ def make_streams(
     window: int,
     seed: int,
 ) -> list[Stream]:
-    """Return a stream for each cache, or for each of its buckets; `names` are those of a mix."""
+    """Return a stream for each cache, or for each of its buckets; `names` are the names in `mix`."""
     streams: list[Stream] = []
     for source, cache in enumerate(caches):
         buckets: dict[Any, Any] = {None: None} if bucket_by is None else buckets_of(cache, bucket_by)

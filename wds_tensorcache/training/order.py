@@ -110,14 +110,14 @@ def _places(positions: Any, count: int) -> Array:
 
 @lru_cache(maxsize=32)
 def _round_tables(seed: int, epoch: int, bits: int) -> list[Array]:
-    """Return the results of the round function for each value of its half, in each round."""
+    """Return the results of the round function in each round, for every possible input."""
     low, high = np.arange(1 << bits // 2, dtype=np.uint64), np.arange(1 << bits - bits // 2, dtype=np.uint64)
     pairs = zip([low, high] * (_ROUNDS // 2), [high, low] * (_ROUNDS // 2), round_keys(seed, epoch), strict=True)
     return [_round(half, len(other).bit_length() - 1, key) for half, other, key in pairs]
 
 
 def _round(half: Array, bits: int, key: np.uint64) -> Array:
-    """Return the round function of one half of the values, int64: `bits` bits, to combine with the other half."""
+    """Apply the round function to one half of the values; return int64 in `[0, 2^bits)`, to combine with the other half."""
     result: Array = (finalize(half ^ key) & np.uint64((1 << bits) - 1)).astype(np.int64)
     return result
 

@@ -43,7 +43,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One rank's batch in one step: all that a worker process needs to read it.
+    """The batch of one rank in one step, with everything that a worker process needs to read it.
 
     Attributes:
         number: Number of preceding steps, in all epochs.
@@ -91,14 +91,14 @@ class RowCounts:
 
 
 class Stream:
-    """The samples of one cache or one bucket, in passes over all of them: `repeats` in an epoch.
+    """The samples of one cache or one bucket. An epoch passes over these samples `repeats` times.
 
     Attributes:
         members: Sample indices in the cache; None for all samples.
         name: Name of the stream, as in `info.source`.
         source: Number of the cache.
         count: Number of samples in a pass.
-        identity: Numbers that fix the order, besides seed and `shuffle`.
+        identity: Numbers that determine the order, besides seed and `shuffle`.
     """
 
     def __init__(
@@ -148,8 +148,9 @@ class Plan:
       Unless samples are shuffled, the draws are the same in each epoch.
     - With weights of samples, in proportion to the sum of the weights of its samples.
     - With weights of caches, first the cache by its weight, then one of its buckets. A cache passes over all its buckets before
-      any of them begins another pass. Only the end of a bucket is filled from its next pass. If its samples have weights, too,
-      the bucket is drawn in proportion to their sums, and the samples are drawn.
+      any of them begins another pass. Only the end of a bucket is filled from its next pass. If the cache's samples also have
+      weights, the bucket is drawn in proportion to the sum of its weights. Its samples are drawn in proportion to their
+      weights.
 
     With weights, an epoch has as many samples as all streams together, rounded to whole steps.
 
@@ -198,7 +199,7 @@ class Plan:
 
     @cached_property
     def dataset(self) -> str:
-        """The samples' identity in a state: their number, and a hash of their keys in order."""
+        """The identity of the samples in a state: the number of samples, and a hash of their keys in order."""
         digest = xxhash.xxh3_128()
         for cache in self.caches:
             digest.update(b"%d," % len(cache))
@@ -220,7 +221,7 @@ class Plan:
         return self.next_epoch(at) if self.is_over(at) else at
 
     def num_steps(self, at: Position | None = None) -> int:
-        """Return the number of steps in an epoch, or in the rest of a position's epoch."""
+        """Return the number of steps in an epoch, or from a position to the end of its epoch."""
         extra = 0 if self.last_batch == "drop" else self.step_size - 1
         return sum((count + extra) // self.step_size for count in self.remaining(self.start if at is None else at))
 
@@ -245,8 +246,7 @@ class Plan:
         return not any(self.remaining(at))
 
     def remaining(self, at: Position) -> list[int]:
-        """Return the number of samples that remain in each stream, or, with weights, in all streams together; 0 if they are
-        dropped."""
+        """Return the number of samples that remain in each stream, without dropped samples; with weights, only their sum."""
         least = self.step_size if self.last_batch == "drop" else 1
         if self.weights.are_used:
             counts = [sum(self._lengths) - at.used]

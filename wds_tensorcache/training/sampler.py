@@ -33,26 +33,26 @@ class StepSampler(DistributedSampler[Step]):
         loader = StatefulDataLoader(tc.StepDataset(sampler), batch_size=None, sampler=sampler, num_workers=4)
 
     Each iteration begins the next epoch, even if the previous iteration was abandoned. torchdata's `StatefulDataLoader` resumes
-    exactly if it has as many workers as before, and its default `snapshot_every_n_steps=1`. After a state from the end of an
-    epoch, the first loop is empty, unless `set_epoch` has requested a different epoch. torch's plain `DataLoader` saves no
-    state: use `tc.torch_loader`.
+    exactly if it has as many workers as before, and its default `snapshot_every_n_steps=1`. After loading a state from the end
+    of an epoch, the first loop is empty, unless `set_epoch` has requested a different epoch. torch's plain `DataLoader` saves
+    no state: use `tc.torch_loader`.
 
     Args:
         cache: Cache from `tc.open` or `tc.join`; None with `mix`.
         batch_size: Number of samples in a batch of one rank.
-        shuffle: True for a new order in each epoch. With False, all epochs have one order, also with buckets or a mix, unless
-            there are weights. `"blocks"`, for remote shards, reads shards in random order, and shuffles samples within windows
+        shuffle: True for a new order in each epoch. With False, all epochs have the same order, even with buckets or a mix, but
+            not with weights. `"blocks"`, for remote shards, reads shards in random order, and shuffles samples within windows
             of `window` samples.
         seed: Seed of all random choices; the same on all ranks.
-        rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come
-            from torch.distributed, also if a trainer initializes it before the first iteration, or from torchrun's
-            environment.
+        rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come from
+            torch.distributed, even if a trainer initializes it after the sampler is made but before the first iteration.
+            Without torch.distributed, they come from torchrun's environment.
         group: Process group, or DeviceMesh of one dimension, that determines rank and world size. Needed with tensor or
             pipeline parallelism, where the global rank is not the data-parallel rank.
-        last_batch: Treatment of an epoch's last step if samples do not fill it; with `bucket_by` or `mix`, of the last step of
-            every bucket and cache. The same on all ranks. `"short"` shortens the step; at most `world_size - 1` of its samples,
-            over all ranks, are padding. `"pad"` fills the step with padding. `"wrap"` fills it with the first samples of the
-            epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` returns the cost.
+        last_batch: Treatment of an epoch's last step if samples do not fill it. With `bucket_by` or `mix`, it applies to the
+            last step of every bucket and cache. The same on all ranks. `"short"` shortens the step; at most `world_size - 1` of
+            its samples, over all ranks, are padding. `"pad"` fills the step with padding. `"wrap"` fills it with the first
+            samples of the epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` returns the cost.
         weights: One weight for each sample. Samples are drawn with replacement, in proportion to their weights. An epoch
             has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding. With
             `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it. In a `mix` with weights,
@@ -62,7 +62,8 @@ class StepSampler(DistributedSampler[Step]):
             weights. An exhausted cache starts again. An epoch has as many samples as all caches together, rounded as with
             `weights`. Without weights, `{"a": cache, "b": other}`, an epoch has every sample once, or `repeats` times.
         repeats: Number of times that an epoch has each sample; with `mix`, a dict from names to numbers, where a missing name
-            counts as 1. Not with weights. The samples come in that many passes; with `shuffle`, each pass has a new order.
+            counts as 1. Not allowed with weights. The samples come in that many passes; with `shuffle`, each pass has a new
+            order.
         bucket_by: Name of a tensor, `tc.by_length(…)`, or function of an entry as in `cache.filter`. All samples of a step
             have the same shape of the tensor, or the same result of the function.
         window: Number of samples to shuffle together with `shuffle="blocks"`.
@@ -73,7 +74,7 @@ class StepSampler(DistributedSampler[Step]):
 
     Memory: at most 64 KiB for each cache or bucket; also 8 bytes per sample with `bucket_by`, about 16 with `weights`, and
         about 40 with both.
-    Threads/fork/pickle: one thread at a time may use a sampler, only in the process that made it.
+    Threads/fork/pickle: one thread at a time may use a sampler, and only in the process that made it.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class StepSampler(DistributedSampler[Step]):
             )
 
     def __iter__(self) -> Iterator[Step]:
-        """Begin an epoch when the first step is requested."""
+        """Return an iterator that begins an epoch when its first step is requested."""
         return _StepIterator(self)
 
     def __repr__(self) -> str:
@@ -214,16 +215,16 @@ class StepSampler(DistributedSampler[Step]):
         return self._position.epoch
 
     def count_rows(self) -> RowCounts:
-        """Return the number of rows of an epoch over all ranks, and the numbers of padded rows, repeated rows and dropped
-        samples."""
+        """Return the numbers of rows, padded rows, repeated rows and dropped samples of an epoch over all ranks."""
         self._find_rank()
         return self._plan.count_rows()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With weights in `mix`, each cache continues after its last used sample; a loader that has used no sample warns. If the
-        sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out, it warns once.
+        With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, this warns. If
+        the sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out, this warns
+        once.
 
         Raises:
             ValueError: `epoch` is out of range.
@@ -259,7 +260,7 @@ class StepSampler(DistributedSampler[Step]):
             )
 
     def _check_counters(self, loop: Any) -> None:
-        """Raise RuntimeError if Lightning resumes in the middle of an epoch, but after other batches than this sampler."""
+        """Raise RuntimeError if Lightning resumes in the middle of an epoch, at another batch than this sampler."""
         batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
         number, used = batches.current.ready, self._plan.num_steps() - self._plan.num_steps(self._position)
         # a checkpoint of the last batch's hooks continues its epoch if that has more batches with another batch size
@@ -285,7 +286,7 @@ class StepSampler(DistributedSampler[Step]):
         return self._plan.next_epoch(self._position) if is_abandoned else self._position
 
     def _step(self, epoch: int, number: int) -> Step:
-        """Return a step of an epoch; for samplers without mix and buckets."""
+        """Return a step of an epoch. Only for samplers without mix and buckets."""
         self._find_rank()
         used = number * self._plan.step_size
         return self._plan.step(Position(epoch, (used,), used))[0]
@@ -306,9 +307,9 @@ def _lightning_loop() -> Any:
 
 
 class _StepIterator(Iterator[Step]):
-    """Iterator over the rest of an epoch's steps; torchdata's `StatefulDataLoader` calls its state methods.
+    """Iterator over the remaining steps of an epoch; torchdata's `StatefulDataLoader` calls its state methods.
 
-    A data loader may create several iterators and use one, so an epoch begins only with its first step.
+    A data loader may create several iterators and use only one of them. So an epoch begins when the first step is requested.
     """
 
     def __init__(self, sampler: StepSampler) -> None:

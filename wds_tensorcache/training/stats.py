@@ -1,4 +1,4 @@
-"""Statistics of a loader: how long training waited for data and data for training, and the time of each stage."""
+"""Statistics of a loader: waiting times of training and of ready batches, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ class Timing(NamedTuple):
 
 @dataclass(slots=True)
 class LoaderStats:
-    """Times and bytes of the batches that a loader has returned so far. `later - earlier` has the times and bytes in between.
+    """Times and bytes of the batches that a loader has returned so far.
 
-    With `tc.torch_loader`, all but `num_batches`, `total_s` and `training_waited_s` are 0: they stay in worker processes.
+    `later - earlier` returns the times and bytes in between.
+
+    With `tc.torch_loader`, all but `num_batches`, `total_s` and `training_waited_s` are 0, because worker processes do not
+    report them.
 
     Attributes:
         num_batches: Number of batches.
-        nbytes: Bytes of their tensors in memory, with padding.
+        nbytes: Bytes of the batches' tensors in memory, with padding.
         total_s: Time from the request of each epoch's first batch until its last batch was returned.
         training_waited_s: The part of `total_s` in which training waited for a batch. With worker processes, it includes
             their start.
@@ -61,7 +64,7 @@ class LoaderStats:
         return f"{text}; training waited {self.training_waited_s:.1f} s for data{waited}"
 
     def _count(self, asked_at: float, given_before: float | None, timing: Timing | None) -> float:
-        """Count a batch that training requested at `asked_at`, after it received one at `given_before`; return the time."""
+        """Count a batch that training requested at `asked_at`, after the last batch at `given_before`; return the time."""
         now = perf_counter()
         begin = asked_at if given_before is None else given_before
         self.num_batches += 1

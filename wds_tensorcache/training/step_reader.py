@@ -1,4 +1,4 @@
-"""Read the batch of a step: its samples, their seeds and choices, its record, and the caller's transforms."""
+"""Read the batch of a step, make its record, and apply the caller's transforms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepReader:
         self._seeds = [stream_seed(seed, "samples", source) for source in range(len(caches))]
 
     def single_threaded(self) -> StepReader:
-        """Return a reader that reads a batch without further threads."""
+        """Return a reader that reads each batch in a single thread."""
         reader = copy(self)
         reader._caches = [cache._single_threaded() for cache in self._caches]
         return reader
@@ -41,7 +41,7 @@ class StepReader:
         return [] if self.alternatives is None else self.alternatives.names
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns for `Cache.select`: those of the stored tensors of batches with only the tensors `names`."""
+        """Return patterns for `Cache.select` of the stored tensors that batches with only the tensors `names` need."""
         return list(map(glob.escape, names)) if self.alternatives is None else self.alternatives.patterns_for(names)
 
     def schema(self) -> dict[str, TensorSchema]:
@@ -53,7 +53,7 @@ class StepReader:
         return merged
 
     def read(self, step: Step, options: dict[str, Any]) -> Any:
-        """Return the batch of a step; `options` are those of `Cache.read_batch`.
+        """Return the batch of a step; `options` are options of `Cache.read_batch`.
 
         Raises:
             RuntimeError: A function of the caller raised StopIteration, which would silently end an epoch of torch or DALI.
@@ -77,7 +77,7 @@ class StepReader:
             raise _stopped(step) from exc
 
     def request_structure(self, indices: Any) -> Any:
-        """Return a request for the structure of samples of the only cache."""
+        """Return a request for samples of the only cache, to get the structure of their batch."""
         return self._caches[0]._request_chosen(indices, Randomness(alternatives=self.alternatives, choices={}))
 
     def info(
@@ -117,7 +117,7 @@ def apply_transforms(batch: Any, info: BatchInfo, transforms: Sequence[Transform
 
     Raises:
         TensorCacheError: A transform raised it; a note names the transform and the step.
-        RuntimeError: A transform raised any other error, which is the cause of this one, or returned None.
+        RuntimeError: A transform returned None, or raised any other error, which becomes the cause of this error.
     """
     for transform in transforms:
         try:

@@ -1,4 +1,4 @@
-"""`drop_text` and `sample_moments`: transforms whose randomness comes only from the seeds of the samples, so it resumes."""
+"""`drop_text` and `sample_moments`: transforms that draw random numbers from the seeds of the samples, and resume exactly."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
 
     Args:
         p: Probability, in [0, 1].
-        value: Replacements by name; a row has all of them replaced, or none: `{"text": empty_text, "pooled": 0}`. In place of a
-            tensor, a replacement is a number or a tensor of one row's shape, for example the states of the empty prompt. In a
-            padded batch, it may be shorter than the rows: zeros fill the rest. In place of any other value, it is any value,
-            for example `{"prompt": ""}`. None stays None, because a sample without a text has no text to drop.
+        value: Replacements by name; a row has either all of them replaced or none of them: `{"text": empty_text, "pooled": 0}`.
+            In place of a tensor, a replacement is a number or a tensor of one row's shape, for example the states of the empty
+            prompt. In a padded batch, it may be shorter than the rows: zeros fill the rest. In place of any other value, a
+            replacement may be any value, for example `{"prompt": ""}`. None stays None, because a sample without a text has no
+            text to drop.
         mark: Name under which the batch gets a bool tensor `[B]`, True for the replaced rows.
 
     Raises:
@@ -45,7 +46,7 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
         TypeError: A text is a numpy array; store it as a tensor.
         ValueError: A replacement does not have the shape of a row.
 
-    Memory: overwrites the rows of stacked tensors in the batch's own memory; lists are replaced by new ones.
+    Memory: overwrites the rows of stacked tensors in the batch's own memory. Lists are replaced by new lists.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}, expected a probability in [0, 1]")
@@ -135,7 +136,7 @@ class DropText:
         row[len(value) :] = 0
 
     def _like(self, name: str, row: Any) -> Any:
-        """Return a replacement of a row in a list, as new memory."""
+        """Return the replacement of a row in a list, in new memory."""
         if isinstance(row, np.ndarray):
             raise TypeError(f"drop_text replaces tensors and lists, but {name!r:.100} has numpy arrays")
         if not isinstance(row, torch.Tensor):
@@ -163,12 +164,12 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
     another batch size or number of ranks. The noise has the same bits on every CPU and every CUDA device.
 
     Args:
-        mean: Name of the tensor with the means. Without `std`, it also has the standard deviations, concatenated to the
+        mean: Name of the tensor with the means. Without `std`, it also contains the standard deviations, concatenated to the
             means in the channel dimension: `[B, 2 * C, …]`, or a list of B tensors `[2 * C, …]`.
         std: Name of the tensor with the standard deviations, of the same shape.
         to: Name of the latent in the batch; by default, `mean`. The latent takes the place of the moments.
-        logvar: The standard deviations are stored as logarithms of variances. As in diffusers, they are limited to [-30, 20].
-            Their exponentials may differ between devices in the last bits.
+        logvar: True if the standard deviations are stored as logarithms of variances. As in diffusers, they are limited to
+            [-30, 20]. Their exponentials may differ between devices in the last bits.
 
     A row that is None, because its sample lacks the moments, stays None.
 
@@ -178,7 +179,7 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such tensor.
         TypeError: It is not a tensor of floating-point numbers.
-        ValueError: Its number of channels is odd, or the shapes of means and deviations differ; or a row has means, but no
+        ValueError: The number of channels is odd, or the shapes of means and deviations differ; or a row has means, but no
             deviations.
 
     Memory: computes in float32; the latent has the dtype of the means and new memory.
@@ -265,8 +266,8 @@ def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
     """Return the container of a value, and its key there, by its name: `cond.text` is `batch["cond"]["text"]`.
 
     Raises:
-        KeyError: The batch has no such value. With `is_new`, the batch has no dict for it.
-        ValueError: With `is_new`, the dict has such a value.
+        KeyError: The batch has no value of this name. With `is_new`, the batch has no dict for the value.
+        ValueError: With `is_new`, the dict already has a value of this name.
     """
     container, parts = batch, name.split(".")
     for number, part in enumerate(parts, 1):
@@ -288,7 +289,7 @@ def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
 
 
 def _remove(container: Any, key: Any) -> None:
-    """Remove a value from its dict, or replace it by None in its list, whose other values keep their places."""
+    """Remove a value from its dict, or replace it by None in its list."""
     if isinstance(container, dict):
         del container[key]
     else:

@@ -35,7 +35,7 @@ class Weights:
     """The current weights of a plan. A change applies to all steps that are computed after it.
 
     Attributes:
-        caches: Weight of each cache of `mix`, float64; None if they have none.
+        caches: Weight of each cache of `mix`, float64; None if the caches have no weights.
         samples: Weights of the samples in some caches, by the index of the cache.
     """
 
@@ -60,14 +60,14 @@ class Weights:
 
     @property
     def mix(self) -> dict[str, float]:
-        """The weights of the caches by name; empty if they have none."""
+        """The weights of the caches by name; empty if the caches have no weights."""
         return {} if self.caches is None else dict(zip(self._names, self.caches.tolist(), strict=True))
 
     def change(self, weights: Any) -> None:
-        """Replace the weights: with `mix`, those of all caches, or of the samples in some caches, as lists by name.
+        """Replace the weights. With `mix`, `weights` contains a weight for each cache, or lists of sample weights, by name.
 
         Raises:
-            ValueError: There are no weights, or the new ones do not match them; nothing is changed then.
+            ValueError: There are no weights, or the new weights do not match them; nothing is changed then.
         """
         if not self.are_used:
             raise ValueError("the loader was made without weights= and without weights in mix=")
@@ -98,7 +98,7 @@ class Weights:
         return _SampleWeights(values, totals, {n: cumulate(_select(values, s)) for n, s in streams.items()})
 
     def state(self) -> Any:
-        """Return the weights for JSON; None if there are none."""
+        """Return the weights for JSON; None if there are no weights."""
         if not self.are_used:
             return None
         return {
@@ -107,7 +107,7 @@ class Weights:
         }
 
     def load(self, state: Any) -> None:
-        """Replace the weights by those of a state; if these do not match, raise ValueError and change nothing."""
+        """Replace the weights by the weights in a state; if they do not match, raise ValueError and change nothing."""
         if (state is None) is self.are_used:
             raise ValueError(f"the state has {'no weights' if state is None else 'weights'}, unlike this loader")
         if state is None:
@@ -134,7 +134,7 @@ def cumulate(weights: Array) -> Array:
 
 
 def draw(sums: Array, seed: int, epoch: int, positions: Array) -> Array:
-    """Return indices drawn with replacement at positions of an epoch, in proportion to weights that have these sums."""
+    """Return indices drawn with replacement at positions of an epoch; `sums` are the cumulative sums of the weights."""
     drawn = np.searchsorted(sums, uniform(seed, epoch, positions) * sums[-1], "right")
     # a product that is rounded up to the last sum would draw no sample, or one with the weight 0
     kept: Array = np.minimum(drawn, np.searchsorted(sums, sums[-1]))
@@ -146,10 +146,10 @@ def _select(values: Array, stream: Any) -> Array:
 
 
 def _as_weights(weights: Any, count: int) -> Array:
-    """Return weights as float64 `[count]`, a copy.
+    """Return a copy of weights as float64 `[count]`.
 
     Raises:
-        ValueError: They are not `count` numbers that are finite and not negative, or all are 0.
+        ValueError: The weights are not `count` finite, non-negative numbers, or all are 0.
     """
     expected = f"expected {count} numbers, all finite, none negative, not all 0"
     try:

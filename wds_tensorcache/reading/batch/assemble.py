@@ -59,7 +59,7 @@ def read_batch(
 
 
 def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
-    """Return a batch with `tensors` by name, and without its other tensors; see `Cache.nest`."""
+    """Return a batch that contains only the given tensors; see `Cache.nest`."""
     kept = request.keeping(tuple(sorted(tensors)))
     layouts = kept.layouts()
     others = [name for name in tensors if not layouts.chosen or name not in layouts.chosen[0]]

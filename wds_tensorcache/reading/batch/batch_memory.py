@@ -30,7 +30,7 @@ SPENT = _Spent()
 
 
 class Memory:
-    """The bytes of a batch: `array` on the host, recycled or pinned; after `move` also on a device.
+    """The memory of a batch: `array` on the host, recycled or pinned. After `move`, it is also on a device.
 
     Each tensor that `view` returns keeps all bytes alive; recycled memory is reused after the last of these tensors is freed.
     """
@@ -69,7 +69,7 @@ class Memory:
 
 
 def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
-    """Copy a tensor to pinned memory or to a device, as for the tensors of a batch, and return it."""
+    """Return a tensor in pinned memory or on a device; copy it if needed."""
     # The source of a copy to a GPU must be pinned. The copy of a pageable tensor would wait for the copies before it.
     if (pin or (device is not None and _is_gpu(device))) and tensor.numel() and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

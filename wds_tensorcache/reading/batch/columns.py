@@ -30,12 +30,13 @@ class Layouts:
     """The layouts of a batch. Samples with equal headers, and so equal names, dtypes and shapes, share a layout.
 
     Attributes:
-        rows: Samples of the batch.
-        items: Distinct layouts, starting with the first sample's.
+        rows: Locations of the batch's samples.
+        items: Distinct layouts, starting with the layout of the first sample.
         which: Index into `items` for each sample, int64 `[B]`.
-        is_mixed: True if the samples of the batch differ in the names of their tensors, besides alternatives.
-        chosen: For each item, the stored name of each chosen tensor by its name in the batch, None if the samples have none of
-            its alternatives. Samples of one layout with other choices have another item. Empty without `choose=`.
+        is_mixed: True if samples of the batch differ in their tensors' names, apart from alternatives.
+        chosen: For each item, the stored names of the chosen tensors, by name in the batch. A stored name is None if the
+            samples have no alternative of that name. Samples with one layout but different choices have different items. Empty
+            without `choose=`.
     """
 
     rows: Rows
@@ -87,7 +88,7 @@ def layouts_of(rows: Rows) -> Layouts:
 
 
 def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list[Layout], Array]:
-    """Take references that the index lacks from skeletons; return layouts, and each sample's index into them."""
+    """Return layouts with the references from skeletons that the index lacks, and each sample's index into the layouts."""
     numbers: dict[Any, int] = {}
     result: list[Layout] = []
     item_of_sample = np.empty(len(which), np.int64)
@@ -119,11 +120,11 @@ class Columns:
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
-        sizes: Bytes of each tensor, if equal in all layouts; else None.
-        bools: `(tensor, layout)`, both as indices, of each bool tensor; the bytes of these tensors must be checked.
-        references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; set by `resolve`, like
+        sizes: Bytes of each tensor; None if the bytes of a tensor differ between layouts.
+        bools: Tensor index and layout index of each bool tensor, whose bytes must be checked.
+        references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; `resolve` sets it, with
             `first`, `shapes`, `limits` and `limit`.
-        first: Reference of each tensor in the first layout that has it; if none has it, as the schema describes the tensor.
+        first: Reference of each tensor in the first layout that has it; if no layout has it, a reference from the schema.
         shapes: Shape of each tensor in `first`.
         limits: Largest number of samples for which each tensor can be stacked; 0 if its shapes differ, or a layout lacks it.
         limit: Minimum of `limits`.
@@ -151,7 +152,7 @@ class Columns:
     def resolve(self, layouts: Layouts, schema: Callable[[], Mapping[str, TensorSchema]]) -> None:
         """Resolve the reference of each tensor in each layout; raise BatchError if its kind or dtype differs between layouts.
 
-        `schema` returns descriptions, also of tensors that no layout has.
+        `schema` returns the properties of all tensors, including tensors that no layout has.
         """
         texts = with_chosen([layout.named_texts for layout in layouts.items], layouts)
         self.references, self.first = [], []
@@ -182,7 +183,7 @@ class Columns:
         self.limit = min(self.limits, default=1 << 63)
 
     def check_stackable(self, layouts: Layouts, tensor: int) -> None:
-        """Raise BatchError unless all layouts have a tensor, of one shape, and the stacked array stays within size limits."""
+        """Raise BatchError if a tensor's shape differs, a layout lacks it, or the stacked array exceeds size limits."""
         self.check_present(layouts, tensor)
         (at, first), *others = self.present(tensor)
         for number, other in others:

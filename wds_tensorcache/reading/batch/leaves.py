@@ -21,17 +21,17 @@ class Leaves:
 
     It prints like a list, and `.tolist()` returns the values that were written. A pickled copy contains the values.
 
-    Torch functions and operators take it as the tensor `torch.tensor(leaves.tolist())`, on the device of the first tensor among
-    their arguments. Bools become `torch.bool` and ints int64. Floats, also together with ints, become torch's default dtype
-    (float32). A further use makes this tensor again. `==` and `!=` compare with a list as lists do, and with a tensor, an array
-    or a number element by element.
+    Torch functions and operators treat it as the tensor `torch.tensor(leaves.tolist())`, on the device of the first tensor
+    among their arguments. Bools become `torch.bool` and ints int64. Floats, and floats mixed with ints, become torch's default
+    dtype (float32). Every use makes a new tensor. `==` and `!=` compare it with a list as lists do. They compare it with a
+    tensor, an array or a number element by element.
 
     It is not registered as a `Sequence`, and has no method `to`. To move a batch to a device, trainers rebuild every sequence
-    from its items, and call every `to`. Both would decode all values.
+    from its items, and call every method `to`. Either would decode all values.
 
     Raises (on first use):
-        BatchError: A sample's structure differs from that of the first sample; or torch computes with values that are not
-            numbers, or with ints beyond int64.
+        BatchError: A sample's structure differs from the structure of the first sample. Or a torch function receives values
+            that are not numbers, or ints beyond int64.
         FormatError: A skeleton is damaged.
     """
 
@@ -43,7 +43,7 @@ class Leaves:
         self._list = values
 
     def tolist(self) -> list[Any]:
-        """Return the values as a list; the same list each time."""
+        """Return the values as a list. Every call returns the same list."""
         if self._list is None:
             self._list = self._decoded.column(self._path)
         return self._list

@@ -1,4 +1,7 @@
-"""Choose the position of each row in a batch's memory, and pad short rows; a row is one sample's part of a tensor."""
+"""Choose the position of each row in a batch's memory, and pad short rows.
+
+A row contains the data of one sample in a batched tensor.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ class Placement:
 
 @lru_cache(8)  # batches of one layout share a placement
 def place_equal(row_nbytes: tuple[int, ...], count: int) -> Placement:
-    """Return the placement of `count` rows of each tensor; `row_nbytes` is the length of a row, by tensor."""
+    """Return the placement of `count` rows of each tensor; `row_nbytes` contains the length of a row for each tensor."""
     return place_in_turn(np.array(row_nbytes, np.int64)[:, None].repeat(count, 1))
 
 
 def place_in_turn(sizes: Array) -> Placement:
-    """Return the placement of rows of the lengths `sizes`, int64 `[tensors, samples]`, without gaps within a tensor."""
+    """Return the placement of rows with the lengths `sizes`, int64 `[tensors, samples]`. The rows of a tensor have no gaps."""
     edges = list(accumulate((size + -size % _ALIGN for size in sizes.sum(1).tolist()), initial=0))
     if edges[-1] >= 1 << 63:
         raise no_memory(edges[-1])
@@ -58,7 +61,7 @@ def no_memory(nbytes: int) -> BatchError:
 
 
 def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
-    """Return the length in bytes of an array with a tensor's dtype and this shape."""
+    """Return the length in bytes of an array with this shape and the dtype of a tensor."""
     return math.prod(shape) * int(reference.dtype.itemsize)
 
 
@@ -128,7 +131,7 @@ def padded_shape(columns: Columns, layouts: Layouts, tensor: int, way: Pad) -> t
 def fill_paddings(
     paddings: Sequence[Padding], layouts: Layouts, columns: Columns, placement: Placement, memory: Array
 ) -> None:
-    """Fill rows in a batch's memory from the end of the shortest one on; rows are copied afterwards."""
+    """Fill rows with padding from the end of the shortest row on. The caller copies the rows afterwards."""
     for tensor, row_nbytes, dtype, bits in paddings:
         shortest, begin = int(columns.nbytes[tensor, layouts.which].min()), placement.begins[tensor]
         rows = memory[begin : begin + row_nbytes * len(layouts.which)].reshape(-1, row_nbytes)
@@ -136,7 +139,7 @@ def fill_paddings(
 
 
 def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]:
-    """Return a numpy dtype as wide as a tensor's, and an element of it that has the bits of the fill value."""
+    """Return a numpy dtype as wide as a tensor's dtype, and an element of it with the bits of the fill value."""
     is_array, dtype = reference.kind == "ndarray", reference.dtype
     if not is_array:
         dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""Requests for the samples of a batch, and the structures of samples that earlier batches had."""
+"""Requests for the samples of a batch, and the known structures of samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
 class NewNames(Exception):
-    """Signal that an old index lacks names of a skeleton. The shard has another index now: read the batch again."""
+    """Signal that an old index lacks names in a skeleton. The shard has a new index now, so read the batch again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Structure:
         template: Template that the sample matches, if any.
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
             `Template`. It is None if the sample matches no template, or lacks tensors.
-        is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
+        is_plain: True if each tensor occurs once, and its name is its path.
         is_exact: True if `sample` is unchanged, so that all samples of the template have this structure.
         has_missing: True if the sample itself lacks tensors of the batch.
         checked: Keys of samples that have this structure; see `values.py`.
@@ -66,12 +66,13 @@ class Structures:
     known only from the skeleton, because samples of one form may have different containers and values.
 
     Args:
-        wanted: Function that returns whether the tensor with a name is selected; None if all tensors are.
+        wanted: Function that returns whether the tensor with a given name is selected; None selects all tensors.
         optional: Names of tensors that are not selected, and that some samples lack.
 
     Attributes:
         columns: Columns of batches with few layouts, by the ids of the layouts and the names that the batch must have.
-        views: Structures of the same samples with fewer tensors, by the names of these or by the alternatives left out.
+        views: Structures of the same samples with fewer tensors, by the names of these tensors or by the alternatives that are
+            left out.
     """
 
     def __init__(self, wanted: Wanted | None, optional: Iterable[str] = ()) -> None:
@@ -96,7 +97,7 @@ class Structures:
         return view
 
     def request(self, store: Store, positions: Any, fixed: tuple[str, ...]) -> Request:
-        """Return a request for the samples at `positions` of a store, int64 `[B]`; `fixed` as in `Request`."""
+        """Return a request for the samples at `positions` of a store, int64 `[B]`; see `Request` for `fixed`."""
         return Request(store, locate(store, positions), self, fixed)
 
     def note_values(self) -> None:
@@ -112,7 +113,7 @@ class Structures:
         return sample
 
     def find_base(self, layouts: Layouts) -> int:
-        """Return the first sample with the most selected tensors; of several, the one with the most tensors in all."""
+        """Return the sample with the most selected tensors. A tie goes to more tensors in all, then to the first sample."""
         if not layouts.is_mixed:
             return 0
         wanted = self.wanted or (lambda name: True)
@@ -121,8 +122,7 @@ class Structures:
         return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
-        """Return the structure of a batch; raise BatchError if a tensor has no place in it. The batch must have the names
-        `fixed`."""
+        """Return the structure of a batch with the names `fixed`; raise BatchError if a tensor has no place in it."""
         base = self.find_base(layouts) if layouts.is_mixed else 0
         missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
         rows = layouts.rows
@@ -163,11 +163,11 @@ class Structures:
         return Structure(sample, names, template, visits, is_plain, sample is raw, bool(missing))
 
     def whole(self, sample: Any) -> Any:
-        """Return a sample with the structure that the batch has if all tensors are selected."""
+        """Return a sample with the structure of a batch of all tensors."""
         return separate(sample)[0]
 
     def names_for(self, layouts: Layouts, fixed: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-        """Return the names of a batch's tensors, and whether every batch of these layouts has the same ones."""
+        """Return the names of a batch's tensors, and whether every batch of these layouts has the same names."""
         layout, key = layouts.items[0], None
         if not layouts.is_mixed and not self._missing(layouts, 0, fixed):
             # the bytes of a fetched skeleton would cost a request, so a kept form comes first
@@ -181,11 +181,11 @@ class Structures:
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
-    """Compare the tensors of a sample with the index, in which old writers did not list further names.
+    """Compare the tensors of a sample with the index. Old indexes lack the additional names of tensors.
 
     Raises:
-        FormatError: The index has other kinds, dtypes or names.
-        NewNames: The index lacks further names. From now on, the shard has another index.
+        FormatError: The index has different kinds, dtypes or names.
+        NewNames: The index lacks additional names. The shard has a new index now.
     """
     items, which, _ = rows.known_layouts
     number, layout = rows.number.item(i), items[which.item(i)]
@@ -206,7 +206,10 @@ def check_names(rows: Rows, i: int, sample: Any) -> None:
 
 
 def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
-    """Return `Structure.visits` of a sample that matches a template, and so has only dicts, lists and tuples, each once."""
+    """Return `Structure.visits` of a sample that matches a template.
+
+    Such a sample contains only dicts, lists and tuples, and each container occurs once.
+    """
     names: list[str] = []
     paths: list[Path] = []
     containers: list[tuple[type, Any, Any]] = []
@@ -239,8 +242,8 @@ class Request:
     """The samples of a batch, and the known structures of the cache.
 
     Attributes:
-        fixed: Names of tensors whose places every batch has, even if all samples lack the tensor. Names that are not selected
-            are left out, as in samples.
+        fixed: Names of tensors that have a place in every batch, even if all samples lack the tensor. Tensors that are not
+            selected have no place in batches or samples.
     """
 
     store: Store
@@ -260,8 +263,8 @@ class Request:
     def skeletons_ahead(self) -> Iterable[int]:
         """Return the samples of a batch whose skeletons are fetched together with the tensors, if they are in remote shards.
 
-        These are all samples if the values of a recent batch were used, which are in the skeletons. Otherwise it is the first
-        sample, for the structure of the batch, unless its template is known.
+        If the caller used the values of a recent batch, these are all samples, because skeletons contain the values. Otherwise
+        the structure of the batch needs only the first sample, or no sample if its template is known.
         """
         if self.structures.num_with_values > 0:
             self.structures.num_with_values -= 1
@@ -270,19 +273,19 @@ class Request:
         return () if not isinstance(shard, Shard) or shard.knows_template(self.rows.row.item(0)) else (0,)
 
     def keeping(self, names: tuple[str, ...]) -> Request:
-        """Return the request of the same samples with only these tensors."""
+        """Return a request for the same samples with only these tensors."""
         return replace(self, structures=self.structures.narrow(names))
 
     def in_view(self, store: Store, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
-        """Return the request of the same samples in another view of the cache."""
+        """Return a request for the same samples in another view of the cache."""
         return Request(store, self.rows, structures, fixed)
 
     def again(self) -> Request:
-        """Return the request of the same samples after the names in an index have changed."""
+        """Return a request for the same samples after the names in an index have changed."""
         return replace(self, rows=replace(self.rows, known_layouts=[], known_samples={}))
 
     def find_names(self) -> bool:
-        """Look for further names that old indexes lack; return whether they have new indexes now."""
+        """Find additional names that old indexes lack; return whether shards have new indexes now."""
         return bool(self.store.shards) and self.store.find_names(number for number, *_ in self.rows.by_shard)
 
     def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Any) -> None:
@@ -296,14 +299,14 @@ class Request:
         return self.structures.selected(self.rows.sample(i))
 
     def whole_sample(self, i: int) -> Any:
-        """Return sample `i` with the structure that the batch has if all tensors are selected; raise as `check_names` does."""
+        """Return sample `i` with the structure of a batch of all tensors; raise the errors of `check_names`."""
         sample = self.rows.sample(i)
         check_names(self.rows, i, sample)
         return self.structures.whole(sample)
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of a batch, for all tensors that any of its samples has, and those that it must have."""
+    """Return the columns of a batch for the tensors of its samples and the tensors that it must have."""
     cached, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
     if layouts.chosen:
         key = (*key, *(tuple(chosen.items()) for chosen in layouts.chosen))

@@ -17,15 +17,17 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The locations of a batch's samples: sample `i` is row `row[i]` of `shards[number[i]]`; its tensors start at `begin[i]`.
+    """The locations of a batch's samples.
+
+    Sample `i` is row `row[i]` of `shards[number[i]]`, and its tensors start at byte `begin[i]`.
 
     A row is the number of a sample among the samples of its shard that have the cache.
 
     Attributes:
-        shards: All shards of the cache; of a `SharedDataset`, one object with the methods of `Shard` that batches need.
+        shards: All shards of the cache; for a `SharedDataset`, one object with the methods of `Shard` that batches need.
         number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
         by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
-        known_layouts: Result of `layouts_of`, for views that read the same samples; empty before.
+        known_layouts: Result of `layouts_of`, for views that read the same samples; empty until it is known.
         known_samples: Results of `sample`, by position in the batch.
         fetched: Bytes at `Shard.skeleton_extent` of samples of remote shards, by their positions in the batch.
     """
@@ -57,7 +59,7 @@ class Rows:
         return list(map(self.sample, range(len(self))))
 
     def fetch_skeletons(self, positions: Iterable[int]) -> None:
-        """Read the skeletons of samples of remote shards at once, so that later calls have them."""
+        """Read the skeletons of samples in remote shards together, for later calls."""
         wanted = {}
         for i in positions:
             shard = self.shards[self.number.item(i)]

@@ -26,7 +26,7 @@ Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
 
 @dataclass(slots=True)
 class _Group:
-    """Samples of a batch that share a template, with their values; or decoded samples without one."""
+    """Samples of a batch that share a template, with their values; or decoded samples without a template."""
 
     template: Template | None
     positions: list[int]
@@ -52,7 +52,7 @@ class _Group:
         return list(map(find, self.samples()))
 
     def samples(self) -> list[Any]:
-        """Return the samples; those that match the template have `_TENSOR` in place of tensors."""
+        """Return the samples. Samples that match the template have `_TENSOR` in place of tensors."""
         template = self.template
         if template is None:
             return self.values
@@ -79,13 +79,15 @@ def _number_leaves(template: Template) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor, or stands for one."""
+    """Return whether a value is a tensor, or the placeholder of a tensor."""
     return value is _TENSOR or isinstance(value, (LazyTensor, LazyArray))
 
 
 class Decoded:
-    """The skeletons of a batch, read once, by any thread. If a skeleton matches a known template, only its values are
-    extracted."""
+    """The decoded samples of a batch. Any thread may use them; the skeletons are read once.
+
+    If a skeleton matches a known template, only its values are extracted.
+    """
 
     def __init__(self, request: Request, layouts: Layouts) -> None:
         self.structure = request.structures.structure_for(layouts, request.fixed)  # of the batch
@@ -107,7 +109,7 @@ class Decoded:
             return _in_order(groups, [group.column(path) for group in groups])
 
     def find(self, find: Find) -> list[Any]:
-        """Return the result of `find` for each sample, called without its tensors; [] if a sample matches no template."""
+        """Call `find` for each sample without its tensors, and return the results; [] if a sample matches no template."""
         with self._lock:
             groups = self._groups = self._groups or self._read(may_build=False)
             if not groups or any(group.template is None for group in groups):
@@ -159,7 +161,7 @@ class Decoded:
         return list(groups.values())
 
     def _find_kept(self, template: Template) -> list[Any]:
-        """Return the kept values of each sample from this template, or None."""
+        """Return the values that the store keeps for each sample of this template; None for a sample without kept values."""
         rows, store = self._request.rows, self._request.store
         values_by_sample: list[Any] = [None] * len(self)
         if rows.shards is not store.shards:
@@ -174,7 +176,7 @@ class Decoded:
         return values_by_sample
 
     def _compare(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
-        """Return a template and the values of sample `i`, after comparing its structure with that of the batch."""
+        """Return a template and the values of sample `i`, after comparing its structure with the batch's structure."""
         # Samples of one template differ only in plain values. All of these are alike, but only None may take the place of a
         # tensor. So one sample is compared for all with None in the same places.
         key = template, *(slot for slot, value in enumerate(values) if value is None)
@@ -184,7 +186,7 @@ class Decoded:
         return template, values
 
     def _build(self, i: int) -> Any:
-        """Return sample `i`; raise BatchError if its structure differs from that of the batch."""
+        """Return sample `i`; raise BatchError if its structure differs from the batch's structure."""
         request, structures = self._request, self._request.structures
         sample = request.whole_sample(i)
         mismatch = difference(self.structure.sample, sample, structures.wanted)
