@@ -1,4 +1,4 @@
-"""`tensorcache merge`, `reshard` and `drop`: new shards from the members of existing ones."""
+"""`tensorcache merge`, `reshard` and `drop`: new shards from the members of existing shards."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from wds_tensorcache.writing.index_shard import index_folder, index_shard
 def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
     """Index SHARDS that another program made, so that opening them needs no scan.
 
-    Shards beside a manifest.json that does not list them are added to it. For a folder, its manifest.json is written anew from
-    all shards that are in it.
+    A manifest.json in the same folder is extended with shards that it does not list. If SHARDS is a folder, its manifest.json
+    is written anew from all shards in the folder.
     """
     output = Output(as_json)
     results: list[dict[str, Any]] = []

@@ -36,7 +36,7 @@ def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, o
 
     Raises:
         OSError: The file does not exist, or is a symbolic link.
-        PermissionError: It is not a regular file of this user alone.
+        PermissionError: The file is not a regular file of this user alone.
     """
     name = path if dir_fd is None else os.path.basename(path)
     try:
@@ -54,7 +54,7 @@ def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, o
 
 
 def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
-    """Create a file of this user alone with `content`, and reserve `nbytes` bytes in all, as zeros; 0 reserves none.
+    """Create a file of this user alone with `content`, extended with zeros to `nbytes` bytes of reserved disk space.
 
     Raises:
         FileExistsError: The path exists.

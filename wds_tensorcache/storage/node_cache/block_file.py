@@ -59,7 +59,7 @@ def write_layout(path: str, digest: bytes, nbytes: int) -> None:
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
-    """Open the file of an object; return None if it does not exist, is not such a file, or is damaged.
+    """Open the file of an object; return None if the file does not exist, is not a block file, or is damaged.
 
     Raises:
         OSError: This process cannot open more files now; the file itself may be good, so do not replace it.
@@ -105,7 +105,7 @@ class BlockFile(ShardFile):
     def is_current(self) -> bool:
         """Return whether the file was neither evicted nor removed. Cost: one system call.
 
-        If so, bytes that were read before this call, from blocks that were present, are right.
+        If it returns True, all bytes that were read from present blocks before this call are valid.
         """
         status = os.fstat(self.fd)
         is_whole = status.st_nlink > 0 and status.st_size == self._nbytes_in_all
@@ -132,7 +132,7 @@ class BlockFile(ShardFile):
 
         Args:
             runs: Ranges of blocks, `[first, last)`.
-            refresh: Look into the file for blocks that other processes have stored, by one system call for each run.
+            refresh: Also read the map in the file, which shows the blocks of other processes: one system call for each run.
         """
         present, absent_runs = self._present, []
         for first, last in runs:

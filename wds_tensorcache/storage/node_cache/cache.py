@@ -26,7 +26,7 @@ def open_node_cache(
 
 
 def read_remote(ranges: Iterable[Range]) -> None:
-    """Read ranges of remote files, through their caches if they have some; see `fetch_many`."""
+    """Read ranges of remote files, each through its cache if it has a cache; see `fetch_many`."""
     by_cache: dict[NodeCache | None, list[Range]] = {}
     for extent in ranges:
         by_cache.setdefault(extent[0].cache if isinstance(extent[0], CachedFile) else None, []).append(extent)
@@ -35,12 +35,12 @@ def read_remote(ranges: Iterable[Range]) -> None:
 
 
 class NodeCache:
-    """The cache in a folder.
+    """A cache of remote files in a local folder.
 
     Args:
         folder: Folder of the cache.
         fetch: Function that reads ranges of remote files.
-        max_open: The most local files that stay open while no read needs them.
+        max_open: Maximum number of local files that stay open while no read needs them.
 
     Threads/fork/pickle: safe everywhere; a copy in another process uses the same folder.
     """

@@ -38,7 +38,7 @@ _SPARE = 64  # eviction frees this part of the limit at once, so that it does no
 
 
 class Bypass(Exception):
-    """Signal to read bytes without the cache. The message has the reason; it is empty if the next read may find room.
+    """A signal to read bytes without the cache. Its message is the reason; it is empty if the next read may find room.
 
     Attributes:
         rest_s: Time in seconds before the next attempt.
@@ -104,8 +104,8 @@ class CacheFolder:
 
     Attributes:
         path: Absolute path.
-        max_nbytes: The most bytes that the files of the folder may take on disk together; None for all but a fiftieth of the
-            file system.
+        max_nbytes: Maximum number of bytes that the files of the folder may take on disk together; None for all but a
+            fiftieth of the file system.
     """
 
     def __init__(self, path: str, max_nbytes: int | None) -> None:
@@ -155,11 +155,11 @@ class CacheFolder:
     def _make_room(self, needed: int, space: int) -> None:
         """Count `needed` more bytes as in use; evict files first if they do not fit.
 
-        The number in the file `space` may be too large, never too small: a process may be killed after it has increased it,
-        and does not correct it if it needed less. So a number above the limit is counted again.
+        The number in the file `space` may be too large, but is never too small. For example, a process may be killed after
+        it has increased the number. So the files are counted again if the number exceeds the limit.
 
         Raises:
-            Bypass: They cannot fit.
+            Bypass: The bytes cannot fit.
         """
         limit = inf if self.max_nbytes is None else self.max_nbytes - BLOCK  # `space` itself takes a block
         if needed > limit:
@@ -175,13 +175,13 @@ class CacheFolder:
         os.pwrite(space, (nbytes + needed).to_bytes(8, "little"), 0)
 
     def _evict(self, needed: int, limit: float, free: int) -> int:
-        """Remove the least recently used files that no process is filling, until `needed` more bytes fit, and a small reserve.
+        """Remove the least recently used files that no process is filling, until `needed` bytes and a small reserve fit.
 
         Returns:
             The number of bytes that the remaining files take on disk.
 
         Raises:
-            Bypass: They cannot fit.
+            Bypass: The bytes cannot fit.
         """
         files = sorted(self._files())
         nbytes = sum(file_nbytes for _, file_nbytes, _ in files)
@@ -200,7 +200,7 @@ class CacheFolder:
         return nbytes - freed
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Yield time of the last use, bytes on disk, and path of each file of the cache."""
+        """Yield the time of the last use, the bytes on disk, and the path of each file of the cache."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if _FILE(entry.name) and entry.is_file(follow_symlinks=False):

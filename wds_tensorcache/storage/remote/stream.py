@@ -35,10 +35,11 @@ class _Piece:
 class RemoteStream:
     """The bytes of a remote object, for one reader that reads them in order. Requests for the next bytes are in flight.
 
-    Every response must have the state that the object had at the opening. A failed read fails again when repeated.
+    Every response must report the state that the object had when the stream was opened. A repeated read fails again after
+    an error.
 
     Args:
-        url: The object. Opening it takes one request.
+        url: Url of the object. Opening the stream takes one request.
 
     Attributes:
         url: The url, concealed.
