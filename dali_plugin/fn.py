@@ -142,8 +142,8 @@ def native_reader(
             `prefetch_queue_depth`, `dont_use_mmap` …
 
     Returns:
-        Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. With `device="gpu"`, and if
-        some tensors are numpy arrays, the second node is the same bytes on the CPU.
+        Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. If `device` is `"gpu"` and
+        a tensor is a numpy array, the second node is the same bytes on the CPU.
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.

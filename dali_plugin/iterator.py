@@ -26,7 +26,7 @@ class TensorCacheIterator:
     returns lists with one batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
-    one.
+    epoch.
 
     Attributes:
         is_padding: Rows of the last batch that are padding, bool `[B]`; with several pipelines, a list of masks.
@@ -86,7 +86,7 @@ class TensorCacheIterator:
         return self
 
     def reset(self) -> None:
-        """Begin the next epoch when this one is over."""
+        """Begin the next epoch when the current epoch is over."""
         if not self._has_stopped and self._source.num_surplus is None:
             self._build()
             try:
@@ -219,7 +219,7 @@ class _Pipe:
         self.pipeline.schedule_run()
 
     def outputs(self) -> Any:
-        """Return the next outputs. With the dynamic executor, they are ready on the caller's CUDA stream, if there is one.
+        """Return the next outputs. With the dynamic executor, the caller's CUDA stream waits for them.
 
         With any other executor, this call waits for the GPU.
         """

@@ -35,7 +35,7 @@ _MAX_ITEMSIZE = 16  # complex128
 
 
 class NativeReader(BatchSource):
-    """The source that `fn.native_reader` creates; the docstring of that function describes the arguments."""
+    """The source that `fn.native_reader` creates. The docstring of `native_reader` describes the arguments."""
 
     num_batches: int
 
@@ -186,7 +186,7 @@ class NativeReader(BatchSource):
         return sorted_begins
 
     def _cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
-        """Return the tensors of samples by name: `[B, …]` if their shapes are equal, else a list of B.
+        """Return the tensors of samples by name: `[B, …]` if their shapes are equal, otherwise a list of B tensors.
 
         Args:
             request: Request for the samples.

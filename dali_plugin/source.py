@@ -174,8 +174,8 @@ class TensorCacheSource(BatchSource):
         KeyError: A tensor or member is unknown; the message lists similar names.
         ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch.
         TypeError: A tensor's dtypes differ between samples.
-        BatchError: A name or pattern in `choose` matches no tensor; or a sample of a cache lacks one of the tensors or members.
-            If the cache is joined or a `SharedDataset`, or has `choose`, this is raised when a batch is requested.
+        BatchError: A name or pattern in `choose` matches no tensor, or a sample lacks one of the tensors or members. With
+            `choose`, a joined cache or a `SharedDataset`, this error is raised when a batch is requested.
 
     Memory: `keep + prefetch_batches + 1` batches.
     Pipelines: each call of `dali_plugin.fn.tensorcache` makes a copy of the source for its pipeline. If you call
@@ -226,7 +226,7 @@ class TensorCacheSource(BatchSource):
         self._begin()
 
     def _begin(self) -> None:
-        """Reset the state that belongs to one pipeline in one process."""
+        """Reset the state of this source for one pipeline in one process."""
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: dict[tuple[int, int], Future[Any]] = {}  # the batches that are read ahead, by epoch and iteration
         self._pid = 0  # of the process that started the threads
@@ -245,7 +245,7 @@ class TensorCacheSource(BatchSource):
         return source
 
     def read_on_request(self) -> None:
-        """Read nothing ahead: each of DALI's worker processes reads only some of the batches."""
+        """Read no batches ahead, because each of DALI's worker processes reads only a fraction of the batches."""
         self._num_threads = 0
 
     def indices(self, epoch: int, iteration: int) -> Array:
@@ -370,7 +370,7 @@ class TensorCacheSource(BatchSource):
         ]
 
     def _as_dali(self, batch: tuple[Any, ...], layouts: Mapping[str, str] | None) -> tuple[Any, ...]:
-        """Replace the arrays of a batch by DALI's own tensors: all arrays with `layouts`, otherwise those in pinned memory."""
+        """Replace the arrays of a batch by DALI's own tensors: all arrays with `layouts`, otherwise arrays in pinned memory."""
         if layouts is None and not self._is_pinned:
             return batch
         for_dali = list(batch)

@@ -66,8 +66,8 @@ def bench(
 ) -> None:
     """Measure the speed at which this machine reads CACHE in random order, and name the bottleneck.
 
-    All bytes are in the page cache. Four rates are printed: read_batch, the loader, and two upper limits. The limits are
-    copies of as many bytes in memory, and positioned reads of the same bytes.
+    All bytes come from the page cache. Four rates are printed: read_batch, the loader, and two upper limits. The limits are
+    copies in memory, and positioned reads of the same bytes.
     """
     output, threads = Output(as_json), threads or num_cores()
     find_shards(path, local_for="measured")  # the raw reads are those of files in the page cache
@@ -158,7 +158,7 @@ def _read_extent(cache: tc.TensorCache, index: int) -> _Extent:
 
 
 def _find_collate(cache: tc.TensorCache) -> Any:
-    """Return the argument `collate` with which tensors of several shapes or dtypes are listed, and others are stacked."""
+    """Return a value of `collate` that lists tensors of several shapes or dtypes, and stacks all other tensors."""
     ways = {}
     for tensor in cache.schema.values():
         is_uneven = tensor.shape is None or any(isinstance(form, tuple) for form in (tensor.dtype, *tensor.shape))

@@ -51,7 +51,7 @@ def view_command(
 ) -> int:
     """Show CACHE as a page: structure, sizes, statistics, and samples with their latents drawn as pictures.
 
-    With -o, the page is one file that needs no network. It shows up to --samples samples at equal distances from each other;
+    With -o, the page is one file that needs no network. It shows up to --samples samples at equal distances from each other.
     1,000 samples take less than 10 MB. With --serve, a server on this machine shows all samples, and reads each sample when
     the user scrolls to it.
     """

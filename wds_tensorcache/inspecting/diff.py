@@ -29,10 +29,10 @@ class Change:
         key: Key of the sample.
         name: Name of the tensor, path of the value, or suffix of the other member with its dot.
         what: The difference in words.
-        num_different: Number of elements with different bits; None unless both are tensors of one dtype and shape.
+        num_different: Number of elements with different bits; None unless both are tensors of the same dtype and shape.
         max_difference: Largest absolute difference of two elements, as float64; None unless both are tensors of numbers with
-            one shape. Two NaN or two equal infinities have the difference 0. It is infinite if only one element is NaN or
-            infinite.
+            the same shape. Two NaN or two equal infinities have the difference 0. A NaN or an infinity and any other number
+            have an infinite difference.
     """
 
     key: str
@@ -248,7 +248,7 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Return whether two values of one type are equal bit for bit."""
+    """Return whether two values of the same type are equal bit for bit."""
     if type(one) in ATOMS:
         return repr(one) == repr(two)  # which distinguishes NaN, 0.0 and -0.0
     try:

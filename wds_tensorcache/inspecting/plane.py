@@ -57,7 +57,7 @@ class Planes:
             lazy: Tensor or array of the dtype and shape for which `find_planes` returned these planes.
             count: Maximum number of planes; by default, all channels of a picture, and the first plane of a map.
 
-        Memory: reads no other planes, except those of a picture `[H, W, C]`.
+        Memory: only these planes are read, but all planes of a picture `[H, W, C]`.
         """
         count = min(self.count, count or (self.count if self.kind == "picture" else 1))
         shape = math.prod(lazy.shape) // (self.height * self.width), self.height, self.width

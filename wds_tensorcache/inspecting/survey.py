@@ -120,8 +120,8 @@ class Survey:
         sample_nbytes: Statistics of the bytes of the tensors of the examined samples.
         repeats: Tensors that are stored several times in the examined samples.
         positions: Position of each tensor that is read, by name.
-        samples, errors: For a page, statistics of the tensors of each examined sample, and messages of samples that cannot be
-            read, by index.
+        samples: For a page, statistics of the tensors of each examined sample, by index.
+        errors: For a page, error messages of the samples that cannot be read, by index.
 
     Raises:
         FormatError: A shard is damaged, or a sample needs a class that is not in `allow=`; not raised with `for_page`.
@@ -259,7 +259,7 @@ def _color_key(name: str, lazy: Lazy, planes: Planes) -> tuple[str, int, bool]:
 
 
 def _describe_intact(cache: Cache[Any], indices: Sequence[int]) -> Description:
-    """Describe all samples, or only the intact ones in `indices` if `describe` meets a damaged sample."""
+    """Describe all samples. If `describe` meets a damaged sample, describe only the intact samples in `indices`."""
     try:
         return cache.describe()
     except FormatError:

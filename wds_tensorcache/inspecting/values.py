@@ -131,7 +131,7 @@ class ValueSample:
             self._kept = np.append(self._kept, finite)
 
     def make_histogram(self) -> Histogram | None:
-        """Return the histogram of the finite values; None if there are none."""
+        """Return the histogram of the finite values; None without finite values."""
         if not len(self._kept):
             return None
         halves = self._kept / 2  # hazard: the range of the largest float64 values overflows
@@ -158,7 +158,7 @@ def read_parts(lazy: Lazy) -> Iterator[tuple[Any, Any]]:
     Raises:
         FormatError: The bytes are not values of the dtype, or the shard was changed; the message names the tensor.
 
-    Memory: each part is private to the caller and has at most 4 MiB, or one element.
+    Memory: each part is a copy of at most 4 MiB, or one element if it is larger.
     """
     reference, width = lazy._reference, lazy.dtype.itemsize
     step = max(_PART_NBYTES // width, 1) * width

@@ -89,7 +89,7 @@ def publish(temporary: str, path: str) -> None:
 
 
 def replace(temporary: str, path: str) -> None:
-    """Rename a complete file or folder to its final name. A file replaces a file; a folder replaces only an empty folder.
+    """Rename a complete file or folder to its final name. A file may replace a file, and a folder an empty folder.
 
     Raises:
         FileExistsError: `temporary` is a folder, and `path` exists and is not an empty folder.

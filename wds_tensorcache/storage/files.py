@@ -139,7 +139,6 @@ class ShardFile:
         self._keep(descriptor)
 
     def _begin(self, path: str, status: os.stat_result, may_map: bool) -> None:
-        """Set the attributes of an open file."""
         self.path = path
         self.nbytes = status.st_size
         self.identity = _identity(status)
@@ -177,7 +176,7 @@ class ShardFile:
         """Return an open descriptor of the file. It stays open as long as the caller keeps a reference to it.
 
         Raises:
-            FormatError: Another file has replaced this one, or this one was changed.
+            FormatError: Another file has replaced this file, or the file was changed.
         """
         descriptor = self._descriptor
         if descriptor is None:
@@ -281,7 +280,7 @@ class ShardFile:
         return [stored[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
 
     def read_through(self) -> AbstractContextManager[Callable[[int, int], bytes]]:
-        """Return a context manager that returns a function like `read`, for one pass over the file."""
+        """Return a context manager for one pass over the file. It returns a function like `read`."""
         return nullcontext(self.read)
 
     def is_resident(self, begin: int) -> bool:

@@ -49,7 +49,7 @@ class LocalFolder:
         RemoteError: A request failed.
         ValueError: A method that changes files was called, but the url cannot be written.
 
-    Threads/fork/pickle: one thread at a time; files of an object store cannot be changed in a forked child.
+    Threads/fork/pickle: one thread at a time. A forked child cannot change files of an object store.
     """
 
     is_remote = False

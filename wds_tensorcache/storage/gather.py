@@ -1,8 +1,8 @@
-"""Copy many byte ranges of files into one block of memory: out of memory maps, otherwise by positioned reads.
+"""Copy many byte ranges of files into one block of memory: from memory maps if possible, otherwise by positioned reads.
 
-Measured on two cores, for 3 tensors of 450 KB in all, in batches of 32, with one thread and two: one call of torch for each
-tensor takes 38 and 21 us, `memmove` 40 and 25 us, `preadv` 33 to 72 and 25 to 40 us, depending on the pages that the page cache
-uses. While a thread copies in one call, another thread can run Python.
+Measured on two cores, for samples of 3 tensors and 450 KB in batches of 32: one call of torch for each tensor takes 38 us with
+one thread and 21 us with two, `memmove` 40 and 25 us, and `preadv` 33 to 72 and 25 to 40 us, depending on the pages of the page
+cache. While a thread copies in one call, another thread can run Python.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _as_rows(memory: Array, sources: Array, widths: Array, firsts: Array, pitche
 def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
     """Copy rows `[begin, end)` of tensors, in one call for each tensor. Large copies release the GIL.
 
-    Threads: only the caller's. If a thread of OpenMP started late, all others would wait, and a forked child has none.
+    Threads: only the caller's thread. Threads of OpenMP wait for each other, and do not exist in a forked child.
     """
     set_num_threads, num_threads = _openmp_setter(), torch.get_num_threads()
     if not tensors or set_num_threads is None:

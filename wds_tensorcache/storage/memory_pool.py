@@ -72,7 +72,7 @@ class Pool:
                 nbytes -= size
 
     def close(self) -> None:
-        """Return all idle arenas to the system. Arenas that become idle later are returned at once, too."""
+        """Return all idle arenas to the system. An arena that becomes idle later is returned at once."""
         self._closed = True
         self._leases.clear()  # each arena is freed with the last reference to its array
         self._idle.clear()

@@ -32,7 +32,7 @@ def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool
 
 
 def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """Open a file of this user alone, in the folder with the descriptor `dir_fd`, if any; return its descriptor and status.
+    """Open a file of this user alone; return its descriptor and status. `path` is relative to the folder `dir_fd`, if given.
 
     Raises:
         OSError: The file does not exist, or is a symbolic link.
@@ -73,7 +73,7 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
 
 @contextlib.contextmanager
 def explain_no_space(path: str, content: str) -> Iterator[None]:
-    """Add sizes and the remedy to the OSError of a full file system; `content` names what is written to `path`."""
+    """Add sizes and the remedy to the OSError of a full file system. The message says that `content` needs space at `path`."""
     try:
         yield
     except OSError as exc:

@@ -18,7 +18,7 @@ _BUSY = frozenset({errno.EAGAIN, errno.EACCES})
 
 
 def lock_range(fd: int, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock bytes for the open file of a descriptor; see `RangeLocks.lock`."""
+    """Lock bytes of the open file with descriptor `fd`; see `RangeLocks.lock`."""
     kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
     try:
@@ -34,8 +34,8 @@ class RangeLocks(OwnedFile):
     """An open file whose bytes can be locked: exclusively by one holder, or shared by any number of holders.
 
     The holder of a lock is this object, not a thread or a process (Linux, "open file description locks"). Two objects of this
-    class exclude each other, even in one thread. The kernel releases the locks when the last process that has this object's
-    file open closes it or ends.
+    class exclude each other, even in one thread. The kernel releases the locks when the last process with this
+    object's open file closes the file or ends.
 
     Args:
         path: Path of an existing file.

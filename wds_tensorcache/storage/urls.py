@@ -29,7 +29,7 @@ _CHANGED_BY_PATHLIB = re.compile(r"(?:s3|gs|az|https?|hf):/(?!/)", re.IGNORECASE
 
 
 class SecretUrl(str):
-    """The public text of a web server's url, with the secrets that its requests need; texts made from it are public, too.
+    """The public text of a web server's url, with the secrets that its requests need. Texts made from it contain no secrets.
 
     Urls are equal if their texts and secrets are, so two revisions of an object, chosen by queries, are two keys of a dict.
 
@@ -113,7 +113,7 @@ def conceal(url: str) -> str:
 
 
 def keep_secrets(url: str, public: str) -> str:
-    """Return the url of another object, whose requests need the same secrets as those of `url`."""
+    """Return the url `public` with the secrets of `url`, for requests of another object on the same server."""
     return SecretUrl(public, url.query, url.credentials) if isinstance(url, SecretUrl) else public
 
 
@@ -175,7 +175,7 @@ def is_web(url: str) -> bool:
 def join_url(folder: str, name: str) -> str:
     """Return the url of the object `name`, which may contain slashes, in a folder.
 
-    In a web server's url, `name` is percent-encoded, and the folder's secrets, if any, are kept.
+    In a web server's url, `name` is percent-encoded. The url keeps the folder's secrets.
     """
     if not is_web(folder):
         return folder.rstrip("/") + "/" + name

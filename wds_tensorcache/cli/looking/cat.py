@@ -137,7 +137,7 @@ def _is_text(content: bytes) -> bool:
 
 
 def _open_stdout(is_text: bool = False) -> Any:
-    """Return the binary stdout; refuse a terminal unless the content is text."""
+    """Return stdout for bytes; raise an error if it is a terminal and the content is not text."""
     if sys.stdout.isatty() and not is_text:
         raise click.UsageError("this is binary: redirect it to a file, as in `> FILE`")
     return sys.stdout.buffer

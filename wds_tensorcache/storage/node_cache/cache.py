@@ -57,7 +57,7 @@ class NodeCache:
     def file(
         self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
     ) -> CachedFile:
-        """Return a remote file that is read through this cache; the arguments are those of `RemoteFile`."""
+        """Return a remote file that is read through this cache. `RemoteFile` takes the same arguments."""
         return CachedFile(self, url, nbytes, tag, manifest)
 
     def read_many(self, ranges: Sequence[Range]) -> None:
@@ -129,7 +129,7 @@ class NodeCache:
             warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=user_level())
 
     def _local(self, file: CachedFile) -> BlockFile | None:
-        """Return the local file, opened or created if needed; None if there is none and the cache is resting.
+        """Return the local file, opened or created if needed; None if it is not open and the cache is paused.
 
         Raises:
             Bypass: There is no room for the file.

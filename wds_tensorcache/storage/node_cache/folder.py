@@ -64,13 +64,14 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
 
     Raises:
         NotImplementedError: The system is not Linux, whose locks on byte ranges belong to open files, not to processes.
-        ValueError: `max_nbytes` is not positive; or the path is empty or a url, or on a network file system, which other nodes
-            use, too.
+        ValueError: `max_nbytes` is not positive, or the path is empty, a url, or on a network file system, which is shared by
+            several nodes.
         PermissionError: The folder belongs to another user, or other users may write into it.
-        NotADirectoryError: The path is a file, or leads through one.
+        NotADirectoryError: The path, or a parent folder in it, is a file.
         OSError: The folder cannot be created for any other reason.
 
-    If the disk is full or read-only, or permissions are missing, nothing is raised: reads warn once, and do without the cache.
+    No error is raised if the disk is full or read-only, or if permissions are missing. Reads then warn once and bypass the
+    cache.
     """
     if max_nbytes is not None and max_nbytes < 1:
         raise ValueError(f"cache_nbytes={max_nbytes}, expected at least 1, or None")
@@ -98,7 +99,7 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
 
 
 class CacheFolder:
-    """A checked folder. Files of other programs in it are ignored: never counted, changed or deleted.
+    """The checked folder of a cache. Files of other programs in it are never counted, changed or deleted.
 
     Threads/fork/pickle: safe everywhere; a copy in another process uses the same folder.
 

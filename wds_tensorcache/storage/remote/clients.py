@@ -58,7 +58,7 @@ def client_for(url: str) -> Client:
 
     Raises:
         ValueError: The scheme of the url is not in `SCHEMES`.
-        ImportError: A package is missing; the message says which extra to install.
+        ImportError: A package is missing; the message names the extra to install.
         RemoteError: The store cannot be opened, for example because options are missing, or the process was forked.
     """
     key = origin_of(url), credentials_of(url)

@@ -48,7 +48,6 @@ class HttpClient:
         self._copies = Copies()
 
     def _locate(self, request: Request) -> str:
-        """Return the url for the request."""
         try:
             return web_url(reveal(request.url))
         except ValueError as exc:
@@ -211,7 +210,7 @@ def _show_range(response: Response) -> str:
 
 
 def _content_range(response: Response, request: Request) -> tuple[int, int, int | None]:
-    """Return the range `[begin, end)` of a partial response, and the object's length, or None if the header says `*`."""
+    """Return the range `[begin, end)` of a partial response, and the object's length; None for the length `*`."""
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     if not match or match[1] is None:
         raise request.error(f"a partial response with Content-Range {_show_range(response)}", 206)

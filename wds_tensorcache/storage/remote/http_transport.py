@@ -58,7 +58,7 @@ class _Head(HTTPResponse):
             raise HTTPException("the head is damaged, or was cut short")
 
     def _safe_read(self, amt: int) -> bytes:
-        """Read bytes between chunks; `http.client` does not check that a chunk ends where its size says."""
+        """Read bytes, and check that each chunk ends at its stated size, which `http.client` does not check."""
         read: bytes = super()._safe_read(amt)  # type: ignore[misc]
         if self.chunked and amt == 2 and read != b"\r\n":
             raise HTTPException("a chunk does not end where it should")
@@ -261,7 +261,7 @@ def _read_netrc(origin: str) -> str | None:
 
 
 def _redirect_target(url: str, location: str | None, request: Request, status: int) -> str:
-    """Return the address of a redirect; raise RemoteError if it is refused."""
+    """Return the target url of a redirect; raise RemoteError if the redirect is refused."""
     if not location:
         raise request.error("a redirect without an address", status)
     target = scheme = ""

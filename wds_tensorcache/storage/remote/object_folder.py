@@ -1,4 +1,4 @@
-"""A folder at a url: its objects are read as those of any server, and changed by conditional requests of an object store."""
+"""A folder at a url. Objects of any server can be read; conditional requests change the objects of an object store."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _Version = dict[str, str]
 class ObjectFolder:
     """A folder at a url, with the methods of `LocalFolder`. Objects of web servers and hubs can be read, but not changed.
 
-    A store has no locks. A new file is one request that succeeds only if no object has its name. A change replaces exactly the
-    version of the object that it was made from. Before the first of these requests, a test with a small object shows whether
-    the store obeys such conditions.
+    A store has no locks. A new file is created by one request, which succeeds only if no object has this name. A change
+    succeeds only if it replaces the version of the object that was read before. Before the first of these requests, a test
+    with a small object checks that the store obeys such conditions.
 
     Objects are not uploaded in parts: Google has no conditional multipart uploads, obstore makes none, and a killed process
     would leave parts in the bucket.
@@ -207,11 +207,11 @@ class ObjectFolder:
         return self._call(request, lambda store, key: store.put(key, content, use_multipart=False, **options))
 
     def _read(self, url: str) -> tuple[bytes, _Version] | None:
-        """Return the content of an object and its version; None if there is no such object."""
+        """Return the content and the version of an object; None if the object does not exist."""
         return self._get(url, lambda response: (bytes(response.bytes()), _version(response.meta)))
 
     def _metadata(self, url: str) -> dict[str, str] | None:
-        """Return the user-defined metadata of an object; None if there is no such object."""
+        """Return the user-defined metadata of an object; None if the object does not exist."""
         return self._get(url, lambda response: dict(response.attributes), head=True)
 
     def _get(self, url: str, parse: Callable[[Any], _Result], **options: Any) -> _Result | None:

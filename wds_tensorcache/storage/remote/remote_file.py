@@ -147,7 +147,7 @@ class RemoteFile:
             yield ahead.read
 
     def view(self, begin: int, end: int) -> None:
-        """Return None: there is no map."""
+        """Return None, because a remote file has no map."""
 
     def _fetch(self, ranges: Sequence[tuple[RemoteFile, int, Sequence[Any]]]) -> None:
         fetch_many(ranges)
