@@ -311,7 +311,7 @@ class TensorCacheSource(BatchSource):
             return self._read(cache, epoch, iteration, self.layouts)
 
     def _read(self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None) -> Any:
-        """Read a batch; return the arguments of `_keep`."""
+        """Read a batch; return the arguments for `_keep`."""
         step = self._step(epoch, iteration)
         numbers, request = step.indices, self._reader.request(step)
         batch = (*self._tensors_of(cache, request), *self._members_of(request), numbers)

@@ -33,9 +33,9 @@ def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], 
 
 
 def read_samples(cache: Cache[Any], indices: Sequence[int]) -> Iterator[_Read]:
-    """Yield the index of each sample, its lazy tensors by name, and the error if it cannot be read.
+    """Yield the index of each sample, its lazy tensors by name, and the error of the read or None.
 
-    Memory: a sample of a remote shard is in memory if its tensors take at most 4 MiB.
+    Memory: the tensors of a remote sample are copied into memory if they take at most 4 MiB.
     """
     is_remote = remote_url([cache]) is not None
 

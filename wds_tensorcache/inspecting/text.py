@@ -89,7 +89,7 @@ def escape_hidden(text: str, limit: int = 200) -> str:
 
 
 def page_text(value: Any, limit: int = 200) -> str:
-    """Return a value for the page: a string unquoted, any other value as `value_text`."""
+    """Return a value for the page: a string without quotes, any other value in the form of `value_text`."""
     return escape_hidden(value if isinstance(value, str) else value_text(value, limit), limit)
 
 

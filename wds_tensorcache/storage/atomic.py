@@ -39,7 +39,7 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
     Args:
         path: Path of the file; its folder must exist.
         parts: Content of the file, in pieces. Pass a list if another writer may start in the folder during the call.
-            This writer may delete the temporary file, and the content is then written again.
+            That writer may delete the temporary file, and the content is then written again.
         fsync: Wait until the file is on disk. Otherwise the file survives the death of this process, but perhaps not a
             crash of the machine.
 

@@ -55,7 +55,7 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 class Descriptor:
-    """An open file descriptor. It stays open as long as this object is referenced, so no read loses it."""
+    """An open file descriptor. It stays open as long as this object is referenced, so it is never closed during a read."""
 
     __slots__ = ("fd",)
 

@@ -19,7 +19,7 @@ _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an
 
 
 def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
-    """Call `take` until it returns anything but False, for at most `wait_s` seconds; return its last result."""
+    """Call `take` until its result is not False, for at most `wait_s` seconds; return the last result."""
     until, pause_s = time.monotonic() + wait_s, 0.0002
     while (is_taken := take()) is False and time.monotonic() < until:
         time.sleep(pause_s)
@@ -28,7 +28,7 @@ def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
 
 
 class OwnedFile:
-    """An open file or folder. `close` closes it, and so does the end of this object.
+    """An open file or folder. It is closed by `close`, or when this object is freed.
 
     The kernel releases a lock when all processes that have the file open have closed it. So a forked child closes its copy.
     Otherwise the child would keep the lock of a parent that is killed.

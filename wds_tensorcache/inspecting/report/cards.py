@@ -117,7 +117,7 @@ def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str
 
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
-    """Return the rank of a value as the text of a sample; `(0,)` if it cannot be the text."""
+    """Return the rank of a value among the candidates for the text of a sample; `(0,)` if it is not a candidate."""
     is_text = isinstance(value, str) or (
         isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in islice(value, 8))
     )

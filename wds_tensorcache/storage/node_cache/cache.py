@@ -148,7 +148,7 @@ class NodeCache:
         return block_file
 
     def find_local(self, file: CachedFile, now_s: float) -> BlockFile | None:
-        """Return the local file if it is open. It may have been evicted. `now_s` is the time of `time.monotonic`."""
+        """Return the local file if it is open. It may have been evicted. `now_s` is the current time by `time.monotonic`."""
         block_file = self._open.get(file.digest) if file.digest else None
         if block_file is not None:
             block_file.note_use(now_s)

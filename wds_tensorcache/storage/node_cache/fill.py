@@ -59,7 +59,7 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
     Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
 
     Raises:
-        Bypass: Some of the blocks remain absent.
+        Bypass: Not all blocks could be fetched into the cache.
         Exception: An error of `fetch`.
     """
     while wanted:
@@ -126,7 +126,7 @@ def _wait(busy: Sequence[Wanted]) -> None:
 
 
 def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
-    """Fetch and publish blocks in waves, which bound the memory that they take."""
+    """Fetch and publish blocks in waves, to bound the use of memory."""
     step = _MAX_REQUEST_NBYTES // BLOCK
     pieces = [
         (entry, (at, min(last, at + step)))

@@ -67,7 +67,7 @@ class Cancel:
         self.is_set = False
 
     def set(self) -> None:
-        """End the group's requests soon with CancelledError."""
+        """Cancel the group's requests. They raise CancelledError soon."""
         self.is_set = True
         end_overdue()
 
@@ -184,7 +184,7 @@ class Request:
             self.pause(fault)
 
     def pause(self, fault: TransientError) -> None:
-        """Wait before the next attempt, for a random part of a time that doubles, or as long as the server asks."""
+        """Wait before the next attempt: for a random fraction of a doubling pause, or as long as the server asks."""
         check_cancelled()
         self._num_failed += 1
         self._num_in_vain = self._num_in_vain + 1 if self.at == self._tried_at else 0
@@ -224,7 +224,7 @@ _in_flight: Callable[[], set[Request]] = per_process(set)
 
 @contextmanager
 def bind_cancel(cancel: Cancel) -> Iterator[None]:
-    """End requests of this thread with CancelledError soon after `cancel` is set."""
+    """Let requests of this thread raise CancelledError soon after `cancel` is set."""
     before = getattr(_local, "cancel", None)
     _local.cancel = cancel
     try:

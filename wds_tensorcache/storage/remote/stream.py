@@ -80,7 +80,7 @@ class RemoteStream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def skip(self, nbytes: int) -> int:
-        """Skip up to `nbytes` bytes, and return their number. Skipped bytes are not requested, if possible."""
+        """Skip up to `nbytes` bytes, and return their number. Skipped bytes are not requested later."""
         nbytes = min(nbytes, self.info.nbytes - self._at)
         self._at += nbytes
         self._drop_passed()
