@@ -24,9 +24,9 @@ class Repeats:
 
     Attributes:
         num_tensors: Number of copies, without the first copy of each tensor.
-        nbytes: Bytes that storing each tensor once would save.
+        nbytes: Number of bytes of these copies.
         is_partial: True if there were too many distinct tensors to remember. More tensors may then be repeated.
-        most: Tensors whose copies take the most bytes, at most 20.
+        most: Up to 20 tensors whose copies take the most bytes.
     """
 
     num_tensors: int

@@ -128,7 +128,7 @@ def _measure(key: str, lazy: Lazy) -> ValueStatistics | None:
 
 
 def _preview(content: bytes) -> str:
-    """Return the beginning of a text; `""` for other bytes."""
+    """Return the beginning of a member that is text; `""` for a binary member."""
     try:
         text = content.decode()
     except UnicodeDecodeError:

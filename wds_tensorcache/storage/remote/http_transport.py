@@ -86,7 +86,7 @@ class Response:
 
     Attributes:
         status: HTTP status.
-        headers: Headers, by names in any case.
+        headers: Headers by name, case-insensitive.
         first_headers: Headers of the first response, which may be a redirect.
         head_s: Time from the request to the head, in seconds.
         is_chunked: True if the body is sent in chunks, so that a truncated body can be detected.

@@ -35,8 +35,8 @@ class _Piece:
 class RemoteStream:
     """The bytes of a remote object, for one reader that reads them in order. Requests for the next bytes are in flight.
 
-    Every response must report the state that the object had when the stream was opened. After a failed read, all later reads
-    fail.
+    Every response must report the state that the object had when the stream was opened. A failed read fails again
+    if it is repeated.
 
     Args:
         url: Url of the object. Opening the stream takes one request.
